@@ -1,0 +1,25 @@
+"""Enginery: an LLM inference engine with a small core, and plugins for everything else.
+
+`from enginery import LLM, SamplingParams` is the Python way in. Importing the package alone imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from enginery.contracts.request import SamplingParams
+
+if TYPE_CHECKING:
+    from enginery.run.llm import LLM
+
+__all__ = ["LLM", "SamplingParams"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import `LLM`, and with it torch, when it is first asked for (PEP 562)."""
+    if name == "LLM":
+        from enginery.run.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'enginery' has no attribute {name!r}")

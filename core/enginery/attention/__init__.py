@@ -1,0 +1,1 @@
+"""Everything about attention that is no kernel."""

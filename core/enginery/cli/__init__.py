@@ -1,0 +1,1 @@
+"""The `engine` command, one file per subcommand."""

@@ -1,0 +1,81 @@
+"""The frozen settings. `EngineOptions` is what was asked for; the `*Settings` are what `resolve` made of it.
+
+Every field of `EngineOptions` is a flag of `engine serve`, an environment variable `ENGINERY_<FIELD>` and a key of the
+configuration file, and a keyword argument of `LLM`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user may ask for. None and "auto" leave the choice to `resolve`.
+
+    max_batch_tokens: token budget of a step. max_batch_requests: requests in a step. max_model_len: longest context in tokens.
+    num_pages: KV pages, instead of what memory_fraction leaves. memory_fraction: share of the device's free memory (of the host's
+    available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.
+    """
+
+    model: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    attention_backend: str = "auto"
+    schedule_policy: str = "auto"
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_gib: float | None = None
+    memory_fraction: float = 0.85
+    max_model_len: int | None = None
+    max_batch_tokens: int | None = None
+    max_batch_requests: int = 256
+    max_queued_requests: int = 4096
+    prefix_cache: bool = True
+    num_threads: int | None = None
+    seed: int = 0
+    blocked_plugins: tuple[str, ...] = ()
+    no_plugins: bool = False
+    plugin_options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One resolved value and why it was chosen; printed at start."""
+
+    setting: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """The scheduler's section."""
+
+    page_size: int
+    num_pages: int
+    max_model_len: int
+    max_batch_tokens: int
+    max_batch_requests: int
+    max_queued_requests: int
+    prefix_cache: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which checkpoint, of which family, and how to load it."""
+
+    folder: Path
+    name: str
+    family: str
+    note: str
+    random_weights: bool
+    dtype: Dtype
+    device: str
+    seed: int

@@ -1,0 +1,1 @@
+"""What the core and its plugins agree on: protocols and frozen dataclasses. Imports torch for type checking only."""

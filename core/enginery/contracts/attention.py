@@ -1,0 +1,241 @@
+"""The attention contract: what a backend can do, what is asked of it, and what it is built from.
+
+H query heads, K KV heads, D head dim, T tokens, B requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol
+
+from enginery.contracts.batch import Phase
+from enginery.contracts.versions import ApiVersion
+
+if TYPE_CHECKING:
+    import torch
+
+    from enginery.contracts.batch import ForwardBatch
+    from enginery.contracts.memory import KVPool, WorkspaceArena
+    from enginery.contracts.plan import ForwardPlan
+
+GlobalLayerId = NewType("GlobalLayerId", int)
+LocalLayerId = NewType("LocalLayerId", int)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why something was refused. `rule` is a stable word for machines, `text` a sentence for people."""
+
+    rule: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnLayerFacts:
+    """One attention layer as its model's configuration states it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerSpec:
+    """The static facts of one attention layer, given to its socket when the model is built.
+
+    global_id counts over the whole model, local_id over the layers of this pipeline stage; pools are indexed by local_id only.
+    scale multiplies q . k. sliding_window: a token sees itself and the window - 1 before it. softcap: s -> c tanh(s / c) before the
+    mask. sinks: [H] float32, one more logit per head in the softmax's denominator.
+    """
+
+    global_id: GlobalLayerId
+    local_id: LocalLayerId
+    facts: AttnLayerFacts
+    scale: float
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an attention backend can do, as data. A set that is None allows everything.
+
+    min_compute_capability, max_compute_capability: of CUDA devices, inclusive. lse_base: of the log-sum-exp it can return, None if
+    it returns none. needs_jit: compiles on first use. workspace_bytes: what it takes from the arena at the most.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[str]
+    kv_dtypes: frozenset[str]
+    phases: frozenset[Phase] = frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED})
+    head_dims: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    min_compute_capability: tuple[int, int] | None = None
+    max_compute_capability: tuple[int, int] | None = None
+    causal: bool = True
+    sliding_window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    mla: bool = False
+    sparse: bool = False
+    linear: bool = False
+    graphs: bool = False
+    batch_invariant: bool = False
+    lse_base: Literal["e", "2"] | None = None
+    needs_jit: bool = False
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnNeeds:
+    """What a model on a device with given settings asks of an attention backend."""
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    page_size: int
+    layers: tuple[AttnLayerFacts, ...]
+    phases: frozenset[Phase] = frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED})
+    compute_capability: tuple[int, int] | None = None
+    mla: bool = False
+    sparse: bool = False
+    linear: bool = False
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVGeometry:
+    """The shape of the paged KV memory of one stage: per layer [num_pages + 1, page_size, K, D], keys and values.
+
+    Page number `num_pages` belongs to nobody: padding writes there.
+    """
+
+    num_pages: int
+    page_size: int
+    layers: tuple[AttnLayerFacts, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFacts:
+    """Where this process stands: its tensor-parallel rank and pipeline stage."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BackendContext:
+    """All that a backend is built from. coordinator None means that sparse KV is configured off, never "not yet"."""
+
+    instance: str
+    geometry: KVGeometry
+    pool: KVPool
+    device: torch.device
+    dtype: torch.dtype
+    arena: WorkspaceArena
+    parallel: ParallelFacts = field(default_factory=ParallelFacts)
+    coordinator: object | None = None
+    options: object | None = None
+
+
+class AttnBackend(Protocol):
+    """A live backend. `backend_id` is `context.instance`, the name its plans carry."""
+
+    backend_id: str
+
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
+        """Plan one padded batch from its host tensors alone. capture: the plan will be captured in a graph."""
+        ...
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend causally over the pool and write to `out`. The step's own keys and values are in the pool already.
+
+        q, out: [T, H, D]; k, v: [T, K, D]; all in the model's dtype on the device. Raises `StalePlan` if `batch.plan` is not this
+        backend's plan for this batch.
+        """
+        ...
+
+
+def _refuses_nothing(needs: AttnNeeds) -> list[Reason]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnBackendSpec:
+    """An attention backend on offer.
+
+    priority: `auto` takes the highest that refuses nothing. refuse_also: reasons that capabilities cannot express; pure, needs no
+    device. options: a dataclass whose fields `-o NAME.field=value` sets.
+    """
+
+    name: str
+    api: ApiVersion
+    priority: int
+    capabilities: Capabilities
+    summary: str
+    refuse_also: Callable[[AttnNeeds], list[Reason]] = _refuses_nothing
+    options: type[Any] | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    def refuse(self, needs: AttnNeeds) -> list[Reason]:
+        """Every reason why this backend cannot serve `needs`; empty if it can."""
+        return capability_refusals(self.capabilities, needs) + self.refuse_also(needs)
+
+
+def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
+    """What `needs` asks for and `can` does not offer."""
+    reasons: list[Reason] = []
+
+    def member(rule: str, value: object, allowed: frozenset[Any] | None) -> None:
+        if allowed is not None and value not in allowed:
+            names = ", ".join(sorted(str(item) for item in allowed)) or "nothing"
+            reasons.append(Reason(rule=rule, text=f"{rule} {value} is not among {names}"))
+
+    member("device", needs.device, can.devices)
+    member("dtype", needs.dtype, can.dtypes)
+    member("kv dtype", needs.kv_dtype, can.kv_dtypes)
+    member("page size", needs.page_size, can.page_sizes)
+    for phase in sorted(needs.phases):
+        member("phase", phase, can.phases)
+    for head_dim in sorted({layer.head_dim for layer in needs.layers}):
+        member("head dim", head_dim, can.head_dims)
+    reasons += _compute_capability_refusals(can, needs)
+    asked_and_offered = {
+        "sliding window": (any(layer.sliding_window is not None for layer in needs.layers), can.sliding_window),
+        "soft cap": (any(layer.softcap is not None for layer in needs.layers), can.softcap),
+        "attention sinks": (any(layer.sinks for layer in needs.layers), can.sinks),
+        "MLA": (needs.mla, can.mla),
+        "sparse attention": (needs.sparse, can.sparse),
+        "linear attention": (needs.linear, can.linear),
+        "batch invariance": (needs.batch_invariant, can.batch_invariant),
+    }
+    for rule, (asked, offered) in asked_and_offered.items():
+        if asked and not offered:
+            reasons.append(Reason(rule=rule, text=f"{rule} is needed and not offered"))
+    return reasons
+
+
+def _compute_capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
+    rule, has = "compute capability", needs.compute_capability
+    low, high = can.min_compute_capability, can.max_compute_capability
+    if has is None and low is not None:
+        return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, the device is no CUDA device")]
+    if has is not None and low is not None and has < low:
+        return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, the device has {has[0]}.{has[1]}")]
+    if has is not None and high is not None and has > high:
+        return [Reason(rule=rule, text=f"needs compute capability {high[0]}.{high[1]} or less, the device has {has[0]}.{has[1]}")]
+    return []

@@ -1,0 +1,39 @@
+"""What a backend and a model see of the engine's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from enginery.contracts.attention import KVGeometry, LocalLayerId
+
+
+class LayerKV(NamedTuple):
+    """One layer's paged keys and values: [num_pages + 1, page_size, K, D] each, device. Views of the pool, never copies."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class KVPool(Protocol):
+    """The paged KV memory of one stage."""
+
+    geometry: KVGeometry
+
+    def layer(self, layer: LocalLayerId) -> LayerKV:
+        """The pages of one layer of this stage."""
+        ...
+
+    def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store this step's keys and values, [T, K, D] each, at `slots` [T] int64 (page * page_size + offset)."""
+        ...
+
+
+class WorkspaceArena(Protocol):
+    """Scratch memory shared by everything that runs on one device."""
+
+    def take(self, purpose: str, num_bytes: int) -> torch.Tensor:
+        """A uint8 buffer of at least `num_bytes` for `purpose`; the same memory for the same device, stream and purpose."""
+        ...

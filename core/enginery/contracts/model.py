@@ -1,0 +1,111 @@
+"""The model contract: a family is found by the checkpoint's architecture, described without torch, and built from weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from enginery.contracts.attention import AttnLayerFacts, ParallelFacts
+from enginery.contracts.versions import ApiVersion
+
+if TYPE_CHECKING:
+    import torch
+
+    from enginery.contracts.attention import LayerSpec
+    from enginery.contracts.batch import ForwardBatch
+    from enginery.contracts.ops import OpTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the core must know of a model before it is built; the rest is the model's own affair.
+
+    max_positions: longest context. activation_width: the largest number of values that the model keeps alive per token of a step
+    (for the memory plan).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    activation_width: int
+    layers: tuple[AttnLayerFacts, ...]
+    mla: bool = False
+
+
+class WeightSource(Protocol):
+    """Where a model takes its tensors from, by the names of the checkpoint.
+
+    The first build runs against a source that only records (tensors on the `meta` device): the record is checked against the
+    checkpoint and counted into the memory plan before anything is read. The second runs against loaded tensors.
+    """
+
+    def scope(self, prefix: str) -> WeightSource:
+        """The same source with `prefix` and a dot before every name."""
+        ...
+
+    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor `name`, in the model's dtype on its device."""
+        ...
+
+    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Several tensors stacked along dimension 0 in one piece of memory."""
+        ...
+
+
+class AttendFn(Protocol):
+    """A leaf's `attend`, bound."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None: ...
+
+
+class WriteKVFn(Protocol):
+    """Stores a step's keys and values in the pool: `KVPool.write`, bound."""
+
+    def __call__(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelContext:
+    """All that a model is built from. config is the checkpoint's config.json."""
+
+    config: Mapping[str, Any]
+    facts: ModelFacts
+    weights: WeightSource
+    ops: OpTable
+    attend: AttendFn
+    write_kv: WriteKVFn
+    device: torch.device
+    dtype: torch.dtype
+    parallel: ParallelFacts
+
+
+class Model(Protocol):
+    """A live model, complete when built."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states after the last norm: [T, hidden_size]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden_size] -> [N, vocab_size], in the model's dtype."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model family on offer.
+
+    architectures: entries of config.json's `architectures` it serves. describe: config.json -> facts, without torch; raises
+    `CheckpointError` for what it cannot serve. build: imports what is heavy. ignored_weights: fnmatch patterns of tensors that
+    checkpoints carry and the model does not need.
+    """
+
+    name: str
+    api: ApiVersion
+    architectures: tuple[str, ...]
+    describe: Callable[[Mapping[str, Any]], ModelFacts]
+    build: Callable[[ModelContext], Model]
+    ignored_weights: tuple[str, ...] = ()

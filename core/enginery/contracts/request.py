@@ -1,0 +1,119 @@
+"""A request as its sender states it, and what comes back. These values also travel between processes (msgpack, never pickle)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from enginery.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOGPROBS = 20
+MAX_COMPLETIONS = 128
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended, in OpenAI's words and one of ours."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Checked when built; raises `RequestError` with the field's name.
+
+    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: shares of probability. Penalties follow OpenAI (presence, frequency:
+    subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over prompt and output).
+    logprobs: how many alternatives to report beside each sampled token; None reports nothing. prompt_logprobs: the same for the
+    prompt's tokens. seed: the same seed gives the same tokens whatever else runs; None draws one.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_range("max_tokens", self.max_tokens, 1, math.inf)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("temperature", self.temperature, 0, 100)
+        _check_range("top_k", self.top_k, 0, math.inf)
+        _check_range("top_p", self.top_p, 1e-6, 1)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("n", self.n, 1, MAX_COMPLETIONS)
+        _check_range("stop (number of strings)", len(self.stop), 0, MAX_STOP_STRINGS)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_range(name, count, 0, MAX_TOP_LOGPROBS)
+        for token, bias in self.logit_bias.items():
+            _check_range(f"logit_bias[{token}]", bias, -100, 100)
+        if any(not text for text in self.stop):
+            raise RequestError("stop contains an empty string, which would end every completion at once; leave it out", param="stop")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    """NaN fails too: it is in no range."""
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}, but must lie between {low:g} and {high:g}", param=name.split("[")[0].split(" ")[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt as token ids, ready for the engine; `params.n` must be 1 here, the front makes n of them.
+
+    priority: lower runs first. cache_salt: prefixes are shared only among equal salts.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """The log-probability (natural) of one token at one position and of the likeliest ones there, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What one step added to one request. After the output with a `finish_reason` or an `error` nothing more comes.
+
+    prompt_logprobs: complete, on the first output only; its first entry is None, as nothing precedes the first token.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

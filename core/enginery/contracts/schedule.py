@@ -1,0 +1,37 @@
+"""What a scheduling policy sees, and what one step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedFacts:
+    """A waiting request as a policy sees it. arrival_s: monotonic clock. num_tokens: prompt and what was generated before."""
+
+    request_id: str
+    priority: int
+    arrival_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step did; given to `observe_step`.
+
+    step: counts from 0. The times are of the host: schedule, build and plan, and until the results were there.
+    """
+
+    step: int
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    num_prefill_tokens: int
+    num_preempted: int
+    free_pages: int
+    cached_pages: int
+    total_pages: int
+    attn_backend: str
+    schedule_s: float
+    plan_s: float
+    run_s: float

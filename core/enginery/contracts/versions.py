@@ -1,0 +1,31 @@
+"""The version of each hook group's contract.
+
+A descriptor states the version it was written for (`api=(1, 0)`). The core accepts the same major with a minor that is not above its
+own. Inside a major, changes only add: fields with defaults, optional hooks; never a rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+ApiVersion = tuple[int, int]
+
+
+class HookGroup(StrEnum):
+    """What a descriptor describes; each group has a contract version of its own."""
+
+    ATTN_BACKEND = "attn-backend"
+    SPARSE_COORDINATOR = "sparse-coordinator"
+    MODEL = "model"
+    CHECKPOINT = "checkpoint"
+    DRAFTER = "drafter"
+    EXECUTOR = "executor"
+    OP = "op"
+    WEIGHT_FORMAT = "weight-format"
+    GRAMMAR = "grammar"
+    SCHEDULE_POLICY = "schedule-policy"
+
+
+CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = {group: (1, 0) for group in HookGroup}

@@ -1,0 +1,1 @@
+"""KV memory: page allocator, pools, radix prefix cache, workspace arena."""

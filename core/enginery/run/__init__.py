@@ -1,0 +1,1 @@
+"""The engine: loads a checkpoint, plans memory, and runs steps."""

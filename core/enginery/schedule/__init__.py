@@ -1,0 +1,1 @@
+"""Which requests run in the next step. Knows pages and tokens, no tensors."""

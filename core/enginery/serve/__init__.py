@@ -1,0 +1,1 @@
+"""The HTTP front and its link to the engine process. Imports no torch."""

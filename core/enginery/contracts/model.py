@@ -69,7 +69,7 @@ class WriteKVFn(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelContext:
-    """All that a model is built from. config is the checkpoint's config.json."""
+    """All that a model is built from. config is the checkpoint's config.json. max_positions: the longest context that is served."""
 
     config: Mapping[str, Any]
     facts: ModelFacts
@@ -79,6 +79,7 @@ class ModelContext:
     write_kv: WriteKVFn
     device: torch.device
     dtype: torch.dtype
+    max_positions: int
     parallel: ParallelFacts
 
 

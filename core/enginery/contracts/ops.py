@@ -1,6 +1,6 @@
 """The operations a model is made of, as a table of functions. The core has a torch reference for each; plugins offer faster ones.
 
-T tokens, N rows, H query heads, K KV heads, D head dim, R rotary dim.
+T tokens, N rows or heads, D head dim, R rotary dim, C columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ class LinearFn(Protocol):
 class OpTable:
     """One function per operation, chosen at start.
 
-    bind_linear(weight [out, in], bias [out] or None): takes ownership of the weight and may repack it.
+    bind_linear(weight [out, in], bias [out] or None): may repack the weight; keeps what it needs of it.
     rms_norm(x [N, C], weight [C], eps): over the last dimension, in float32 inside.
-    add_rms_norm(x, residual, weight, eps): adds x into the residual; returns (normed, new residual).
-    rotary(q [T, H, D], k [T, K, D], cos [T, R/2], sin [T, R/2]): rotates the first R dims of each head, halves convention (GPT-NeoX).
+    add_rms_norm(x [N, C], residual [N, C], weight, eps): adds x into residual in place, returns the norm of the sum.
+    qk_norm_rotary(qk [T, N, D], weight [N, D] or None, eps, cos_sin [T, R]): in place; RMSNorm over each head if there is a weight,
+    then rotates the first R dims, halves convention (GPT-NeoX).
     gated_silu(x [N, 2C]): silu(first half) * second half.
-    embedding(ids [T], weight [V, C]).
     """
 
     bind_linear: Callable[[torch.Tensor, torch.Tensor | None], LinearFn]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    qk_norm_rotary: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor], None]
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
-    embedding: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from enginery.errors import StalePlan
 
@@ -32,13 +32,24 @@ class ForwardPlan:
 
     key: PlanKey
 
-    def check_covers(self, batch: ForwardBatch, *, backend: str, epoch: int = 0) -> None:
-        """Raise `StalePlan` unless this plan was made by `backend`, in `epoch`, for a batch of this shape and phase."""
-        wanted = PlanKey(
-            backend=backend, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens, epoch=epoch
+
+PlanT = TypeVar("PlanT", bound=ForwardPlan)
+
+
+def covering_plan(batch: ForwardBatch, kind: type[PlanT], *, backend: str, epoch: int = 0) -> PlanT:
+    """The batch's plan, if it is of this kind and was made by `backend` in `epoch` for a batch of this shape and phase.
+
+    Raises `StalePlan` otherwise. Every `attend` begins with it.
+    """
+    wanted = PlanKey(
+        backend=backend, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens, epoch=epoch
+    )
+    plan = batch.plan
+    if plan is None:
+        raise StalePlan(f"the batch has no plan, and {wanted} is to run; plan after padding and before attend")
+    if plan.key != wanted or not isinstance(plan, kind):
+        raise StalePlan(
+            f"the batch's plan was made for {plan.key}, but {wanted} is to run; plan after padding and before attend, with the "
+            "backend that runs"
         )
-        if self.key != wanted:
-            raise StalePlan(
-                f"the batch's plan was made for {self.key}, but the batch to run is {wanted}; plan after padding and before "
-                "attend, with the backend that runs"
-            )
+    return plan

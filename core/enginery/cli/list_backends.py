@@ -1,0 +1,117 @@
+"""`engine list-backends`: the attention backends on offer, and why each one would or would not serve a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from enginery.cli.plugin_flags import BlockFlags, JsonFlag, NoPluginsFlag, load_registry
+from enginery.cli.plugins import print_reasons
+from enginery.config.checkpoint_folder import find_folder, read_config
+from enginery.config.needs import attn_needs
+from enginery.config.resolve import DeviceFacts, resolve
+from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
+from enginery.errors import ConfigError
+from enginery.plugin.loading import present_devices
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
+from enginery.plugin.selection import Candidate, ranked, weigh
+
+
+def list_backends(
+    *,
+    why: Annotated[
+        str | None, typer.Option("--why", metavar="MODEL", help="Say what each would refuse of MODEL, and which one auto takes.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --why: the device to ask for, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="With --why: the dtype to ask for.")] = "auto",
+    page_size: Annotated[int, typer.Option(help="With --why: the page size to ask for.")] = EngineOptions.page_size,
+    as_json: JsonFlag = False,
+    block: BlockFlags = None,
+    no_plugins: NoPluginsFlag = False,
+) -> None:
+    """Show the attention backends on offer. With --why MODEL, exits with 1 if none of them serves the model."""
+    registry = load_registry(block, no_plugins=no_plugins)
+    asked = EngineOptions(model=why, device=device, dtype=dtype, page_size=page_size)
+    candidates = None if why is None else weigh(_needs(why, asked, registry), registry.attn_backends)
+    if as_json:
+        print(json.dumps(_as_data(registry, candidates), indent=2))
+    else:
+        _show(registry, candidates)
+    if candidates is not None and not any(candidate.chosen for candidate in candidates):
+        raise typer.Exit(1)
+
+
+def _needs(model: str, asked: EngineOptions, registry: Registry) -> AttnNeeds:
+    best = "cuda" if "cuda" in present_devices() else "cpu"
+    device = best if asked.device == "auto" else asked.device
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is {device!r}, but must be auto, cpu or cuda")
+    config = read_config(find_folder(model, registry))
+    facts = registry.find_model(config["architectures"]).spec.describe(config)
+    capability = _compute_capability() if device == "cuda" else None
+    where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
+    settings = resolve(asked, where, facts, config=config)
+    return attn_needs(facts, dtype=settings.dtype, device=device, page_size=asked.page_size, compute_capability=capability)
+
+
+def _compute_capability() -> tuple[int, int] | None:
+    """Of the first CUDA device, from its driver's own tool, because torch takes seconds to import."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    major, dot, minor = done.stdout.partition("\n")[0].strip().partition(".")
+    return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
+
+
+def _as_data(registry: Registry, candidates: Sequence[Candidate] | None) -> dict[str, Any]:
+    by_name = {candidate.name: candidate for candidate in candidates or ()}
+    backends = []
+    for offer in ranked(registry.attn_backends):
+        row: dict[str, Any] = {
+            "name": offer.name,
+            "plugin": offer.plugin,
+            "distribution": offer.distribution,
+            "version": offer.version,
+            "status": _status(registry, offer),
+            "priority": offer.spec.priority,
+            "api": list(offer.spec.api),
+            "devices": sorted(offer.spec.capabilities.devices),
+            "dtypes": sorted(offer.spec.capabilities.dtypes),
+            "summary": offer.spec.summary,
+        }
+        if offer.name in by_name:
+            row |= {"chosen": by_name[offer.name].chosen, "reasons": [asdict(reason) for reason in by_name[offer.name].reasons]}
+        backends.append(row)
+    return {"backends": backends, "absent_plugins": [asdict(record) for record in registry.records if not record.is_live]}
+
+
+def _status(registry: Registry, offer: Offer[AttnBackendSpec]) -> str:
+    return next(str(record.status) for record in registry.records if record.is_live and record.name == offer.plugin)
+
+
+def _show(registry: Registry, candidates: Sequence[Candidate] | None) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("backend", "distribution", "status", "priority", "devices", "dtypes", "summary"):
+        table.add_column(column, overflow="fold")
+    for row in _as_data(registry, None)["backends"]:
+        texts = [f"{row['distribution']} {row['version']}", row["status"], str(row["priority"])]
+        table.add_row(row["name"], *texts, " ".join(row["devices"]), " ".join(row["dtypes"]), row["summary"])
+    console.print(table)
+    if not registry.attn_backends:
+        console.print("There is no attention backend; install a plugin that offers one.")
+    print_reasons(console, [record for record in registry.records if not record.is_live])
+    for candidate in candidates or ():
+        console.print(("-> " if candidate.chosen else "   ") + str(candidate), markup=False, soft_wrap=True)

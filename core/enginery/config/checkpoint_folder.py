@@ -1,0 +1,77 @@
+"""From what the user calls a model to a folder of the Hugging Face layout, and its config.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from enginery.errors import CheckpointError
+from enginery.plugin.near import did_you_mean, known_names
+
+if TYPE_CHECKING:
+    from enginery.plugin.registry import Registry
+
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_UNWANTED: Final = ["*/*", "consolidated*"]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; `architectures` is in it. Raises `CheckpointError`."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(
+            f'{path} does not name its architecture; it needs "architectures": ["..."], and has {architectures!r}'
+        )
+    return dict(config)
+
+
+def find_folder(model: str, registry: Registry) -> Path:
+    """The folder of `model`: a path, the name of an installed checkpoint, or a Hugging Face id, which is downloaded.
+
+    A path that exists comes first, then a checkpoint. HF_HUB_OFFLINE=1 keeps to what is in the cache. Raises `CheckpointError`.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if offer := registry.checkpoint(model):
+        return Path(offer.spec.folder)
+    if path.exists():
+        raise CheckpointError(f"{model} is a file; give the folder that holds config.json and the weights")
+    if _HUB_ID.fullmatch(model):
+        return _download(model)
+    names = [offer.name for offer in registry.checkpoints]
+    raise CheckpointError(
+        f"{model!r} is no folder, no installed checkpoint and no Hugging Face id (owner/name){did_you_mean(model, names) or '.'} "
+        f"Installed checkpoints: {known_names(names)}."
+    )
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except GatedRepoError as error:
+        why = "it is gated; accept its terms on huggingface.co, then log in with `hf auth login` or set HF_TOKEN"
+        raise CheckpointError(f"{hub_id} cannot be downloaded: {why}") from error
+    except RepositoryNotFoundError as error:
+        why = "there is no such folder here and no such repository on huggingface.co, or it is private; check the name"
+        raise CheckpointError(f"{hub_id}: {why}, and HF_TOKEN for a private one") from error
+    except LocalEntryNotFoundError as error:
+        why = "there is no such folder, it is not in the cache, and huggingface.co cannot be reached or HF_HUB_OFFLINE is set"
+        raise CheckpointError(f"{hub_id}: {why}; download it where there is a network, and give its folder") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise CheckpointError(f"{hub_id} cannot be downloaded: {type(error).__name__}: {error}") from error

@@ -1,0 +1,21 @@
+"""What a model asks of an attention backend."""
+
+from __future__ import annotations
+
+from enginery.contracts.attention import AttnNeeds
+from enginery.contracts.model import ModelFacts
+
+
+def attn_needs(
+    facts: ModelFacts, *, dtype: str, device: str, page_size: int, compute_capability: tuple[int, int] | None
+) -> AttnNeeds:
+    """The needs of a model of these facts, run with these settings. compute_capability: None where the device is no CUDA device."""
+    return AttnNeeds(
+        device=device,
+        dtype=dtype,
+        kv_dtype=dtype,
+        page_size=page_size,
+        layers=facts.layers,
+        compute_capability=compute_capability,
+        mla=facts.mla,
+    )

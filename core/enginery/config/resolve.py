@@ -1,0 +1,100 @@
+"""From what was asked for to what will be done: a pure function that explains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from enginery.config.schema import Decision, Dtype, EngineOptions
+from enginery.contracts.model import ModelFacts
+from enginery.errors import ConfigError
+
+DTYPES: tuple[str, ...] = get_args(Dtype)
+DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """Where the engine runs. available_bytes: memory that may be taken now."""
+
+    kind: str
+    name: str
+    available_bytes: int
+    num_threads: int
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The values that do not depend on memory; the number of pages follows from the memory plan."""
+
+    dtype: Dtype
+    max_model_len: int
+    max_batch_tokens: int
+    max_batch_requests: int
+    decisions: tuple[Decision, ...]
+
+
+def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, config: Mapping[str, Any]) -> Settings:
+    """Settle every "auto" and None. Raises `ConfigError` for values that cannot be honoured."""
+    _check(asked)
+    dtype = _dtype(asked, device, config)
+    length = _max_model_len(asked, model)
+    default_tokens = DEFAULT_BATCH_TOKENS[device.kind]
+    tokens = Decision(
+        setting="max_batch_tokens",
+        value=str(asked.max_batch_tokens or default_tokens),
+        reason="asked for" if asked.max_batch_tokens else f"default on {device.kind}",
+    )
+    requests = min(asked.max_batch_requests, int(tokens.value))
+    return Settings(
+        dtype=dtype.value,  # type: ignore[arg-type]  # checked to be one of them
+        max_model_len=int(length.value),
+        max_batch_tokens=int(tokens.value),
+        max_batch_requests=requests,
+        decisions=(
+            Decision(setting="device", value=device.kind, reason=device.name),
+            dtype,
+            length,
+            tokens,
+        ),
+    )
+
+
+def _check(asked: EngineOptions) -> None:
+    positive = ("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens", "num_pages", "max_model_len")
+    for name in positive:
+        value = vars(asked)[name]
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, but must be at least 1")
+    if not 0 < asked.memory_fraction <= 1:
+        raise ConfigError(f"memory_fraction is {asked.memory_fraction}, but must lie in (0, 1]")
+    if asked.kv_memory_gib is not None and asked.kv_memory_gib <= 0:
+        raise ConfigError(f"kv_memory_gib is {asked.kv_memory_gib}, but must be positive")
+    if asked.load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
+
+
+def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, Any]) -> Decision:
+    if asked.dtype != "auto":
+        if asked.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {asked.dtype!r}, but must be one of auto, {', '.join(DTYPES)}")
+        return Decision(setting="dtype", value=asked.dtype, reason="asked for")
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if stated not in DTYPES:
+        return Decision(setting="dtype", value="float32", reason="config.json states none of the supported ones")
+    if stated == "float16" and device.kind == "cpu":
+        return Decision(setting="dtype", value="float32", reason="config.json states float16, for which CPUs have no fast kernels")
+    return Decision(setting="dtype", value=stated, reason="stated in config.json")
+
+
+def _max_model_len(asked: EngineOptions, model: ModelFacts) -> Decision:
+    if asked.max_model_len is None:
+        return Decision(setting="max_model_len", value=str(model.max_positions), reason="max_position_embeddings of the model")
+    if asked.max_model_len > model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {asked.max_model_len}, but the model was made for {model.max_positions} positions; lower it, or add "
+            "rope scaling to config.json"
+        )
+    return Decision(setting="max_model_len", value=str(asked.max_model_len), reason="asked for")

@@ -1,0 +1,98 @@
+"""A dense pre-norm decoder from its shape: what Llama, Mistral and Qwen have in common.
+
+T tokens, C hidden size, I intermediate size, V vocabulary. A family that differs in a block writes its own layer and reuses the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from enginery.config.decoder_shape import DecoderShape
+from enginery.contracts.attention import GlobalLayerId, LayerSpec, LocalLayerId
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.model import ModelContext, WeightSource
+from enginery.nn.attention import SelfAttention
+from enginery.nn.rotary import rotary_table
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), gate and up as one product."""
+
+    def __init__(self, context: ModelContext, weights: WeightSource, *, intermediate_size: int, bias: bool) -> None:
+        hidden, inner = context.facts.hidden_size, intermediate_size
+        gate_up = weights.merge(["gate_proj.weight", "up_proj.weight"], [(inner, hidden)] * 2)
+        gate_up_bias = weights.merge(["gate_proj.bias", "up_proj.bias"], [(inner,)] * 2) if bias else None
+        down_bias = weights.take("down_proj.bias", (hidden,)) if bias else None
+        self.gate_up = context.ops.bind_linear(gate_up, gate_up_bias)
+        self.down = context.ops.bind_linear(weights.take("down_proj.weight", (hidden, inner)), down_bias)
+        self.gated_silu = context.ops.gated_silu
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, C] -> [T, C]."""
+        return self.down(self.gated_silu(self.gate_up(x)))
+
+
+class DecoderLayer:
+    """Attention and MLP, each on the norm of the residual stream and added back to it."""
+
+    def __init__(self, context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> None:
+        spec = LayerSpec(
+            global_id=GlobalLayerId(index),
+            local_id=LocalLayerId(index),
+            facts=context.facts.layers[index],
+            scale=shape.head_dim**-0.5,
+        )
+        self.eps = shape.rms_eps
+        self.add_rms_norm = context.ops.add_rms_norm
+        self.attention_norm = weights.take("input_layernorm.weight", (shape.hidden_size,))
+        self.mlp_norm = weights.take("post_attention_layernorm.weight", (shape.hidden_size,))
+        self.attention = SelfAttention(
+            context,
+            weights.scope("self_attn"),
+            spec=spec,
+            qkv_bias=shape.qkv_bias,
+            out_bias=shape.out_bias,
+            qk_norm_eps=shape.rms_eps if shape.qk_norm else None,
+        )
+        self.mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
+
+    def __call__(
+        self, delta: torch.Tensor, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Adds `delta`, the last block's output, to the residual stream in place and returns this layer's own: all [T, C]."""
+        x = self.add_rms_norm(delta, residual, self.attention_norm, self.eps)
+        x = self.attention(x, cos_sin, batch)
+        x = self.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        return self.mlp(x)
+
+
+class Decoder:
+    """Embedding, layers, last norm, head. Implements `enginery.contracts.model.Model`."""
+
+    def __init__(self, context: ModelContext, shape: DecoderShape) -> None:
+        weights = context.weights
+        table = (shape.vocab_size, shape.hidden_size)
+        self.eps = shape.rms_eps
+        self.add_rms_norm = context.ops.add_rms_norm
+        self.embedding = weights.take("model.embed_tokens.weight", table)
+        self.layers = [
+            DecoderLayer(context, weights.scope(f"model.layers.{index}"), shape=shape, index=index)
+            for index in range(len(shape.windows))
+        ]
+        self.norm = weights.take("model.norm.weight", (shape.hidden_size,))
+        self.head = context.ops.bind_linear(self.embedding if shape.tied else weights.take("lm_head.weight", table), None)
+        self.rotary = rotary_table(shape.rope, context.max_positions, dtype=context.dtype, device=context.device)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states after the last norm: [T, C]."""
+        residual = torch.zeros((batch.num_tokens, self.embedding.shape[1]), dtype=self.embedding.dtype, device=self.embedding.device)
+        delta = F.embedding(batch.input_ids, self.embedding)  # [T, C]
+        cos_sin = F.embedding(batch.positions, self.rotary)  # [T, R]
+        for layer in self.layers:
+            delta = layer(delta, residual, cos_sin=cos_sin, batch=batch)
+        return self.add_rms_norm(delta, residual, self.norm, self.eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N, V]."""
+        return self.head(hidden)

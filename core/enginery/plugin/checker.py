@@ -1,0 +1,163 @@
+"""The strict check of a plugin's hook implementations, before pluggy sees them.
+
+pluggy lets through what later fails or is silently ignored, and not the same things in 1.6 and 1.7. Here all of it is refused, and
+all of a plugin's problems are reported together. Works for any class of `hookspec`s and any module or object with `hookimpl`s.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from enginery.plugin.hookspecs import PROJECT
+from enginery.plugin.near import did_you_mean
+
+_UNKNOWN = (inspect.Parameter.empty, Any, object)
+
+
+def marked_options(plugin: object, name: str) -> dict[str, Any] | None:
+    """The options of the `hookimpl` on attribute `name`, or None. Runs no property and no other code of the plugin."""
+    holder = _static_function(plugin, name)
+    if holder is None:
+        return None
+    options = vars(holder).get(f"{PROJECT}_impl") or vars(inspect.unwrap(_plain(holder))).get(f"{PROJECT}_impl")
+    return options if isinstance(options, dict) else None
+
+
+def check(plugin: object, specs: type) -> list[str]:
+    """Every problem of the plugin's implementations against `specs`, one sentence each; empty if there is none."""
+    functions = inspect.getmembers_static(specs, inspect.isfunction)
+    wanted = {name: function for name, function in functions if f"{PROJECT}_spec" in vars(function)}
+    problems: list[str] = []
+    for name in dir(plugin):
+        options = marked_options(plugin, name)
+        if options is None:
+            if name in wanted and _static_function(plugin, name) is not None:
+                problems.append(f"{name} has the name of a hook but no @hookimpl, so it would never be called")
+            continue
+        if unused := sorted(option for option, value in options.items() if value):
+            problems.append(f"{name}: @hookimpl({', '.join(unused)}) is not accepted: order decides nothing here, names do")
+        if name not in wanted:
+            problems.append(f"{name} is not a hook{did_you_mean(name, wanted)}")
+            continue
+        impl = getattr(plugin, name)
+        problems += [f"{name}: {problem}" for problem in _compare(_Signature.of(impl), _Signature.of(wanted[name], skip=1))]
+    return problems
+
+
+def _static_function(plugin: object, name: str) -> Any | None:
+    found = inspect.getattr_static(plugin, name, None)
+    return found if isinstance(found, types.FunctionType | types.MethodType | staticmethod | classmethod) else None
+
+
+def _plain(holder: Any) -> Callable[..., object]:
+    function: Callable[..., object] = holder if isinstance(holder, types.FunctionType) else holder.__func__
+    return function
+
+
+class _Signature(NamedTuple):
+    """A callable as the comparison needs it: parameters without `self`, annotations resolved where their names can be."""
+
+    parameters: dict[str, inspect.Parameter]
+    returns: Any
+    kind: str
+
+    @classmethod
+    def of(cls, function: Callable[..., object], skip: int = 0) -> _Signature:
+        signature = inspect.signature(function)
+        inner = inspect.unwrap(function)
+        scope = inner.__globals__ if inspect.isfunction(inner) else inner.__func__.__globals__
+        parameters = list(signature.parameters.values())[skip:]
+        kind = "a plain function"
+        if inspect.iscoroutinefunction(inner):
+            kind = "async"
+        elif inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+            kind = "a generator"
+        return cls(
+            {p.name: p.replace(annotation=_resolve(p.annotation, scope)) for p in parameters},
+            _resolve(signature.return_annotation, scope),
+            kind,
+        )
+
+
+def _resolve(annotation: Any, scope: dict[str, Any]) -> Any:
+    """A string that names things imported for type checking only stays a string."""
+    if not isinstance(annotation, str):
+        return type(None) if annotation is None else annotation
+    try:
+        return _resolve(eval(annotation, scope), scope)
+    except Exception:  # the plugin's own text: whatever it raises, it could not be resolved
+        return annotation
+
+
+def _compare(impl: _Signature, spec: _Signature) -> list[str]:
+    problems: list[str] = []
+    for name, parameter in impl.parameters.items():
+        problems += _parameter_problems(name, parameter, impl, spec)
+    if impl.kind != spec.kind:
+        problems.append(f"is {impl.kind}, but the hook is {spec.kind}")
+    if not _fits(given=impl.returns, wanted=spec.returns):
+        problems.append(f"is annotated to return {_text(impl.returns)}, but the hook returns {_text(spec.returns)}")
+    return problems
+
+
+def _parameter_problems(name: str, parameter: inspect.Parameter, impl: _Signature, spec: _Signature) -> list[str]:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return [f"{'**' if parameter.kind is parameter.VAR_KEYWORD else '*'}{name} stays empty: a hook gets the arguments it names"]
+    if parameter.kind is parameter.KEYWORD_ONLY:
+        return [f"keyword-only parameter {name!r} is never passed; remove the * before it"]
+    if name not in spec.parameters:
+        free = [other for other in spec.parameters if other not in impl.parameters]
+        hint = did_you_mean(name, free) or f"; it can ask for {', '.join(spec.parameters) or 'nothing'}"
+        default = "" if parameter.default is parameter.empty else f" and would keep its default {parameter.default!r} for ever"
+        return [f"parameter {name!r} is not in the hook's specification{default}{hint}"]
+    problems = []
+    if parameter.default is not parameter.empty:
+        problems.append(f"parameter {name!r} has a default ({parameter.default!r}), so pluggy 1.6 would never pass it; remove it")
+    wanted = spec.parameters[name].annotation
+    if not _fits(given=wanted, wanted=parameter.annotation):
+        problems.append(f"parameter {name!r} is annotated {_text(parameter.annotation)}, but the hook passes {_text(wanted)}")
+    return problems
+
+
+def _fits(*, given: Any, wanted: Any) -> bool:
+    """Whether a value annotated `given` may go where `wanted` stands. What cannot be decided fits."""
+    if any(given is unknown or wanted is unknown for unknown in _UNKNOWN) or _is_protocol(wanted):
+        return True
+    if isinstance(given, str) or isinstance(wanted, str):
+        return _fits_by_text(given, wanted)
+    given_options, wanted_options = _options(given), _options(wanted)
+    if len(given_options) > 1 or len(wanted_options) > 1:
+        return all(any(_fits(given=one, wanted=other) for other in wanted_options) for one in given_options)
+    given_origin, wanted_origin = typing.get_origin(given) or given, typing.get_origin(wanted) or wanted
+    if not (inspect.isclass(given_origin) and inspect.isclass(wanted_origin)):
+        return bool(given == wanted)
+    pairs = zip(typing.get_args(given), typing.get_args(wanted), strict=False)
+    return issubclass(given_origin, wanted_origin) and all(_fits(given=one, wanted=other) for one, other in pairs)
+
+
+def _fits_by_text(given: Any, wanted: Any) -> bool:
+    """One side could not be resolved: equal names fit, and so does an unresolved class where a protocol or an object is wanted."""
+    if not isinstance(wanted, str) and any(_is_protocol(option) or option in _UNKNOWN for option in _options(wanted)):
+        return True
+    return _text(given) == _text(wanted)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _is_protocol(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and Protocol in annotation.__bases__
+
+
+def _text(annotation: Any) -> str:
+    """An annotation without the modules of its names."""
+    raw = annotation.__name__ if inspect.isclass(annotation) and not typing.get_args(annotation) else str(annotation)
+    words = "".join(c if c.isidentifier() or c.isdigit() or c == "." else f" {c} " for c in raw).split()
+    text = "".join(word.rpartition(".")[2] for word in words)
+    return text.replace("|", " | ").replace(",", ", ").replace("NoneType", "None")

@@ -1,0 +1,191 @@
+"""Which plugins are installed, from the metadata of distributions alone: nothing is imported here."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from enginery import __version__
+from enginery.errors import ConfigError
+from enginery.plugin.near import did_you_mean, known_names
+from enginery.plugin.records import PluginRecord, Status
+
+GROUP: Final = "enginery"
+CORE: Final = "core"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which plugins may be imported. only: a manifest's names, None outside of replaying. strict: any failure is fatal."""
+
+    blocked: frozenset[str] = frozenset()
+    no_plugins: bool = False
+    strict: bool = False
+    only: frozenset[str] | None = None
+
+    @classmethod
+    def read(cls, *, blocked: Sequence[str], no_plugins: bool, environ: Mapping[str, str] = os.environ) -> Wanted:
+        """What was asked for, with ENGINERY_BLOCKED_PLUGINS, ENGINERY_NO_PLUGINS and ENGINERY_STRICT_PLUGINS added."""
+        named = [name.strip() for name in environ.get("ENGINERY_BLOCKED_PLUGINS", "").split(",")]
+        return cls(
+            blocked=frozenset(blocked) | frozenset(filter(None, named)),
+            no_plugins=no_plugins or _is_on(environ, "ENGINERY_NO_PLUGINS"),
+            strict=_is_on(environ, "ENGINERY_STRICT_PLUGINS"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """An installed plugin. entry_point None: it is not to be imported, and the record says why."""
+
+    record: PluginRecord
+    entry_point: EntryPoint | None
+
+
+def blocked_names(flags: Iterable[str]) -> tuple[str, ...]:
+    """The names in `-p no:NAME` flags."""
+    names = []
+    for flag in flags:
+        prefix, _, name = flag.partition(":")
+        if prefix != "no" or not name:
+            raise ConfigError(f"-p {flag} is not understood; -p no:NAME keeps plugin NAME from being loaded")
+        names.append(name)
+    return tuple(names)
+
+
+def discover(wanted: Wanted) -> list[Found]:
+    """Every installed plugin in order of name and distribution, with what its metadata says about its status."""
+    found = sorted(_installed(), key=lambda item: (item.record.name, item.record.distribution, item.record.version))
+    known = {item.record.name for item in found}
+    for name in sorted(wanted.blocked - known):
+        hint = did_you_mean(name, known)
+        raise ConfigError(f"plugin {name!r}, to be blocked, is not installed{hint or '.'} Installed: {known_names(known)}.")
+    by_name: dict[str, list[PluginRecord]] = defaultdict(list)
+    for item in found:
+        if item.record.status is Status.AVAILABLE:
+            by_name[str(canonicalize_name(item.record.name))].append(item.record)
+    return [_with_status(item, by_name[str(canonicalize_name(item.record.name))], wanted) for item in found]
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "").strip().lower()
+    if value not in ("", "0", "false", "no", "1", "true", "yes"):
+        raise ConfigError(f"{name} is {value!r}, but must be 1 or 0")
+    return value in ("1", "true", "yes")
+
+
+def _with_status(item: Found, same_name: list[PluginRecord], wanted: Wanted) -> Found:
+    record = item.record
+    if record.name in wanted.blocked or wanted.no_plugins:
+        why = "-p no: or ENGINERY_BLOCKED_PLUGINS names it" if record.name in wanted.blocked else "--no-plugins"
+        return _settled(item, Status.BLOCKED, why)
+    if record.status is not Status.AVAILABLE:
+        return item
+    if record.name == CORE:
+        return _settled(item, Status.CONFLICT, f"the name {CORE} is reserved for enginery's own parts")
+    if len(same_name) > 1:
+        rivals = " and ".join(f"{rival.distribution} {rival.version}" for rival in same_name)
+        return _settled(item, Status.CONFLICT, f"{rivals} both provide a plugin named {record.name}; uninstall one")
+    if wanted.only is not None and record.name not in wanted.only:
+        return _settled(item, Status.AVAILABLE, "the parent process does not use it")
+    return item
+
+
+def _settled(item: Found, status: Status, reason: str) -> Found:
+    return Found(record=replace(item.record, status=status, reason=reason), entry_point=None)
+
+
+def _installed() -> Iterable[Found]:
+    """One item per entry point of each distribution, and one for each stale copy of a distribution's metadata."""
+    copies: dict[str, list[_Metadata]] = defaultdict(list)
+    for distribution in distributions():
+        if f"[{GROUP}]" in (distribution.read_text("entry_points.txt") or ""):
+            metadata = _Metadata.read(distribution)
+            copies[str(canonicalize_name(metadata.name))].append(metadata)
+    for same in copies.values():
+        used = _used(same)
+        for metadata in same:
+            if metadata is used:
+                yield from _offered(metadata)
+            elif metadata.version != used.version:
+                yield from _stale(metadata, used)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metadata:
+    """What one distribution says of itself. problem: why it cannot be read."""
+
+    name: str
+    version: str
+    place: Path
+    entry_points: tuple[EntryPoint, ...] = ()
+    refusal: str = ""
+    problem: str = ""
+
+    @classmethod
+    def read(cls, distribution: Distribution) -> _Metadata:
+        place = Path(str(distribution.locate_file("")))
+        try:
+            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+            Version(version)
+            return cls(
+                name=name,
+                version=version,
+                place=place,
+                entry_points=tuple(distribution.entry_points.select(group=GROUP)),
+                refusal=core_refusal(distribution.requires or [], __version__),
+            )
+        except Exception as error:  # other people's files: whatever is wrong with them is a row, not a crash
+            name = str(distribution.read_text("entry_points.txt")).partition(f"[{GROUP}]")[2].partition("=")[0].strip()
+            return cls(name=name or "?", version="?", place=place, problem=f"{type(error).__name__}: {error}")
+
+
+def _used(same: list[_Metadata]) -> _Metadata:
+    """The copy that Python imports from: the first place on sys.path; within one place, the highest version."""
+    readable = [copy for copy in same if not copy.problem] or same[:1]
+    here = [copy for copy in readable if copy.place == readable[0].place]
+    return max(here, key=lambda copy: Version("0" if copy.problem else copy.version))
+
+
+def _offered(metadata: _Metadata) -> Iterable[Found]:
+    if metadata.problem:
+        why = f"its metadata in {metadata.place} cannot be read: {metadata.problem}; install it again"
+        yield _row(metadata, metadata.name, Status.BROKEN, why)
+    for entry_point in metadata.entry_points:
+        if metadata.refusal:
+            yield _row(metadata, entry_point.name, Status.INCOMPATIBLE, metadata.refusal)
+        else:
+            yield replace(_row(metadata, entry_point.name, Status.AVAILABLE, ""), entry_point=entry_point)
+
+
+def _stale(metadata: _Metadata, used: _Metadata) -> Iterable[Found]:
+    why = (
+        f"stale metadata, not used: {metadata.name} {metadata.version} in {metadata.place} besides {used.version} in {used.place}; "
+        "uninstall the distribution until pip finds no more of it, then install it again"
+    )
+    for entry_point in metadata.entry_points:
+        yield _row(metadata, entry_point.name, Status.CONFLICT, why)
+
+
+def _row(metadata: _Metadata, name: str, status: Status, reason: str) -> Found:
+    record = PluginRecord(name=name, distribution=metadata.name, version=metadata.version, status=status, reason=reason)
+    return Found(record=record, entry_point=None)
+
+
+def core_refusal(requires: Iterable[str], core_version: str) -> str:
+    """Why a distribution with these requirements does not fit this core; empty if it does."""
+    for requirement in map(Requirement, requires):
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        fits = requirement.specifier.contains(core_version, prereleases=True)
+        if canonicalize_name(requirement.name) == "enginery" and applies and not fits:
+            return f"it needs {requirement}, this is enginery {core_version}; install a release of it that was made for this one"
+    return ""

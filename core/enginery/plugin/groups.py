@@ -1,0 +1,111 @@
+"""The hook groups as a table, and the check of a descriptor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from enginery.contracts.attention import AttnBackendSpec, Capabilities
+from enginery.contracts.model import ModelSpec
+from enginery.contracts.offers import (
+    CheckpointSpec,
+    DrafterSpec,
+    ExecutorSpec,
+    GrammarSpec,
+    SchedulePolicySpec,
+    SparseCoordinatorSpec,
+    WeightFormatSpec,
+)
+from enginery.contracts.ops import OpSpec, OpTable
+from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
+from enginery.plugin.near import did_you_mean
+from enginery.plugin.options import options_problems, options_type
+
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Which hook registers a group's descriptors, of which type, and which hook builds one, where a hook does."""
+
+    register: str
+    descriptor: type[Any]
+    create: str | None = None
+
+
+GROUPS: Final[Mapping[HookGroup, Group]] = {
+    HookGroup.ATTN_BACKEND: Group(register="register_attn_backends", descriptor=AttnBackendSpec, create="create_attn_backend"),
+    HookGroup.SPARSE_COORDINATOR: Group(
+        register="register_sparse_coordinators", descriptor=SparseCoordinatorSpec, create="create_sparse_coordinator"
+    ),
+    HookGroup.MODEL: Group(register="register_models", descriptor=ModelSpec),
+    HookGroup.CHECKPOINT: Group(register="register_checkpoints", descriptor=CheckpointSpec),
+    HookGroup.DRAFTER: Group(register="register_drafters", descriptor=DrafterSpec),
+    HookGroup.EXECUTOR: Group(register="register_executors", descriptor=ExecutorSpec),
+    HookGroup.OP: Group(register="register_ops", descriptor=OpSpec),
+    HookGroup.WEIGHT_FORMAT: Group(register="register_weight_formats", descriptor=WeightFormatSpec),
+    HookGroup.GRAMMAR: Group(register="register_grammars", descriptor=GrammarSpec),
+    HookGroup.SCHEDULE_POLICY: Group(register="register_schedule_policies", descriptor=SchedulePolicySpec),
+}
+
+
+def descriptor_problems(group: HookGroup, spec: Any) -> list[str]:
+    """What is wrong with one descriptor that a plugin registered in `group`, apart from its contract version."""
+    wanted = GROUPS[group].descriptor
+    if not isinstance(spec, wanted):
+        return [f"{GROUPS[group].register} returned {spec!r}, which is no {wanted.__name__}"]
+    where = f"{wanted.__name__} {spec.name!r}"
+    problems = []
+    if not (isinstance(spec.name, str) and NAME.fullmatch(spec.name)) or spec.name == "auto":
+        problems.append(f"{where}: the name must be letters, digits, '.', '_' and '-', and not auto")
+    if not _is_version(spec.api):
+        problems.append(f"{where}: api is {spec.api!r}, but must be two numbers, for instance {CONTRACT_VERSIONS[group]}")
+    if (options := options_type(spec)) is not None:
+        problems += [f"{where}: {problem}" for problem in options_problems(options)]
+    if isinstance(spec, AttnBackendSpec):
+        problems += [f"{where}: {problem}" for problem in _capability_problems(spec.capabilities)]
+    if isinstance(spec, ModelSpec) and (not spec.architectures or isinstance(spec.architectures, str)):
+        problems.append(f"{where}: architectures is {spec.architectures!r}, but must be a tuple of at least one name")
+    if isinstance(spec, OpSpec):
+        known = {field.name for field in fields(OpTable)}
+        problems += [
+            f"{where}: it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(spec.provides) - known
+        ]
+    return problems
+
+
+def version_refusal(group: HookGroup, spec: Any) -> str:
+    """Why a descriptor's contract version does not fit this core; empty if it does: same major, minor not above the core's."""
+    core, (major, minor) = CONTRACT_VERSIONS[group], spec.api
+    if major == core[0] and minor <= core[1]:
+        return ""
+    advice = "update enginery" if (major, minor) > core else "update the plugin"
+    return f"{spec.name} is written for {group} contract {major}.{minor}, this core has {core[0]}.{core[1]}; {advice}"
+
+
+def claims(group: HookGroup, spec: Any) -> list[str]:
+    """The names that a descriptor takes for itself: nobody else may have the same."""
+    taken = [f"{group} {spec.name}"]
+    if isinstance(spec, ModelSpec):
+        taken += [f"architecture {architecture}" for architecture in spec.architectures]
+    if options_type(spec) is not None:
+        taken.append(f"options {spec.name}")
+    return taken
+
+
+def _is_version(api: object) -> bool:
+    return isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)
+
+
+def _capability_problems(capabilities: object) -> list[str]:
+    if not isinstance(capabilities, Capabilities):
+        return [f"capabilities is {capabilities!r}, which is no Capabilities"]
+    sets = ("devices", "dtypes", "kv_dtypes", "phases", "head_dims", "page_sizes")
+    values = {name: vars(capabilities)[name] for name in sets}
+    return [f"capabilities.{name} is {value!r}, but must be a frozenset" for name, value in values.items() if not _is_set(value)]
+
+
+def _is_set(value: object) -> bool:
+    return value is None or isinstance(value, frozenset)

@@ -1,0 +1,182 @@
+"""From what is installed to what can be used: import, check, collect, settle conflicts. A plugin is taken wholly or not at all."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from enginery import __version__
+from enginery.contracts.versions import HookGroup
+from enginery.errors import PluginError
+from enginery.plugin import own_parts
+from enginery.plugin.discovery import CORE, Found, Wanted, discover
+from enginery.plugin.groups import GROUPS, claims, descriptor_problems, version_refusal
+from enginery.plugin.hookspecs import EngineHooks
+from enginery.plugin.manager import StrictPluginManager
+from enginery.plugin.records import FAILED, Offer, PluginRecord, Status
+
+_OTHER_OFFERS: Final = {"commands": "register_commands", "routes": "register_routes", "observer": "observe_step"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """A plugin on its way: `module` and `offers` only while its record is live."""
+
+    record: PluginRecord
+    module: ModuleType | None = None
+    offers: tuple[Offer[Any], ...] = ()
+
+    def failed(self, status: Status, reason: str) -> Plugin:
+        """The same plugin without its parts."""
+        return Plugin(record=replace(self.record, status=status, reason=reason))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Everything that could be loaded, in a frozen manager, and a record of everything that is installed."""
+
+    manager: StrictPluginManager
+    records: tuple[PluginRecord, ...]
+    offers: Mapping[HookGroup, tuple[Offer[Any], ...]] = field(default_factory=dict)
+
+
+def load(wanted: Wanted) -> Loaded:
+    """Import and check what is installed and wanted. Raises `PluginError` only in strict mode, or for a fault of the core's own."""
+    record = PluginRecord(name=CORE, distribution="enginery", version=__version__, status=Status.LOADED)
+    core = _collect(Plugin(record=record, module=own_parts))
+    plugins = settle_conflicts([core, *(_import(found) for found in discover(wanted))])
+    if wanted.strict and (failures := [plugin.record for plugin in plugins if plugin.record.status in FAILED]):
+        lines = [f"{failure} is {failure.status}: {failure.reason}" for failure in failures]
+        raise PluginError("\n  - ".join(["ENGINERY_STRICT_PLUGINS is set, and not every plugin is sound:", *lines]))
+    manager = StrictPluginManager(EngineHooks)
+    offers: dict[HookGroup, list[Offer[Any]]] = {group: [] for group in HookGroup}
+    for plugin in plugins:
+        if plugin.module is not None:
+            manager.register(plugin.module, plugin.record.name)
+        for offer in plugin.offers:
+            offers[offer.group].append(offer)
+    manager.freeze()
+    by_name = {group: tuple(sorted(found, key=lambda offer: offer.name)) for group, found in offers.items()}
+    return Loaded(manager=manager, records=tuple(plugin.record for plugin in plugins), offers=by_name)
+
+
+def settle_conflicts(plugins: Sequence[Plugin]) -> list[Plugin]:
+    """Plugins that claim one name are all in conflict, whatever their order; a name of the core's own stays the core's."""
+    owners: dict[str, list[Plugin]] = defaultdict(list)
+    for plugin in plugins:
+        for claim in _claims(plugin):
+            owners[claim].append(plugin)
+    return [_settled(plugin, owners) for plugin in plugins]
+
+
+def explain(error: BaseException) -> str:
+    """An exception of a plugin in one line, with the last file and line it passed."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno})"
+
+
+def _import(found: Found) -> Plugin:
+    plugin = Plugin(record=found.record)
+    if found.entry_point is None:
+        return plugin
+    try:
+        module = found.entry_point.load()
+    except (Exception, SystemExit) as error:  # the plugin's code: its failure is a row, not ours
+        return plugin.failed(Status.BROKEN, explain(error))
+    if not isinstance(module, ModuleType):
+        return plugin.failed(Status.BROKEN, f"its entry point is {found.entry_point.value}, but must name the package alone")
+    return _collect(replace(plugin, module=module, record=replace(found.record, status=Status.LOADED)))
+
+
+def _collect(plugin: Plugin) -> Plugin:
+    """Check the plugin's hooks and ask it for its descriptors, in a manager of its own, so that a faulty one leaves no trace."""
+    name = plugin.record.name
+    manager = StrictPluginManager(EngineHooks)
+    try:
+        manager.register(plugin.module, name)
+        offers = [offer for group in HookGroup for offer in _ask(manager, group, plugin.record)]
+    except (Exception, SystemExit) as error:  # the plugin's code
+        return plugin.failed(Status.BROKEN, str(error) if isinstance(error, PluginError) else explain(error))
+    problems = [problem for offer in offers for problem in descriptor_problems(offer.group, offer.spec)]
+    problems += [] if problems else _plugin_problems(manager, offers, name)
+    if problems:
+        return plugin.failed(Status.BROKEN, "\n  - ".join([f"{plugin.record} registers what cannot be used:", *problems]))
+    if refusals := [refusal for offer in offers if (refusal := version_refusal(offer.group, offer.spec))]:
+        return plugin.failed(Status.INCOMPATIBLE, "; ".join(refusals))
+    other = [shown for shown, hook in _OTHER_OFFERS.items() if manager.implements(name, hook)]
+    shown = tuple(sorted([*(f"{offer.group}:{offer.name}" for offer in offers), *other]))
+    return _without_device(replace(plugin, offers=tuple(offers), record=replace(plugin.record, offers=shown)))
+
+
+def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -> list[Offer[Any]]:
+    offers = []
+    hook = GROUPS[group].register
+    for answer in manager.only(record.name, hook)():
+        if not isinstance(answer, list | tuple):
+            raise PluginError(f"{record}: {hook} returned {answer!r}, but must return a list")
+        for spec in answer:
+            name = str(vars(spec).get("name")) if isinstance(spec, GROUPS[group].descriptor) else repr(spec)
+            offers.append(
+                Offer(
+                    spec=spec, group=group, name=name, plugin=record.name, distribution=record.distribution, version=record.version
+                )
+            )
+    return offers
+
+
+def _plugin_problems(manager: StrictPluginManager, offers: Sequence[Offer[Any]], name: str) -> list[str]:
+    """What is wrong with the descriptors of one plugin taken together."""
+    counted = Counter(claim for offer in offers for claim in claims(offer.group, offer.spec))
+    problems = [f"{claim} is registered {count} times" for claim, count in sorted(counted.items()) if count > 1]
+    for group, row in GROUPS.items():
+        mine = [offer.name for offer in offers if offer.group is group]
+        if mine and row.create is not None and not manager.implements(name, row.create):
+            problems.append(f"{row.register} offers {', '.join(mine)}, but there is no {row.create} to build it")
+        if group is HookGroup.SPARSE_COORDINATOR and len(mine) > 1:
+            problems.append(f"{row.register} offers {', '.join(mine)}, but {row.create} is not told which: one per plugin")
+    if not manager.get_hookcallers(manager.get_plugin(name)):
+        problems.append("it implements no hook; mark functions with enginery.api.hookimpl")
+    return problems
+
+
+def _claims(plugin: Plugin) -> list[str]:
+    package = [] if plugin.module is None else [f"package {plugin.module.__name__}"]
+    return package + [claim for offer in plugin.offers for claim in claims(offer.group, offer.spec)]
+
+
+def _settled(plugin: Plugin, owners: Mapping[str, Sequence[Plugin]]) -> Plugin:
+    if plugin.record.name == CORE:
+        return plugin
+    reasons = []
+    for claim in _claims(plugin):
+        if len(owners[claim]) > 1:
+            names = " and ".join(str(owner.record) for owner in owners[claim])
+            reasons.append(f"{claim} is registered by {names}")
+    if not reasons:
+        return plugin
+    return plugin.failed(Status.CONFLICT, "; ".join(reasons) + "; block one with -p no:NAME or uninstall it")
+
+
+def _without_device(plugin: Plugin) -> Plugin:
+    """Mark a plugin whose every offer is an attention backend for a device that is not here. Its offers stay, to give reasons."""
+    wanted = [offer.spec.capabilities.devices if offer.group is HookGroup.ATTN_BACKEND else None for offer in plugin.offers]
+    devices = frozenset[str]().union(*(names for names in wanted if names is not None))
+    if not wanted or None in wanted or devices & present_devices():
+        return plugin
+    reason = f"its backends run on {', '.join(sorted(devices))}, this machine has {', '.join(sorted(present_devices()))}"
+    return replace(plugin, record=replace(plugin.record, status=Status.NO_DEVICE, reason=reason))
+
+
+def present_devices() -> frozenset[str]:
+    """The kinds of device this process can see, as far as can be told without torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    has_cuda = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    return frozenset({"cpu", "cuda"}) if has_cuda and not hidden else frozenset({"cpu"})

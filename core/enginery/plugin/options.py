@@ -1,0 +1,95 @@
+"""Options of descriptors: `-o NAME.field=value` into the descriptor's dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from enginery.errors import ConfigError
+from enginery.plugin.near import did_you_mean, known_names
+from enginery.plugin.records import Offer, PluginRecord, absent_plugins
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+def options_type(spec: Any) -> type[Any] | None:
+    """The dataclass of a descriptor's options, where its kind has options and it has some."""
+    found: type[Any] | None = vars(spec).get("options")
+    return found
+
+
+def options_problems(options: Any) -> list[str]:
+    """Why `options` cannot be set from text; empty if it can."""
+    if not (isinstance(options, type) and dataclasses.is_dataclass(options)):
+        return [f"options is {options!r}, but must be a dataclass"]
+    problems = []
+    hints = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"option {field.name!r} has no default")
+        if not all(kind in _SIMPLE or typing.get_origin(kind) is Literal for kind in _alternatives(hints[field.name])):
+            problems.append(
+                f"option {field.name!r} is a {hints[field.name]}; use int, float, bool, str, a Literal or one of them or None"
+            )
+    return problems
+
+
+def parse_options(texts: Sequence[str], offers: Iterable[Offer[Any]], records: Iterable[PluginRecord]) -> Mapping[str, object]:
+    """The options of every descriptor that has some, by its name. Raises `ConfigError` for anything that is not understood."""
+    types_by_name = {offer.name: options for offer in offers if (options := options_type(offer.spec)) is not None}
+    given: dict[str, dict[str, str]] = defaultdict(dict)
+    for text in texts:
+        left, equals, value = text.partition("=")
+        name, dot, key = left.strip().rpartition(".")
+        if not equals or not dot:
+            raise ConfigError(f"-o {text} is not understood; write -o NAME.key=value, where NAME is for instance a backend")
+        if name not in types_by_name:
+            lines = [f"-o {text}: nothing named {name!r} takes options{did_you_mean(name, types_by_name) or '.'}"]
+            lines += [f"What takes options: {known_names(types_by_name)}.", *absent_plugins(records)]
+            raise ConfigError("\n".join(lines))
+        if key in given[name]:
+            raise ConfigError(f"-o {name}.{key} is given twice ({given[name][key]} and {value}); give it once")
+        given[name][key] = value
+    return {name: _build(name, kind, given[name]) for name, kind in types_by_name.items()}
+
+
+def _build(name: str, kind: type[Any], given: Mapping[str, str]) -> object:
+    hints = typing.get_type_hints(kind)
+    values: dict[str, object] = {}
+    for key, text in given.items():
+        if key not in hints:
+            raise ConfigError(
+                f"-o {name}.{key}: {name} has no such option{did_you_mean(key, hints) or '.'} It has {known_names(hints)}."
+            )
+        values[key] = _value(f"-o {name}.{key}={text}", text, hints[key])
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the options of {name} do not go together: {error}") from error
+
+
+def _value(shown: str, text: str, hint: Any) -> object:
+    if text.strip().lower() == "none" and type(None) in _alternatives(hint):
+        return None
+    try:
+        return msgspec.convert(text.strip(), hint, strict=False)
+    except msgspec.ValidationError as error:
+        kinds = " or ".join(_kind_text(kind) for kind in _alternatives(hint))
+        raise ConfigError(f"{shown}: the value must be {kinds}") from error
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _kind_text(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(str(choice) for choice in typing.get_args(kind))
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}[kind]

@@ -1,0 +1,24 @@
+"""The core's own parts, which it registers through its own hooks."""
+
+from __future__ import annotations
+
+from enginery.contracts.offers import SchedulePolicySpec
+from enginery.contracts.schedule import QueuedFacts
+from enginery.plugin.hookspecs import hookimpl
+
+
+def _first_come(request: QueuedFacts) -> tuple[float, ...]:
+    return (request.priority, request.arrival_s)
+
+
+def _shortest(request: QueuedFacts) -> tuple[float, ...]:
+    return (request.priority, request.num_tokens, request.arrival_s)
+
+
+@hookimpl
+def register_schedule_policies() -> list[SchedulePolicySpec]:
+    """First come first served, the default, and shortest first; both within a priority."""
+    return [
+        SchedulePolicySpec(name="fcfs", api=(1, 0), key=_first_come, summary="by priority, then by arrival"),
+        SchedulePolicySpec(name="shortest-first", api=(1, 0), key=_shortest, summary="by priority, then by number of tokens"),
+    ]

@@ -1,0 +1,79 @@
+"""What is known of each plugin, whether it could be used or not, and what it offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from enginery.contracts.versions import HookGroup
+from enginery.plugin.near import did_you_mean, known_names
+
+SpecT = TypeVar("SpecT")
+
+
+class Status(StrEnum):
+    """available: found, not imported. no-device: loaded, but this machine has no device that any of its backends runs on."""
+
+    AVAILABLE = "available"
+    LOADED = "loaded"
+    BLOCKED = "blocked"
+    INCOMPATIBLE = "incompatible"
+    CONFLICT = "conflict"
+    BROKEN = "broken"
+    NO_DEVICE = "no-device"
+
+
+FAILED = frozenset({Status.INCOMPATIBLE, Status.CONFLICT, Status.BROKEN})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginRecord:
+    """One row of `engine plugins`. offers: `group:name` of every descriptor, and `commands`, `routes`, `observer`."""
+
+    name: str
+    distribution: str
+    version: str
+    status: Status
+    reason: str = ""
+    offers: tuple[str, ...] = ()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its parts can be used."""
+        return self.status in (Status.LOADED, Status.NO_DEVICE)
+
+    def __str__(self) -> str:
+        return f"plugin {self.name} ({self.distribution}=={self.version})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer(Generic[SpecT]):
+    """A descriptor and where it is from."""
+
+    spec: SpecT
+    group: HookGroup
+    name: str
+    plugin: str
+    distribution: str
+    version: str
+
+    @property
+    def source(self) -> str:
+        """For messages: `plugin NAME (DISTRIBUTION==VERSION)`."""
+        return f"plugin {self.plugin} ({self.distribution}=={self.version})"
+
+
+def not_found(what: str, name: str, known: Iterable[str], records: Iterable[PluginRecord]) -> str:
+    """The message for a name that no live plugin offers: near matches, all names, and plugins that might have had it."""
+    known = list(known)
+    lines = [f"there is no {what} {name!r}{did_you_mean(name, known) or '.'} Known: {known_names(known)}."]
+    lines += absent_plugins(records)
+    return "\n".join(lines)
+
+
+def absent_plugins(records: Iterable[PluginRecord]) -> list[str]:
+    """A sentence for each plugin that is installed but not live."""
+    absent = [record for record in records if not record.is_live]
+    return [f"{record} might offer it but is {record.status}: {record.reason}" for record in absent]

@@ -1,0 +1,216 @@
+"""All that plugins offer, in one frozen object: built once at the start of each process, then asked by name or by need."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from enginery.contracts.attention import AttnBackend, AttnBackendSpec, AttnNeeds, BackendContext
+from enginery.contracts.model import ModelSpec
+from enginery.contracts.offers import (
+    CheckpointSpec,
+    DrafterSpec,
+    ExecutorSpec,
+    GrammarSpec,
+    SchedulePolicySpec,
+    SparseCoordinatorSpec,
+    WeightFormatSpec,
+)
+from enginery.contracts.ops import OpNeeds, OpSpec
+from enginery.contracts.schedule import StepReport
+from enginery.contracts.versions import HookGroup
+from enginery.errors import CheckpointError, PluginError
+from enginery.plugin.discovery import Wanted
+from enginery.plugin.loading import Loaded, explain, load
+from enginery.plugin.manager import StrictPluginManager
+from enginery.plugin.manifest import Manifest
+from enginery.plugin.near import did_you_mean
+from enginery.plugin.observing import Observer, Observers
+from enginery.plugin.options import parse_options
+from enginery.plugin.records import Offer, PluginRecord, SpecT, absent_plugins, not_found
+from enginery.plugin.selection import Selection, ranked, refusals, select
+
+if TYPE_CHECKING:
+    import typer
+    from fastapi import APIRouter
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Registry:
+    """What is installed (`records`), what is on offer, sorted by name, and the calls into plugins.
+
+    options: of each descriptor that has some, by its name. manager: frozen; registering with it raises.
+    """
+
+    records: tuple[PluginRecord, ...]
+    attn_backends: tuple[Offer[AttnBackendSpec], ...]
+    sparse_coordinators: tuple[Offer[SparseCoordinatorSpec], ...]
+    models: tuple[Offer[ModelSpec], ...]
+    checkpoints: tuple[Offer[CheckpointSpec], ...]
+    drafters: tuple[Offer[DrafterSpec], ...]
+    executors: tuple[Offer[ExecutorSpec], ...]
+    ops: tuple[Offer[OpSpec], ...]
+    weight_formats: tuple[Offer[WeightFormatSpec], ...]
+    grammars: tuple[Offer[GrammarSpec], ...]
+    schedule_policies: tuple[Offer[SchedulePolicySpec], ...]
+    manager: StrictPluginManager
+    observers: Observers
+    options: Mapping[str, object]
+    asked: Manifest
+
+    @classmethod
+    def load(cls, *, blocked: Sequence[str] = (), no_plugins: bool = False, options: Sequence[str] = ()) -> Registry:
+        """Find, import and check the installed plugins. Imports no torch, as long as no plugin's `__init__` does.
+
+        blocked: plugins that are not even imported, besides those of ENGINERY_BLOCKED_PLUGINS. options: `NAME.key=value`. Raises
+        `ConfigError` for unknown names; a faulty plugin is a record, unless ENGINERY_STRICT_PLUGINS is set.
+        """
+        wanted = Wanted.read(blocked=blocked, no_plugins=no_plugins)
+        return _build(cls, load(wanted), options=tuple(options), blocked=tuple(sorted(wanted.blocked)))
+
+    @classmethod
+    def replay(cls, manifest: Manifest) -> Registry:
+        """Load in a child process what the parent's manifest says and nothing else. Raises `PluginError` on any difference."""
+        loaded = load(Wanted(only=frozenset(entry.name for entry in manifest.plugins)))
+        manifest.check(loaded.records)
+        return _build(cls, loaded, options=manifest.options, blocked=manifest.blocked)
+
+    def manifest(self) -> Manifest:
+        """What is live here; `replay` it in every child, and compare the digests."""
+        return self.asked
+
+    def select_attn_backend(self, wanted: str, needs: AttnNeeds) -> Selection:
+        """The backend named `wanted`, or for "auto" the best that refuses nothing, with every candidate's reasons.
+
+        Raises `Unsupported` when what is wanted, or everything, refuses; `PluginError` for an unknown name.
+        """
+        return select(wanted, needs, self.attn_backends, self.records)
+
+    def create_attn_backend(self, name: str, context: BackendContext) -> AttnBackend:
+        """Build the backend `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
+        offer = _named(self.attn_backends, name, "attention backend", self.records)
+        backend: AttnBackend = _create(self.manager, offer, "create_attn_backend", name=name, context=context)
+        return backend
+
+    def create_sparse_coordinator(self, name: str, context: Any) -> object:
+        """Build the coordinator `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
+        offer = _named(self.sparse_coordinators, name, "sparse coordinator", self.records)
+        built: object = _create(self.manager, offer, "create_sparse_coordinator", context=context)
+        return built
+
+    def find_model(self, architectures: Sequence[str]) -> Offer[ModelSpec]:
+        """The family that serves one of a checkpoint's `architectures`, the first first. Raises `CheckpointError`."""
+        known = {architecture: offer for offer in self.models for architecture in offer.spec.architectures}
+        for architecture in architectures:
+            if architecture in known:
+                return known[architecture]
+        shown = " or ".join(architectures)
+        lines = [f"no plugin serves the architecture {shown}{did_you_mean(shown, known) or '.'}"]
+        lines += [f"Served are: {', '.join(sorted(known)) or 'none'}.", *absent_plugins(self.records)]
+        raise CheckpointError("\n".join([*lines, "Install a plugin for it; engine plugins shows what is installed."]))
+
+    def select_ops(self, needs: OpNeeds) -> tuple[Offer[OpSpec], ...]:
+        """The sets of operations that refuse nothing, highest priority first."""
+        return tuple(offer for offer in ranked(self.ops) if not refusals(offer, needs))
+
+    def schedule_policy(self, name: str) -> Offer[SchedulePolicySpec]:
+        """The order of that name; "auto" is first come, first served."""
+        return _named(self.schedule_policies, "fcfs" if name == "auto" else name, "schedule policy", self.records)
+
+    def checkpoint(self, name: str) -> Offer[CheckpointSpec] | None:
+        """The installed checkpoint of that name, if there is one."""
+        return next((offer for offer in self.checkpoints if offer.name == name), None)
+
+    def default_checkpoint(self) -> Offer[CheckpointSpec]:
+        """The installed checkpoint of highest priority. Raises `PluginError` when none is installed."""
+        if not self.checkpoints:
+            lines = ["no model is named, and no plugin brings one; name a folder or a Hugging Face id with --model."]
+            raise PluginError("\n".join([*lines, *absent_plugins(self.records)]))
+        return ranked(self.checkpoints)[0]
+
+    def options_for(self, name: str) -> object | None:
+        """The options of the descriptor `name`, an instance of its dataclass; None if it has none."""
+        return self.options.get(name)
+
+    def observe_step(self, report: StepReport) -> None:
+        """Tell the plugins that observe; what they raise goes to the log."""
+        if self.observers:
+            self.observers.report(report)
+
+    def register_commands(self, app: typer.Typer) -> None:
+        """Add the plugins' commands to `app`, after the core's. A plugin that fails, or takes a taken name, adds none."""
+        for record in _implementing(self, "register_commands"):
+            own = type(app)()
+            try:
+                self.manager.only(record.name, "register_commands")(app=own)
+                if taken := _command_names(app) & _command_names(own):
+                    raise PluginError(f"the name {', '.join(sorted(taken))} is taken")
+            except (Exception, SystemExit) as error:  # a plugin's code
+                _log.warning("commands of %s are left out: %s", record, explain(error))
+                continue
+            app.registered_commands += own.registered_commands
+            app.registered_groups += own.registered_groups
+
+    def register_routes(self, names: Sequence[str], router: APIRouter, engine: Any) -> None:
+        """Add the HTTP routes of the plugins named. Raises `PluginError` for one that is unknown, has none, or fails."""
+        able = {record.name: record for record in _implementing(self, "register_routes")}
+        for name in names:
+            if name not in able:
+                raise PluginError(not_found("plugin with routes named", name, able, self.records))
+            try:
+                self.manager.only(name, "register_routes")(router=router, engine=engine)
+            except Exception as error:
+                raise PluginError(f"{able[name]} could not add its routes: {explain(error)}") from error
+
+
+def _implementing(registry: Registry, hook: str) -> list[PluginRecord]:
+    return [record for record in registry.records if record.is_live and registry.manager.implements(record.name, hook)]
+
+
+def _named(offers: Sequence[Offer[SpecT]], name: str, what: str, records: Sequence[PluginRecord]) -> Offer[SpecT]:
+    for offer in offers:
+        if offer.name == name:
+            return offer
+    raise PluginError(not_found(what, name, [offer.name for offer in offers], records))
+
+
+def _create(manager: StrictPluginManager, offer: Offer[Any], hook: str, **arguments: Any) -> Any:
+    try:
+        built = manager.only(offer.plugin, hook)(**arguments)
+    except Exception as error:
+        raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
+    if built is None:
+        raise PluginError(f"{offer.source} registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there")
+    return built
+
+
+def _command_names(app: typer.Typer) -> set[str]:
+    commands = {info.name or str(info.callback and info.callback.__name__).replace("_", "-") for info in app.registered_commands}
+    return commands | {str(info.name or (info.typer_instance and info.typer_instance.info.name)) for info in app.registered_groups}
+
+
+def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blocked: tuple[str, ...]) -> Registry:
+    offers = loaded.offers
+    observing = [record for record in loaded.records if record.is_live and "observer" in record.offers]
+    observers = [Observer(str(record), loaded.manager.only(record.name, "observe_step")) for record in observing]
+    return cls(
+        records=loaded.records,
+        attn_backends=offers[HookGroup.ATTN_BACKEND],
+        sparse_coordinators=offers[HookGroup.SPARSE_COORDINATOR],
+        models=offers[HookGroup.MODEL],
+        checkpoints=offers[HookGroup.CHECKPOINT],
+        drafters=offers[HookGroup.DRAFTER],
+        executors=offers[HookGroup.EXECUTOR],
+        ops=offers[HookGroup.OP],
+        weight_formats=offers[HookGroup.WEIGHT_FORMAT],
+        grammars=offers[HookGroup.GRAMMAR],
+        schedule_policies=offers[HookGroup.SCHEDULE_POLICY],
+        manager=loaded.manager,
+        observers=Observers(observers),
+        options=parse_options(options, [offer for found in offers.values() for offer in found], loaded.records),
+        asked=Manifest.of(loaded.records, options=options, blocked=blocked),
+    )

@@ -1,0 +1,266 @@
+"""Building an engine, in the one order there is.
+
+device -> settings -> attention backend chosen -> weights recorded and checked -> memory planned -> weights -> pool -> sparse coordinator
+-> arena -> attention backend -> model bound to it. What can be refused is refused before weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enginery.config.checkpoint_folder import find_folder, read_config
+from enginery.config.needs import attn_needs
+from enginery.config.resolve import DeviceFacts, Settings, resolve
+from enginery.config.schema import Decision, EngineOptions
+from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, KVGeometry, ParallelFacts
+from enginery.contracts.model import AttendFn, Model, ModelContext, ModelFacts, ModelSpec, WeightSource, WriteKVFn
+from enginery.contracts.ops import OpNeeds, OpSpec, OpTable
+from enginery.errors import CheckpointError
+from enginery.memory.arena import DeviceArena
+from enginery.memory.pool import PagedKVPool, page_bytes
+from enginery.nn.reference_ops import reference_ops
+from enginery.plugin.registry import Offer, Registry
+from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint
+from enginery.run.device import device_facts, torch_device
+from enginery.run.memory_plan import MemoryPlan, plan_memory, workspace_bytes
+from enginery.run.weights import WeightRecord, check, load, random_weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Where the model comes from. random: it has no weights of its own."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    eos_token_ids: frozenset[int]
+    note: str
+    random: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """What was decided before anything heavy happened."""
+
+    checkpoint: Checkpoint
+    family: Offer[ModelSpec]
+    facts: ModelFacts
+    device_facts: DeviceFacts
+    device: torch.device
+    settings: Settings
+    attention: Offer[AttnBackendSpec]
+    ops: tuple[Offer[OpSpec], ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The settings' dtype as torch knows it."""
+        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        return dtype
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BuiltParts:
+    """Everything that an engine runs with."""
+
+    choice: Choice
+    memory: MemoryPlan
+    backend: AttnBackend
+    model: Model
+    phases_s: Mapping[str, float]
+
+
+class PhaseClock:
+    """Times the phases of the start."""
+
+    def __init__(self) -> None:
+        self.phases_s: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """End `phase` now."""
+        now = time.perf_counter()
+        self.phases_s[phase] = now - self._last
+        self._last = now
+
+
+def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
+    """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible."""
+    clock = PhaseClock()
+    if asked.num_threads is not None:
+        torch.set_num_threads(asked.num_threads)
+    choice = choose(asked, registry)
+    clock.lap("choose")
+    record, stored = check_weights(choice)
+    geometry = KVGeometry(num_pages=0, page_size=asked.page_size, layers=choice.facts.layers, dtype=choice.settings.dtype)
+    memory = plan(asked, choice, weights_bytes=record.num_bytes(), geometry=geometry)
+    log.info("memory plan: %s", memory)
+    clock.lap("check and plan")
+    weights = random_weights(record, choice.device, seed=asked.seed) if stored is None else load(record, stored, choice.device)
+    clock.lap("weights")
+    pool = PagedKVPool(dataclasses.replace(geometry, num_pages=memory.num_pages), choice.device)
+    backend = create_backend(choice, registry, pool)
+    ops = op_table(choice)
+    with torch.inference_mode():
+        model = choice.family.spec.build(
+            model_context(choice, weights, ops=ops, attend=backend.attend, write_kv=pool.write, device=choice.device)
+        )
+    clock.lap("build")
+    return BuiltParts(choice=choice, memory=memory, backend=backend, model=model, phases_s=clock.phases_s)
+
+
+def choose(asked: EngineOptions, registry: Registry) -> Choice:
+    """Everything that can be decided, and refused, from configuration and facts alone."""
+    checkpoint = find_checkpoint(asked, registry)
+    family = registry.find_model(checkpoint.config["architectures"])
+    facts = family.spec.describe(checkpoint.config)
+    device = device_facts(asked.device, asked.num_threads)
+    settings = resolve(asked, device, facts, config=checkpoint.config)
+    where: dict[str, Any] = dict(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
+    attention = registry.select_attn_backend(asked.attention_backend, attn_needs(facts, page_size=asked.page_size, **where)).winner
+    ops = registry.select_ops(OpNeeds(**where))
+    reason = "asked for" if asked.attention_backend != "auto" else "highest priority that refuses nothing"
+    return Choice(
+        checkpoint=checkpoint,
+        family=family,
+        facts=facts,
+        device_facts=device,
+        device=torch_device(asked.device),
+        settings=settings,
+        attention=attention,
+        ops=ops,
+        decisions=(
+            Decision(setting="model", value=checkpoint.name, reason=checkpoint.note or str(checkpoint.folder)),
+            Decision(setting="family", value=family.spec.name, reason=f"by architecture, from {_origin(family)}"),
+            *settings.decisions,
+            Decision(setting="attention", value=attention.spec.name, reason=f"{reason}, from {_origin(attention)}"),
+            *(
+                Decision(setting="ops", value=f"{offer.spec.name}: {', '.join(offer.spec.provides)}", reason=f"from {_origin(offer)}")
+                for offer in ops
+            ),
+        ),
+    )
+
+
+def _origin(offer: Offer[Any]) -> str:
+    return f"{offer.distribution} {offer.version}"
+
+
+def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
+    """The checkpoint asked for, or the best that is installed."""
+    shipped = registry.default_checkpoint().spec if asked.model is None else registry.checkpoint(asked.model)
+    folder = shipped.folder if shipped else find_folder(str(asked.model), registry)
+    config = read_config(folder)
+    return Checkpoint(
+        folder=folder,
+        name=asked.served_model_name or (shipped.name if shipped else str(asked.model)),
+        config=config,
+        eos_token_ids=_eos_token_ids(folder, config),
+        note=shipped.note if shipped else "",
+        random=asked.load_format == "dummy" or (shipped is not None and shipped.random_weights),
+    )
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """generation_config.json states it, else config.json; one id or several."""
+    generation = folder / "generation_config.json"
+    stated: Any = None
+    if generation.exists():
+        try:
+            stated = json.loads(generation.read_text()).get("eos_token_id")
+        except ValueError as error:
+            raise CheckpointError(f"{generation} is no valid JSON ({error}); fetch it again or delete it") from error
+    stated = config.get("eos_token_id") if stated is None else stated
+    if stated is None:
+        return frozenset()
+    return frozenset(stated if isinstance(stated, list) else [stated])
+
+
+def check_weights(choice: Choice) -> tuple[WeightRecord, Mapping[str, StoredTensor] | None]:
+    """What the model will ask for, and where the checkpoint has it (None for random weights). Reads headers only."""
+    record = WeightRecord(choice.dtype)
+    choice.family.spec.build(
+        model_context(
+            choice, record, ops=reference_ops(), attend=_before_binding, write_kv=_before_binding, device=torch.device("meta")
+        )
+    )
+    if choice.checkpoint.random:
+        return record, None
+    stored = scan_checkpoint(choice.checkpoint.folder)
+    tied = ("lm_head.weight",) if choice.checkpoint.config.get("tie_word_embeddings") else ()
+    check(record, stored, (*choice.family.spec.ignored_weights, *tied), folder=choice.checkpoint.folder)
+    return record, stored
+
+
+def _before_binding(*args: Any) -> None:
+    raise AssertionError("a model ran while its weights were being recorded")
+
+
+def plan(asked: EngineOptions, choice: Choice, *, weights_bytes: int, geometry: KVGeometry) -> MemoryPlan:
+    """The memory plan of this choice."""
+    backend_bytes = choice.attention.spec.capabilities.workspace_bytes
+    return plan_memory(
+        asked,
+        choice.settings,
+        choice.device_facts,
+        weights=weights_bytes,
+        workspace=workspace_bytes(choice.settings, choice.facts, backend_bytes=backend_bytes, itemsize=choice.dtype.itemsize),
+        page_bytes=page_bytes(geometry),
+    )
+
+
+def create_backend(choice: Choice, registry: Registry, pool: PagedKVPool) -> AttnBackend:
+    """The chosen attention backend over the pool."""
+    name = choice.attention.spec.name
+    context = BackendContext(
+        instance=f"{name}#0",
+        geometry=pool.geometry,
+        pool=pool,
+        device=choice.device,
+        dtype=choice.dtype,
+        arena=DeviceArena(choice.device),
+        options=registry.options_for(name),
+    )
+    return registry.create_attn_backend(name, context)
+
+
+def op_table(choice: Choice) -> OpTable:
+    """The references, overridden by what the chosen plugins load, the highest priority last."""
+    needs = OpNeeds(
+        device=choice.device_facts.kind,
+        dtype=choice.settings.dtype,
+        compute_capability=choice.device_facts.compute_capability,
+    )
+    table = reference_ops()
+    for offer in reversed(choice.ops):
+        table = dataclasses.replace(table, **offer.spec.load(needs))
+    return table
+
+
+def model_context(
+    choice: Choice, weights: WeightSource, *, ops: OpTable, attend: AttendFn, write_kv: WriteKVFn, device: torch.device
+) -> ModelContext:
+    """What the model is built from, for the recording build and for the real one."""
+    return ModelContext(
+        config=choice.checkpoint.config,
+        facts=choice.facts,
+        weights=weights,
+        ops=ops,
+        attend=attend,
+        write_kv=write_kv,
+        device=device,
+        dtype=choice.dtype,
+        max_positions=choice.settings.max_model_len,
+        parallel=ParallelFacts(),
+    )

@@ -1,0 +1,77 @@
+"""The safetensors files of a checkpoint, checked by their headers before any tensor is read.
+
+The format: eight bytes with the length of a JSON header (little endian), the header, then the tensors' bytes; the header gives each
+tensor's dtype, shape and byte range. https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginery.errors import CheckpointError
+
+READABLE = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor is and what it looks like."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
+    """All tensors of `folder` by name. Raises `CheckpointError` with the file and the tensor that is missing or cut off."""
+    stored: dict[str, StoredTensor] = {}
+    index = folder / "model.safetensors.index.json"
+    weight_map: dict[str, str] = _read_json(index)["weight_map"] if index.exists() else {}
+    files = sorted({folder / name for name in weight_map.values()}) or [folder / "model.safetensors"]
+    for file in files:
+        if not file.exists():
+            others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+            wanted_by = f"{index.name} lists it" if weight_map else "there is no model.safetensors.index.json either"
+            raise CheckpointError(
+                f"{file} does not exist ({wanted_by}; the folder has: {', '.join(others) or 'nothing'}). Fetch the missing file, convert "
+                "other formats to safetensors, or use --load-format dummy for random weights"
+            )
+        stored.update(_scan_file(file))
+    for name, file_name in weight_map.items():
+        if name not in stored or stored[name].file.name != file_name:
+            raise CheckpointError(f"{index} says that tensor {name!r} is in {file_name}, but it is not; fetch that file again")
+    return stored
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no valid JSON ({error}); fetch it again") from error
+
+
+def _scan_file(file: Path) -> dict[str, StoredTensor]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{file} is cut off or no safetensors file: its header needs {length:,} bytes, it has {size:,} in all")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+        except (ValueError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} has a damaged header ({error}); fetch it again") from error
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        end = 8 + length + entry["data_offsets"][1]
+        if end > size:
+            raise CheckpointError(
+                f"{file} is cut off: tensor {name!r} ends at byte {end:,}, the file has {size:,}; fetch it again"
+            )
+        tensors[name] = StoredTensor(file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]))
+    return tensors

@@ -1,0 +1,49 @@
+"""What the machine has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from enginery.config.resolve import DeviceFacts
+from enginery.errors import ConfigError
+
+
+def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
+    """Facts of the device asked for: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:1"."""
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked.split(":")[0]
+    threads = num_threads or torch.get_num_threads()
+    if kind == "cpu":
+        return DeviceFacts(kind="cpu", name=f"{threads} threads", available_bytes=_available_host_bytes(), num_threads=threads)
+    if kind != "cuda":
+        raise ConfigError(f"device is {asked!r}, but must be auto, cpu, cuda or cuda:<index>")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {asked!r}, but torch {torch.__version__} sees no CUDA device; use --device cpu")
+    index = torch_device(asked).index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device is {asked!r}, but there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    free, _ = torch.cuda.mem_get_info(index)
+    return DeviceFacts(
+        kind="cuda",
+        name=torch.cuda.get_device_name(index),
+        available_bytes=free,
+        num_threads=threads,
+        compute_capability=torch.cuda.get_device_capability(index),
+    )
+
+
+def torch_device(asked: str) -> torch.device:
+    """The torch device of an option's value."""
+    device = torch.device(asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _available_host_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,166 @@
+"""The engine: requests in, steps, outputs out. One thread drives it; processes and HTTP are `enginery.serve`'s affair."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+
+from enginery.config.schema import EngineOptions, ScheduleSettings
+from enginery.contracts.engine import EngineFacts
+from enginery.contracts.request import GenerationRequest, RequestOutput, TokenLogprob
+from enginery.contracts.schedule import StepReport
+from enginery.errors import RequestError
+from enginery.memory.pages import PageAllocator
+from enginery.memory.prefix import NoPrefixCache, RadixPrefixCache
+from enginery.plugin.registry import Registry
+from enginery.run.build import BuiltParts, build_parts
+from enginery.run.runner import Runner, StepResult
+from enginery.schedule.scheduler import Scheduler
+from enginery.schedule.step import ScheduledStep
+
+
+class Engine:
+    """Built once, then `submit`, `abort` and `step` until there is no work."""
+
+    def __init__(self, parts: BuiltParts, registry: Registry, asked: EngineOptions) -> None:
+        choice, memory = parts.choice, parts.memory
+        settings = choice.settings
+        eos_token_ids = choice.checkpoint.eos_token_ids
+        self.facts = _facts(parts)
+        self._registry = registry
+        self._seeds = random.Random(asked.seed)
+        self._num_steps = 0
+        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        allocator = PageAllocator(memory.num_pages)
+        cache = RadixPrefixCache(asked.page_size, allocator) if asked.prefix_cache else NoPrefixCache()
+        self._scheduler = Scheduler(
+            ScheduleSettings(
+                page_size=asked.page_size,
+                num_pages=memory.num_pages,
+                max_model_len=settings.max_model_len,
+                max_batch_tokens=settings.max_batch_tokens,
+                max_batch_requests=settings.max_batch_requests,
+                max_queued_requests=asked.max_queued_requests,
+                prefix_cache=asked.prefix_cache,
+            ),
+            registry.schedule_policy(asked.schedule_policy).spec,
+            cache=cache,
+            allocator=allocator,
+            eos_token_ids=eos_token_ids,
+        )
+        self._runner = Runner(
+            parts.model, parts.backend, page_size=asked.page_size, device=choice.device, eos_token_ids=eos_token_ids
+        )
+
+    @classmethod
+    def build(cls, asked: EngineOptions, registry: Registry) -> Engine:
+        """Load the checkpoint and bind everything. Raises `EnginError` before anything is served."""
+        return cls(build_parts(asked, registry), registry, asked)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return self._scheduler.has_work
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises `RequestError` for one that can never be served, `QueueFull` for one too many."""
+        self._check_token_ids(request)
+        if request.params.seed is None:
+            seeded = dataclasses.replace(request.params, seed=self._seeds.getrandbits(63))
+            request = dataclasses.replace(request, params=seeded)
+        self._scheduler.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at whatever stage it is; unknown and finished ones are ignored. Nothing more comes of it."""
+        self._scheduler.abort(request_id)
+        self._prompt_logprobs.pop(request_id, None)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what it added. Empty when there is nothing to do, or only prompts' chunks ran."""
+        began = time.perf_counter()
+        step = self._scheduler.next_step()
+        if not step.items:
+            return []
+        scheduled = time.perf_counter()
+        result = self._runner.run(step)
+        outputs = self._publish(step, result)
+        self._registry.observe_step(self._report(step, result, schedule_s=scheduled - began))
+        self._num_steps += 1
+        if not self._scheduler.has_work:
+            self._scheduler.check_idle()
+        return outputs
+
+    def _check_token_ids(self, request: GenerationRequest) -> None:
+        size = self.facts.vocab_size
+        for name, ids in (
+            ("prompt", request.prompt_token_ids),
+            ("logit_bias", tuple(request.params.logit_bias)),
+            ("stop_token_ids", request.params.stop_token_ids),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < size):
+                wrong = next(token for token in ids if not 0 <= token < size)
+                raise RequestError(f"{name} has token id {wrong}, but the vocabulary has ids 0 to {size - 1}", param=name)
+
+    def _publish(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
+        for item, reported in zip(step.items, result.prompt_logprobs, strict=True):
+            if item.request.wants_prompt_logits:
+                collected = [None] if item.start == 0 else self._prompt_logprobs[item.request.request_id]
+                self._prompt_logprobs[item.request.request_id] = [*collected, *reported]
+        logprobs = {item.request.request_id: logprob for item, logprob in zip(step.items, result.logprobs, strict=True)}
+        outputs = []
+        for update in self._scheduler.complete(step, result.token_ids):
+            request = update.request
+            if update.token_id is None and update.finish_reason is None:
+                continue
+            logprob = logprobs[request.request_id]
+            prompt = self._prompt_logprobs.pop(request.request_id, None)
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    token_ids=() if update.token_id is None else (update.token_id,),
+                    logprobs=None if logprob is None else (logprob,),
+                    prompt_logprobs=None if prompt is None else tuple(prompt),
+                    finish_reason=update.finish_reason,
+                    stop_token_id=update.stop_token_id,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
+        return outputs
+
+    def _report(self, step: ScheduledStep, result: StepResult, *, schedule_s: float) -> StepReport:
+        scheduler = self._scheduler
+        return StepReport(
+            step=self._num_steps,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_tokens=sum(item.num_tokens for item in step.items),
+            num_prefill_tokens=step.num_prefill_tokens,
+            num_preempted=len(step.preempted),
+            free_pages=scheduler.free_pages,
+            cached_pages=scheduler.cached_pages,
+            total_pages=self.facts.num_pages,
+            attn_backend=self.facts.attn_backend,
+            schedule_s=schedule_s,
+            plan_s=result.plan_s,
+            run_s=result.run_s,
+        )
+
+
+def _facts(parts: BuiltParts) -> EngineFacts:
+    choice, memory = parts.choice, parts.memory
+    return EngineFacts(
+        model_name=choice.checkpoint.name,
+        folder=str(choice.checkpoint.folder),
+        note=choice.checkpoint.note,
+        max_model_len=choice.settings.max_model_len,
+        vocab_size=choice.facts.vocab_size,
+        dtype=choice.settings.dtype,
+        attn_backend=choice.attention.spec.name,
+        num_pages=memory.num_pages,
+        page_size=memory.page_size,
+        eos_token_ids=tuple(sorted(choice.checkpoint.eos_token_ids)),
+        decisions=tuple((decision.setting, decision.value, decision.reason) for decision in choice.decisions),
+        memory_plan=str(memory),
+        phases_s=dict(parts.phases_s),
+    )

@@ -1,0 +1,151 @@
+"""Weights from a checkpoint, or random ones, for a model that asks for them by name.
+
+A model is built twice. The first build runs against a `WeightRecord`, which hands out tensors without memory and notes what was asked for;
+`check` compares that with the checkpoint, and the memory plan counts it, before anything is read. `load` then fills real memory, merged
+tensors in place, and the second build takes its tensors from the result.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import torch
+
+from enginery.errors import CheckpointError
+from enginery.run.checkpoint_files import READABLE, StoredTensor
+
+Shape = tuple[int, ...]
+MAX_LISTED = 10
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the model, stacked from the checkpoint's tensors `names` along dimension 0."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """Of the stack."""
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+
+@dataclass
+class WeightRecord:
+    """A `WeightSource` that hands out `meta` tensors and remembers what was asked for."""
+
+    dtype: torch.dtype
+    prefix: str = ""
+    pieces: list[Piece] = field(default_factory=list)
+
+    def scope(self, prefix: str) -> WeightRecord:
+        """A view with longer names onto the same record."""
+        return WeightRecord(self.dtype, f"{self.prefix}{prefix}.", self.pieces)
+
+    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Record one tensor."""
+        return self.merge([name], [shape])
+
+    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Record a stack."""
+        piece = Piece(tuple(self.prefix + name for name in names), tuple(tuple(shape) for shape in shapes))
+        self.pieces.append(piece)
+        return torch.empty(piece.shape, dtype=self.dtype, device="meta")
+
+    def num_bytes(self) -> int:
+        """What all pieces take in the model's dtype."""
+        return sum(torch.Size(piece.shape).numel() for piece in self.pieces) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """A `WeightSource` over tensors in memory. Each is handed out once, so that a model that repacks one frees the original."""
+
+    tensors: dict[tuple[str, ...], torch.Tensor]
+    prefix: str = ""
+
+    def scope(self, prefix: str) -> LoadedWeights:
+        """A view with longer names onto the same tensors."""
+        return LoadedWeights(self.tensors, f"{self.prefix}{prefix}.")
+
+    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Hand over one tensor."""
+        return self.merge([name], [shape])
+
+    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Hand over a stack."""
+        return self.tensors.pop(tuple(self.prefix + name for name in names))
+
+
+def check(record: WeightRecord, stored: Mapping[str, StoredTensor], ignored: Sequence[str], *, folder: Path) -> None:
+    """Raise `CheckpointError` with every tensor that is missing, misshapen, of an unreadable dtype, or that nobody asked for."""
+    problems: list[str] = []
+    wanted = {name: shape for piece in record.pieces for name, shape in zip(piece.names, piece.shapes, strict=True)}
+    for name, shape in wanted.items():
+        tensor = stored.get(name)
+        if tensor is None:
+            problems.append(f"tensor {name!r} {list(shape)} is missing")
+        elif tensor.shape != shape:
+            problems.append(f"tensor {name!r} in {tensor.file.name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
+        elif tensor.dtype not in READABLE:
+            problems.append(
+                f"tensor {name!r} in {tensor.file.name} has dtype {tensor.dtype}; no installed weight format reads it "
+                f"(plain ones are {', '.join(READABLE)})"
+            )
+    for name, tensor in stored.items():
+        if name not in wanted and not any(fnmatch.fnmatch(name, pattern) for pattern in ignored):
+            problems.append(f"tensor {name!r} in {tensor.file.name} is unexpected: the model described by config.json has none of that name")
+    if problems:
+        more = f"\n  ... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+        listed = "\n  ".join(problems[:MAX_LISTED])
+        raise CheckpointError(f"the checkpoint in {folder} does not fit its config.json:\n  {listed}{more}")
+
+
+def load(record: WeightRecord, stored: Mapping[str, StoredTensor], device: torch.device) -> LoadedWeights:
+    """Read every recorded tensor, file by file, into memory of the model's dtype on `device`."""
+    tensors, targets = _allocate(record, device)
+    by_file: dict[Path, list[str]] = {}
+    for name in targets:
+        by_file.setdefault(stored[name].file, []).append(name)
+    for file, names in by_file.items():
+        with safetensors.safe_open(file, framework="pt", device="cpu") as reader:
+            for name in names:
+                targets[name].copy_(reader.get_tensor(name))
+    return LoadedWeights(tensors)
+
+
+def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> LoadedWeights:
+    """Matrices from N(0, 1 / columns), norms of one, biases of zero; each tensor's values depend on its name and the seed alone."""
+    tensors, targets = _allocate(record, device)
+    generator = torch.Generator(device)
+    for name, target in targets.items():
+        if target.dim() > 1:
+            generator.manual_seed(seed << 32 | zlib.crc32(name.encode()))
+            target.normal_(0, target.shape[-1] ** -0.5, generator=generator)
+        else:
+            target.fill_(0.0 if name.endswith("bias") else 1.0)
+    return LoadedWeights(tensors)
+
+
+def _allocate(record: WeightRecord, device: torch.device) -> tuple[dict[tuple[str, ...], torch.Tensor], dict[str, torch.Tensor]]:
+    """Memory for each piece, and by name the view of it that one tensor of the checkpoint fills."""
+    tensors: dict[tuple[str, ...], torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
+    for piece in record.pieces:
+        whole = torch.empty(piece.shape, dtype=record.dtype, device=device)
+        tensors[piece.names] = whole
+        targets.update(_parts(piece, whole))
+    return tensors, targets
+
+
+def _parts(piece: Piece, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    start = 0
+    for name, shape in zip(piece.names, piece.shapes, strict=True):
+        yield name, whole[start : start + shape[0]]
+        start += shape[0]

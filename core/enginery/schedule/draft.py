@@ -1,0 +1,107 @@
+"""How one step is chosen. Decoding requests first, then prompt chunks, under a token budget.
+
+Rules that keep everybody moving:
+
+- All requests stand in one order that never changes (the policy's, see `RequestIntake`). The first of those running can always go
+  on: to give it pages, those last in order are preempted, that is they wait again at their place and are recomputed. Nobody makes
+  an earlier one leave; who finds no page and is last itself sits out the step and keeps its pages.
+- Waiting requests are admitted in order and nobody passes the head. It is admitted when the pages for all of its known tokens are
+  there, besides those promised to the prompts in progress and `HEADROOM_TOKENS` for each running request: so a preempted request
+  does not come back only to be preempted again. When nothing runs, the head always fits.
+- A waiting request whose next page is just being computed for another one waits for that instead of computing it again.
+"""
+
+from __future__ import annotations
+
+from enginery.config.schema import ScheduleSettings
+from enginery.schedule.request import Request, RequestStatus
+from enginery.schedule.roster import Roster
+from enginery.schedule.step import ScheduledItem, ScheduledStep
+
+HEADROOM_TOKENS = 32
+
+
+class StepDraft:
+    """One step in the making: `fill`, then `step`."""
+
+    def __init__(self, roster: Roster, settings: ScheduleSettings) -> None:
+        self._roster = roster
+        self._residency = roster.residency
+        self._settings = settings
+        self._budget = settings.max_batch_tokens
+        self._items: list[ScheduledItem] = []
+        self._preempted: list[str] = []
+
+    def fill(self) -> ScheduledStep:
+        """Choose, and move the chosen requests on."""
+        prompts = self._schedule_decodes()
+        num_decode = len(self._items)
+        for request in prompts:
+            self._schedule_chunk(request)
+        if not self._preempted:
+            self._admit(prompts)
+        return ScheduledStep(
+            items=tuple(self._items),
+            num_decode=num_decode,
+            num_prefill_tokens=self._settings.max_batch_tokens - self._budget - num_decode,
+            preempted=tuple(self._preempted),
+        )
+
+    def _schedule_decodes(self) -> list[Request]:
+        """One token for each request that has only its last one to compute. Returns those amid their prompt, in order."""
+        prompts: list[Request] = []
+        page_size = self._residency.page_size
+        for request in self._roster.running:  # shrinks meanwhile, but only at its end
+            start = request.num_computed
+            if request.num_expected - start > 1:
+                prompts.append(request)
+            elif not self._budget:
+                break
+            elif request.num_expected < request.limit and (start < len(request.pages) * page_size or self._make_room(request, 1)):
+                self._add(request, 1)
+        return prompts
+
+    def _schedule_chunk(self, request: Request) -> None:
+        """As much of its known tokens as budget and memory allow."""
+        if not self._budget or request.status is not RequestStatus.RUNNING:
+            return
+        rest = request.num_expected - request.num_computed
+        num_tokens = min(rest, self._budget, max(1, self._residency.room(request)))
+        if self._make_room(request, num_tokens):
+            self._add(request, num_tokens)
+
+    def _admit(self, prompts: list[Request]) -> None:
+        """Let waiting requests in, the head first, and schedule their first chunks."""
+        roster, headroom = self._roster, -(-HEADROOM_TOKENS // self._settings.page_size)
+        promised = sum(self._residency.num_missing(request, request.num_expected) for request in prompts)
+        while roster.waiting and self._budget and len(roster.running) < self._settings.max_batch_requests:
+            request = roster.admit_head(reserved=promised + headroom * len(roster.running))
+            if request is None:
+                break
+            self._schedule_chunk(request)
+            promised += self._residency.num_missing(request, len(request.token_ids))
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Take the pages for its next tokens, preempting later requests if nothing else helps. False: it sits out this step."""
+        missing = self._residency.num_missing(request, request.num_computed + num_tokens)
+        while missing > self._residency.available:
+            last = self._roster.running[-1]
+            # Pages of a leaving request come back with the step in flight; until then nobody else has to go.
+            if last is request or self._roster.leaving or any(item.request is last for item in self._items):
+                return False
+            self._preempted.append(self._roster.preempt_last().request_id)
+        if missing > 0:
+            self._residency.grow(request, missing)
+        return True
+
+    def _add(self, request: Request, num_tokens: int) -> None:
+        """Schedule its next tokens. It has the pages."""
+        start, known = request.num_computed, len(request.token_ids)
+        request.num_computed = end = start + num_tokens
+        samples = end == request.num_expected
+        if samples:
+            request.num_expected = end + 1
+        request.in_flight += 1
+        self._budget -= num_tokens
+        num_logits = num_tokens if num_tokens > 1 and request.wants_prompt_logits else int(samples)
+        self._items.append(ScheduledItem(request, start, num_tokens, num_logits, samples, start >= known))

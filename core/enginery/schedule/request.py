@@ -1,0 +1,73 @@
+"""A request while the engine works on it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from enginery.contracts.request import GenerationRequest
+from enginery.memory.prefix import Announcement, PrefixNode
+
+
+class RequestStatus(Enum):
+    """PREEMPTED: a step in flight still writes to its pages; then they go back and it waits again."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """Everything that changes about one request. Owned by the scheduler: others read.
+
+        token_ids   [ prompt ............... | output ..... ]
+        written     [======================]                     keys and values of completed steps
+        computed    [=========================]                  ... and of the steps in flight
+        expected    [===================================] ? ]    known tokens, and those that steps in flight will sample
+
+    asked: what its sender said. token_ids: array of int32, prompt and output. limit: it ends when it has so many tokens. stop_ids:
+    tokens that end it. order: its place among all requests, smallest first. pages: in the order of the tokens; those on the path
+    to `node`, which it has locked, are shared with the prefix cache. announced: the page of its prompt that it computes next.
+    in_flight: steps not completed yet that it is in. num_cached_tokens: of its prompt, found in the prefix cache when it was first
+    admitted.
+    """
+
+    asked: GenerationRequest
+    token_ids: array[int]
+    limit: int
+    stop_ids: frozenset[int]
+    order: tuple[tuple[float, ...], float, int]
+    num_prompt_tokens: int
+    num_expected: int
+    status: RequestStatus = RequestStatus.WAITING
+    pages: list[int]
+    node: PrefixNode | None = None
+    announced: Announcement | None = None
+    num_computed: int = 0
+    num_written: int = 0
+    in_flight: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """As its sender named it."""
+        return self.asked.request_id
+
+    @property
+    def arrival_s(self) -> float:
+        """When it was submitted, monotonic clock."""
+        return self.order[1]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether every row of its prompt needs logits: its prompt log-probabilities go out with its first token."""
+        return self.asked.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens

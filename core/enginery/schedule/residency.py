@@ -1,0 +1,99 @@
+"""The pages of the requests that run: taken as their tokens are scheduled, shared through the prefix cache, given back."""
+
+from __future__ import annotations
+
+from enginery.memory.pages import PageAllocator
+from enginery.memory.prefix import PrefixCache
+from enginery.schedule.request import Request
+
+
+class Residency:
+    """Moves requests in and out of KV memory.
+
+    The slot of a token: `pages[position // page_size] * page_size + position % page_size`.
+    """
+
+    def __init__(self, page_size: int, cache: PrefixCache, allocator: PageAllocator) -> None:
+        self.page_size = page_size
+        self.cache = cache
+        self.allocator = allocator
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or can be."""
+        return self.allocator.num_free + self.cache.num_evictable
+
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Pages it lacks to hold its first `num_tokens` tokens; negative if it has more."""
+        return -(-num_tokens // self.page_size) - len(request.pages)
+
+    def room(self, request: Request) -> int:
+        """How many more tokens it could compute without anybody leaving."""
+        return (self.available + len(request.pages)) * self.page_size - request.num_computed
+
+    def enter(self, request: Request, *, reserved: int) -> bool:
+        """Give it its cached prefix, if the pages for all its other tokens are there besides `reserved`. Says whether they are.
+
+        Also False while its next page is just being computed for another request: it waits for that.
+        """
+        node, pages = self.cache.root, list[int]()
+        if not request.wants_prompt_logits:
+            node, pages, next_announced = self.cache.match(request.token_ids, request.asked.cache_salt)
+            if next_announced:
+                return False
+        self.cache.lock(node)
+        request.node, request.pages = node, pages
+        if self.num_missing(request, len(request.token_ids)) + reserved > self.available:
+            self._let_go(request)
+            return False
+        request.num_computed = request.num_written = len(pages) * self.page_size
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.num_computed
+        self._announce(request)
+        return True
+
+    def grow(self, request: Request, num_pages: int) -> None:
+        """Take more pages for it, evicting what must be. They must be available."""
+        if num_pages > self.allocator.num_free:
+            self.cache.evict(num_pages - self.allocator.num_free)
+        request.pages += self.allocator.take(num_pages)
+
+    def share(self, request: Request) -> None:
+        """Put its written pages into the prefix cache. Where that has the content already, the request goes on with its own."""
+        self._insert(request)
+        self._announce(request)
+
+    def leave(self, request: Request) -> None:
+        """Leave what is written to the cache and free the rest. No step may be in flight that writes to it."""
+        duplicates = self._insert(request)
+        self.allocator.give_back(duplicates + request.pages[request.num_written // self.page_size :])
+        self._let_go(request)
+
+    def _insert(self, request: Request) -> list[int]:
+        """Cache its whole written pages and lock them. Returns those that the cache did not want."""
+        num_pages = request.num_written // self.page_size
+        inserted = self.cache.insert(request.token_ids, request.pages[:num_pages], request.asked.cache_salt)
+        self.cache.lock(inserted.node)
+        self._unlock(request)
+        request.node = inserted.node
+        return inserted.duplicates
+
+    def _announce(self, request: Request) -> None:
+        """Tell the cache which page of its prompt comes next, if it is a whole one."""
+        page = request.num_written // self.page_size
+        if request.num_written < len(request.token_ids) - 1 and (page + 1) * self.page_size <= len(request.token_ids):
+            assert request.node is not None
+            request.announced = self.cache.announce(request.node, request.token_ids, page, request.asked.cache_salt)
+
+    def _unlock(self, request: Request) -> None:
+        if request.announced is not None:
+            self.cache.withdraw(request.announced)
+        if request.node is not None:
+            self.cache.unlock(request.node)
+        request.node = request.announced = None
+
+    def _let_go(self, request: Request) -> None:
+        self._unlock(request)
+        request.pages = []
+        request.num_computed = request.num_written = 0
+        request.num_expected = len(request.token_ids)

@@ -1,0 +1,96 @@
+"""Where each request stands, and how it gets from one place to the next.
+
+    submit        admit              end
+    ──────► waiting ──────► running ──────► (leaving) ──► gone
+               ▲                │
+               └── (leaving) ◄──┘ preempt
+
+A request leaves while steps in flight still write to its pages; they go back when the last of those completes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import attrgetter
+
+from enginery.schedule.request import Request, RequestStatus
+from enginery.schedule.residency import Residency
+from enginery.schedule.waiting import WaitingQueue
+
+
+class Roster:
+    """Every request that has not ended or has pages. `running` is in order; others read it."""
+
+    def __init__(self, residency: Residency, *, max_waiting: int) -> None:
+        self.residency = residency
+        self.waiting = WaitingQueue(max_waiting)
+        self.running: list[Request] = []
+        self.leaving: set[Request] = set()
+        self.by_id: dict[str, Request] = {}  # those that have not ended
+
+    def enlist(self, request: Request) -> None:
+        """Let a new request wait."""
+        self.by_id[request.request_id] = request
+        self.waiting.add(request)
+
+    def admit_head(self, *, reserved: int) -> Request | None:
+        """Let the first waiting request run, if its pages are there besides `reserved`."""
+        request = self.waiting.head
+        if not self.residency.enter(request, reserved=reserved):
+            return None
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=attrgetter("order"))
+        return request
+
+    def preempt_last(self) -> Request:
+        """Make the running request that is last in order wait again."""
+        request = self.running.pop()
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.leaving.add(request)
+        self.settle(request)
+        return request
+
+    def end(self, request: Request) -> None:
+        """It gets no more results."""
+        del self.by_id[request.request_id]
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        elif request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.leaving.add(request)
+        request.status = RequestStatus.FINISHED
+        self.settle(request)
+
+    def settle(self, request: Request) -> None:
+        """Take the pages of a leaving request back, once no step is in flight that writes to them."""
+        if request.in_flight or request not in self.leaving:
+            return
+        self.leaving.remove(request)
+        self.residency.leave(request)
+        if request.status is RequestStatus.PREEMPTED:
+            request.status = RequestStatus.WAITING
+            self.waiting.add(request)
+
+    def check_idle(self) -> None:
+        """When no request holds pages, raise AssertionError unless every page is either free or in the cache, unlocked."""
+        if self.running or self.leaving:
+            return
+        cache, allocator = self.residency.cache, self.residency.allocator
+        free, cached, total = allocator.num_free, cache.num_cached, allocator.num_pages
+        assert free + cached == total, f"nothing runs, but {free:,} free + {cached:,} cached pages are not all {total:,}"
+        assert cached == cache.num_evictable, f"nothing runs, but {cached - cache.num_evictable:,} cached pages are locked"
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page has one owner: a request, the cache, or nobody. Walks everything."""
+        cache, allocator = self.residency.cache, self.residency.allocator
+        cache.check_integrity()
+        cached = set(cache.pages())
+        owned = [page for request in {*self.running, *self.leaving} for page in request.pages if page not in cached]
+        assert len(set(owned)) == len(owned), "two requests own one page"
+        assert all(allocator.is_taken(page) for page in owned), "a request's page is free"
+        assert len(owned) + len(cached) + allocator.num_free == allocator.num_pages, "a page has no owner and is not free"
+        assert self.running == sorted(self.running, key=attrgetter("order")), "the running requests are out of order"
+        assert set(self.by_id.values()) >= {*self.running}, "a running request is unknown"
+        self.check_idle()

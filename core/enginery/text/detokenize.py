@@ -1,0 +1,151 @@
+"""Text of a growing output: characters that span tokens, and stop strings. The pieces put together are the text of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from enginery.contracts.request import SamplingParams
+from enginery.text.tokenizer import Tokenizer
+
+_HELD_TOKENS: Final = 32
+_INCOMPLETE: Final = "\ufffd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDelta:
+    """What some tokens added. num_tokens: of those given, how many count; the ones after a stop string do not."""
+
+    text: str
+    num_tokens: int
+    stopped_by: str | None = None
+
+
+class CompletionText:
+    """The text of one completion, fed with its tokens as they come.
+
+    Splitting the tokens differently over the calls gives the same text and stops at the same token. A token costs a decode of a few
+    tokens, whatever the length of the output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._pieces = _Pieces(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, include_stop=params.include_stop)
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop
+        self._num_tokens = 0
+
+    def feed(self, token_ids: Sequence[int], *, finished: bool, stop_token_id: int | None = None) -> TextDelta:
+        """Text that is final now. finished: nothing follows, so nothing is held back.
+
+        stop_token_id: the token that ended the output; as the last of `token_ids` it counts but adds no text, unless the request
+        includes its stops. After a delta with `stopped_by` nothing may be fed.
+        """
+        hides_last = stop_token_id is not None and not self._include_stop and tuple(token_ids[-1:]) == (stop_token_id,)
+        texts = []
+        for place, token_id in enumerate(token_ids):
+            is_last = place == len(token_ids) - 1
+            raw = "" if is_last and hides_last else self._pieces.add(token_id)
+            raw += self._pieces.rest() if is_last and finished else ""
+            self._num_tokens += 1
+            text, stopped_by = self._stops.add(raw) if self._num_tokens >= self._min_tokens else (raw, None)
+            texts.append(text)
+            if stopped_by is not None:
+                return TextDelta(text="".join(texts), num_tokens=place + 1, stopped_by=stopped_by)
+        stopped_by = None
+        if finished:
+            text, stopped_by = self._stops.add(self._pieces.rest())
+            texts += [text, "" if stopped_by else self._stops.rest()]
+        return TextDelta(text="".join(texts), num_tokens=len(token_ids), stopped_by=stopped_by)
+
+
+class StopStrings:
+    """Finds the stop string that is complete first, and holds back what may still become one."""
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, str | None]:
+        """(text that is final, the stop string that ended it)."""
+        if not self._stops or not text:
+            return text, None
+        self._held += text
+        found = [(self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+        if found:
+            end, minus_length, stop = min(found)
+            return self._held[: end if self._include_stop else end + minus_length], stop
+        first = max(0, len(self._held) - self._longest + 1)
+        candidates = (place for place in range(first, len(self._held)) if self._may_begin(self._held[place:]))
+        start = next(candidates, len(self._held))
+        final, self._held = self._held[:start], self._held[start:]
+        return final, None
+
+    def rest(self) -> str:
+        """What was held back and did not become a stop string."""
+        final, self._held = self._held, ""
+        return final
+
+    def _may_begin(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stops)
+
+
+class _Pieces:
+    """Decodes a window of tokens instead of all of them.
+
+        ids    a b c d e f g        emitted: the text up to `read`
+                   ^     ^          new text: decode(ids[window:]) less decode(ids[window:read])
+                 window read
+
+    The window begins a few tokens early, since decoders treat the first token of a text differently. What may change with the next
+    token stays pending: half a character, and a run of bytes, which is good or bad as a whole. After `_HELD_TOKENS` it is let go.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._read = 0
+        self._base = ""
+
+    def add(self, token_id: int) -> str:
+        tokenizer = self._tokenizer
+        if (self._skip_special_tokens and token_id in tokenizer.special_ids) or not tokenizer.is_token(token_id):
+            return ""
+        self._ids.append(token_id)
+        if tokenizer.cleans_up:
+            return ""
+        num_pending = len(self._ids) - self._read
+        if tokenizer.is_byte(token_id) and num_pending < _HELD_TOKENS:
+            return ""
+        text = self._decode(self._ids)
+        if text.startswith(self._base) and not text.endswith(_INCOMPLETE):
+            return self._advance(text, len(self._ids))
+        if num_pending >= _HELD_TOKENS:
+            return self._advance_in_part(text)
+        return ""
+
+    def rest(self) -> str:
+        text = self._decode(self._ids)
+        return self._advance(text, len(self._ids))
+
+    def _advance_in_part(self, text: str) -> str:
+        """Let go of a token boundary that what follows does not change. A character has four bytes at the most."""
+        for end in range(len(self._ids) - 4, self._read, -1):
+            part = self._decode(self._ids[:end])
+            if text.startswith(part) and part.startswith(self._base):
+                return self._advance(part, end)
+        return ""
+
+    def _advance(self, text: str, end: int) -> str:
+        new = text[len(self._base) :]
+        self._ids = self._ids[self._read :]
+        self._read = end - self._read
+        self._base = self._decode(self._ids[: self._read])
+        return new
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""

@@ -1,0 +1,35 @@
+"""The sampling that a checkpoint's authors recommend: generation_config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+
+from enginery.errors import CheckpointError
+from enginery.text.tokenizer import read_json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What a request gets for a field that it leaves out; None where the file says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> GenerationDefaults:
+        """Raises `CheckpointError`."""
+        path = Path(folder) / "generation_config.json"
+        try:
+            return msgspec.convert(read_json(path), type=cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{path}: {error}; correct it, or start with --generation-config none") from error
+
+    def given(self) -> dict[str, float]:
+        """The fields that the file has."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

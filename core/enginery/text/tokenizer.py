@@ -1,0 +1,169 @@
+"""Text to token ids and back, by the files of a checkpoint: the same ids and the same text as transformers' fast tokenizers give.
+
+Chat templates are in `template`, decoding of a growing output in `detokenize`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeGuard
+
+import tokenizers
+from tokenizers import AddedToken
+
+from enginery.errors import CheckpointError, RequestError
+
+NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ADDED_KEYS: Final = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_CLEANED: Final = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
+_CLEANED_ENDINGS: Final = ((" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint, empty if there is no such file. Raises `CheckpointError` that names the file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__} where a JSON object is needed; download the checkpoint again")
+    return content
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Threads may share it.
+
+    named: bos_token, eos_token and the like, as text. special_ids: what `skip_special_tokens` leaves out. cleans_up: `decode`
+    rewrites spaces before punctuation, so text is final at the end of an output only. num_chars_max: of the longest token.
+    is_byte_fallback: characters outside the vocabulary are spelt as tokens of one byte.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, named: Mapping[str, str], cleans_up: bool = False) -> None:
+        self._backend = backend
+        self.named = dict(named)
+        is_bpe = type(backend.model).__name__ == "BPE"
+        self.cleans_up = cleans_up and not is_bpe  # transformers leaves BPE alone, whatever the file says
+        self.special_ids = frozenset(number for number, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._added_ids = frozenset(backend.get_added_tokens_decoder())
+        self.num_chars_max = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+        kinds = {part["type"]: part for part in decoder.get("decoders", [decoder]) if part}
+        self.is_byte_fallback = "ByteFallback" in kinds
+        self._byte_of = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._space = "▁" if kinds.keys() & {"Metaspace", "Replace"} else None
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> Tokenizer:
+        """Read tokenizer.json and the files beside it. Raises `CheckpointError` that names the file."""
+        path = Path(folder) / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            advice = "save one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            raise CheckpointError(f"{path} is missing, and only that format is read; {advice}") from error
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+        config = read_json(path.with_name("tokenizer_config.json"))
+        if "added_tokens_decoder" not in config:
+            config |= read_json(path.with_name("special_tokens_map.json"))
+        backend.no_truncation()
+        backend.no_padding()
+        _add_tokens(backend, config)
+        backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        named = {key: _content(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)}
+        return cls(backend, named=named, cleans_up=bool(config.get("clean_up_tokenization_spaces", False)))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. add_special_tokens: also those of the post-processor, such as the one that begins a text."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError("the text holds half a surrogate pair, which is no Unicode text", param="prompt") from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of `ids`; those that stand for no token are left out."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self.cleans_up:
+            for spaced, closed in (*_CLEANED, *_CLEANED_ENDINGS):
+                text = text.replace(spaced, closed)
+        return text
+
+    def is_token(self, token_id: int) -> bool:
+        """Whether `token_id` stands for a token; models often have more ids than their tokenizer."""
+        return self._backend.id_to_token(token_id) is not None
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether `token_id` is one byte of a character that is spelt in bytes."""
+        return self.is_byte_fallback and _fallback_byte(self._backend.id_to_token(token_id) or "") is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token adds to a text, were it in the middle of it."""
+        token = self._backend.id_to_token(token_id) or ""
+        if token_id in self._added_ids:
+            return token.encode()
+        if self._byte_of is not None and all(char in self._byte_of for char in token):
+            return bytes(self._byte_of[char] for char in token)
+        byte = _fallback_byte(token) if self.is_byte_fallback else None
+        if byte is not None:
+            return bytes([byte])
+        return (token.replace(self._space, " ") if self._space else token).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people; a part of a character is spelt `bytes:\\xe2`, as OpenAI does."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Add what tokenizer_config.json has and tokenizer.json has not, in transformers' order."""
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    found = [_added(listed[number]) for number in sorted(listed, key=int)]
+    wanted = [token for token in found if repr(token) not in known]
+    names = {token.content for token in (*backend.get_added_tokens_decoder().values(), *wanted)}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    others = (*map(config.get, NAMED_TOKENS), *(extra.values() if isinstance(extra, dict) else extra))
+    for value in filter(_is_token, others):
+        if _content(value) not in names:
+            names.add(_content(value))
+            wanted.append(_added(value, special=True))
+    if wanted:
+        backend.add_tokens(wanted)
+
+
+def _added(value: str | Mapping[str, Any], **fixed: bool) -> AddedToken:
+    given = {"content": value} if isinstance(value, str) else {key: value[key] for key in _ADDED_KEYS if key in value}
+    return AddedToken(**(given | fixed))
+
+
+def _is_token(value: Any) -> TypeGuard[str | Mapping[str, Any]]:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def _content(value: str | Mapping[str, Any]) -> str:
+    return value if isinstance(value, str) else str(value["content"])
+
+
+def _fallback_byte(token: str) -> int | None:
+    """The byte that `<0xE2>` spells."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return int(token[3:5], 16)
+        except ValueError:
+            return None
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    printable: Iterable[int] = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    kept = set(printable)
+    others = (byte for byte in range(256) if byte not in kept)
+    return {chr(byte): byte for byte in kept} | {chr(256 + place): byte for place, byte in enumerate(others)}

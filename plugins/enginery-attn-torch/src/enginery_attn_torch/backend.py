@@ -1,0 +1,93 @@
+"""The backend: plans on the host, then attends group by group and request by request.
+
+T tokens, H query heads, K KV heads, G = H / K, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from enginery.api import BackendContext, ForwardBatch, LayerSpec, PlanKey, covering_plan
+
+from enginery_attn_torch.kernels import explicit, fused
+from enginery_attn_torch.plan import DecodeGroup, RequestPart, TorchPlan, decode_group, request_part
+
+
+class TorchAttention:
+    """MHA, GQA and MQA over pages, with sliding window, soft cap and sinks. Implements `enginery.api.AttnBackend`."""
+
+    def __init__(self, context: BackendContext) -> None:
+        self.backend_id = context.instance
+        self.pool = context.pool
+        self.page_size = context.geometry.page_size
+        self.device = context.device
+        self.windows = tuple({layer.sliding_window for layer in context.geometry.layers})
+
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TorchPlan:
+        """Decide what each request reads. Several decoding requests become one padded group; see `TorchPlan`."""
+        q_lens = batch.q_lens_cpu.tolist()
+        num_decode = next((row for row, q_len in enumerate(q_lens) if q_len != 1), len(q_lens))
+        shared = dict(page_size=self.page_size, windows=self.windows, device=self.device)
+        grouped = num_decode if num_decode > 1 else 0
+        group = decode_group(batch, grouped, **shared) if grouped else None
+        parts, start = [], grouped
+        for row in range(grouped, len(q_lens)):
+            if q_lens[row]:
+                parts.append(request_part(batch, row, start, **shared))
+            start += q_lens[row]
+        key = PlanKey(
+            backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens
+        )
+        return TorchPlan(key=key, group=group, parts=tuple(parts))
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
+        plan = covering_plan(batch, TorchPlan, backend=self.backend_id)
+        if plan.group is not None:
+            self._attend_group(q, plan.group, layer, out)
+        for part in plan.parts:
+            self._attend_part(q, part, layer, out)
+
+    def _attend_group(self, q: torch.Tensor, group: DecodeGroup, layer: LayerSpec, out: torch.Tensor) -> None:
+        keys, values = self.pool.layer(layer.local_id)
+        size, kv_heads, dim = group.size, layer.facts.num_kv_heads, layer.facts.head_dim
+        k, v = (self._gather(pages, group.pages.view(-1)).view(size, -1, kv_heads, dim).transpose(1, 2) for pages in (keys, values))
+        grouped = q[:size].view(size, kv_heads, -1, 1, dim)  # [B, K, G, 1, D]
+        mask = group.masks[layer.facts.sliding_window][:, None]  # [B, 1, L]
+        out[:size] = _attention(grouped, k, v, mask=mask, causal=False, layer=layer).view(size, -1, dim)
+
+    def _attend_part(self, q: torch.Tensor, part: RequestPart, layer: LayerSpec, out: torch.Tensor) -> None:
+        keys, values = self.pool.layer(layer.local_id)
+        k, v = (self._in_one_piece(pages, part) for pages in (keys, values))  # [1, K, L, D]
+        kv_heads, dim = layer.facts.num_kv_heads, layer.facts.head_dim
+        num_queries = part.stop - part.start
+        rows = q[part.start : part.stop].view(1, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)  # [1, K, G, S, D]
+        mask = part.masks[layer.facts.sliding_window]
+        seen = None if mask is None else mask[None]
+        attended = _attention(rows, k, v, mask=seen, causal=part.causal, layer=layer)
+        out[part.start : part.stop] = attended.permute(0, 3, 1, 2, 4).reshape(num_queries, -1, dim)
+
+    @staticmethod
+    def _gather(pages: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """[num_pages, page_size, K, D], [P] -> [P * page_size, K, D]. Whole pages are copied as rows, which is what torch does fastest."""
+        rows = pages.view(pages.shape[0], -1).index_select(0, wanted)
+        return rows.view(-1, *pages.shape[2:])
+
+    def _in_one_piece(self, pages: torch.Tensor, part: RequestPart) -> torch.Tensor:
+        """A view where the request's pages follow each other, else a copy: [1, K, L, D]."""
+        if part.first_slot is not None:
+            tokens = pages.view(-1, *pages.shape[2:])[part.first_slot : part.first_slot + part.kv_len]
+        else:
+            tokens = self._gather(pages, part.pages)[: part.kv_len]
+        return tokens.transpose(0, 1)[None]
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, layer: LayerSpec
+) -> torch.Tensor:
+    softcap, sinks = layer.facts.softcap, layer.sinks
+    if softcap is None and sinks is None:
+        return fused(q, k, v, mask=mask, causal=causal, scale=layer.scale)
+    return explicit(q, k, v, mask=mask, causal=causal, scale=layer.scale, softcap=softcap, sinks=sinks)

@@ -1,0 +1,17 @@
+"""What it can do."""
+
+from __future__ import annotations
+
+from enginery.api import AttnBackendSpec, Capabilities
+
+DTYPES = frozenset({"float32", "bfloat16", "float16"})
+
+TORCH = AttnBackendSpec(
+    name="torch",
+    api=(1, 0),
+    priority=10,
+    summary="plain torch: the reference, correct everywhere",
+    capabilities=Capabilities(
+        devices=frozenset({"cpu", "cuda"}), dtypes=DTYPES, kv_dtypes=DTYPES, sliding_window=True, softcap=True, sinks=True
+    ),
+)

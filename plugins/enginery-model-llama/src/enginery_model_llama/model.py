@@ -1,0 +1,13 @@
+"""The heavy part: the core's dense decoder in Llama's shape."""
+
+from __future__ import annotations
+
+from enginery.api import Model, ModelContext
+from enginery.nn.decoder import Decoder
+
+from enginery_model_llama.spec import shape
+
+
+def build_decoder(context: ModelContext) -> Model:
+    """A Llama or Mistral from its weights."""
+    return Decoder(context, shape(context.config))

@@ -1,0 +1,30 @@
+"""What it offers and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from enginery.api import OpNeeds, OpSpec, Reason
+
+
+def _refuse(needs: OpNeeds) -> list[Reason]:
+    if needs.device != "cpu":
+        return [Reason(rule="device", text=f"runs on CPUs only, the device is {needs.device}")]
+    return []
+
+
+def _load(needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:
+    from enginery_ops_cpu import ops
+
+    return {"bind_linear": ops.bind_linear, "rms_norm": ops.rms_norm, "add_rms_norm": ops.add_rms_norm}
+
+
+CPU = OpSpec(
+    name="cpu",
+    api=(1, 0),
+    priority=10,
+    provides=("bind_linear", "rms_norm", "add_rms_norm"),
+    refuse=_refuse,
+    load=_load,
+)

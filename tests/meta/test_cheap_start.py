@@ -1,0 +1,56 @@
+"""What must be quick to start loads neither torch nor transformers, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "transformers"}
+PLUGIN_PACKAGES = sorted(
+    package
+    for path in ROOT.glob("plugins/*/pyproject.toml")
+    for package in tomllib.loads(path.read_text())["project"]["entry-points"]["enginery"].values()
+)
+MODULES = ["", ".api", ".cli.main", ".config", ".contracts", ".errors", ".plugin", ".serve", ".serve.app", ".text"]
+COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], ["plugins"]]
+
+
+def loaded_by(code: str) -> set[str]:
+    """The heavy packages that a fresh interpreter has loaded after running `code`. Raises with its stderr if it fails."""
+    report = f"import json, sys; print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("module", [f"enginery{name}" for name in MODULES])
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by(f"import {module}") == set()
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_command_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from enginery.cli.main import main
+sys.argv = {["engine", *arguments]!r}
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, f"exit status {{stop.code}}"
+"""
+    assert loaded_by(code) == set()
+
+
+def test_importing_all_plugins_loads_nothing_heavy() -> None:
+    assert loaded_by("import " + ", ".join(["enginery", *PLUGIN_PACKAGES])) == set()
+
+
+def test_a_heavy_import_is_noticed() -> None:
+    assert loaded_by("import sys; sys.modules['torch'] = sys") == {"torch"}

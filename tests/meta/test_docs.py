@@ -1,0 +1,164 @@
+"""The pages say what the tree does: sample code runs, names and links resolve, the command line's page is current."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+WALK = DOCS / "how-a-request-runs.md"
+EXECUTED = [README, DOCS / "quickstart.md"]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(paths: list[Path]) -> list[pytest.param]:
+    """Each block as a test case, named after its page."""
+    found = [(path, number, block) for path in paths for number, block in enumerate(blocks(path.read_text(), "python"), 1)]
+    return [pytest.param(block, id=f"{path.name}-{number}") for path, number, block in found]
+
+
+def local_links(text: str) -> list[str]:
+    """Targets of links that stay in the tree, without their anchors."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+
+
+def reachable(start: Path) -> set[Path]:
+    """Every page that can be reached from `start` by links."""
+    seen, todo = set(), [start]
+    while todo:
+        page = todo.pop()
+        if page in seen or not page.is_file():
+            continue
+        seen.add(page)
+        if page.suffix == ".md":
+            todo += [(page.parent / target).resolve() for target in local_links(page.read_text())]
+    return seen
+
+
+def names_in(source: str) -> set[str]:
+    """Dotted names of what a module defines: functions, classes, their members and constants."""
+
+    def visit(body: list[ast.stmt], owner: str) -> set[str]:
+        names = set()
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names |= {owner + node.name}
+            if isinstance(node, ast.ClassDef):
+                names |= visit(node.body, f"{owner}{node.name}.")
+            if isinstance(node, ast.AnnAssign | ast.Assign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {owner + ast.unparse(target) for target in targets}
+        return names
+
+    return visit(ast.parse(source).body, "")
+
+
+def dangling(text: str, root: Path) -> list[str]:
+    """What `text` names between backticks as `path` or `path:Dotted.name` that does not exist below `root`."""
+    missing = []
+    for path, name in re.findall(r"`((?:core|plugins|docs|tests)/[\w./-]+)(?::([\w.]+))?`", text):
+        file = root / path
+        if not file.exists() or (name and name not in names_in(file.read_text())):
+            missing.append(f"{path}:{name}" if name else path)
+    return missing
+
+
+def unknown_commands(text: str, cli_page: str, makefile: str) -> list[str]:
+    """Lines of shell samples that use a command, an option or a make target that does not exist."""
+    lines = [line.split("#")[0].split() for block in blocks(text, "(?:sh|console)") for line in block.splitlines()]
+    wrong = []
+    for words in lines:
+        if words[:1] == ["make"]:
+            wrong += [
+                f"make {word}" for word in words[1:] if "=" not in word and not re.search(rf"^{word}:", makefile, re.MULTILINE)
+            ]
+        if words[:1] == ["engine"] and len(words) > 1:
+            section = re.search(rf"^## engine {words[1]}\n(.*?)(?=^## |\Z)", cli_page, re.MULTILINE | re.DOTALL)
+            known = section[1] if section else ""
+            wrong += [] if section else [f"engine {words[1]}"]
+            wrong += [f"engine {words[1]} {word}" for word in words[2:] if re.match("--?[a-z]", word) and f"`{word}`" not in known]
+    return wrong
+
+
+@pytest.mark.parametrize("block", python_blocks(EXECUTED))
+def test_sample_code_runs(block: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=58, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sample_code_is_found() -> None:
+    assert all(blocks(path.read_text(), "python") for path in EXECUTED)
+
+
+def test_the_way_of_a_request_names_what_exists() -> None:
+    text = WALK.read_text()
+    assert text.count("`core/enginery/") > 10
+    assert dangling(text, ROOT) == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_every_page_can_be_reached_and_its_links_lead_somewhere(page: Path) -> None:
+    assert page in reachable(README), "no page links to it"
+    assert [target for target in local_links(page.read_text()) if not (page.parent / target).exists()] == []
+
+
+def test_the_readmes_links_lead_somewhere() -> None:
+    assert [target for target in local_links(README.read_text()) if not (ROOT / target).exists()] == []
+
+
+def test_every_plugin_is_in_the_readme() -> None:
+    text = README.read_text()
+    assert [path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml") if f"plugins/{path.parent.name}" not in text] == []
+
+
+def test_the_command_lines_page_is_current() -> None:
+    made = subprocess.run([sys.executable, DOCS / "make_cli_page.py"], capture_output=True, text=True, timeout=50, check=False)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout == (DOCS / "cli.md").read_text(), "run: python docs/make_cli_page.py > docs/cli.md"
+
+
+def test_shell_samples_use_commands_that_exist() -> None:
+    cli_page, makefile = (DOCS / "cli.md").read_text(), (ROOT / "Makefile").read_text()
+    pages = [README, ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    wrong = [f"{page.name}: {text}" for page in pages for text in unknown_commands(page.read_text(), cli_page, makefile)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_dependency_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (DOCS / "dependencies.md").read_text()
+    assert [name for name in (Requirement(line).name for line in project["dependencies"]) if f"| {name} |" not in text] == []
+
+
+def test_a_name_that_is_gone_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "a.py").write_text("LIMIT: int = 1\nclass A:\n    size = 2\n    async def go(self): ...\n")
+    assert dangling("`core/a.py:A.go` `core/a.py:A.size` `core/a.py:LIMIT` `core/a.py`", tmp_path) == []
+    assert dangling("`core/b.py` then `core/a.py:A.stop`", tmp_path) == ["core/b.py", "core/a.py:A.stop"]
+
+
+def test_a_page_without_a_link_is_not_reached(tmp_path: Path) -> None:
+    (tmp_path / "start.md").write_text("[b](b.md#there) [out](https://example.org/c.md)")
+    (tmp_path / "b.md").write_text("[start](start.md)")
+    (tmp_path / "c.md").write_text("")
+    assert {path.name for path in reachable(tmp_path / "start.md")} == {"start.md", "b.md"}
+
+
+def test_a_command_that_does_not_exist_is_reported() -> None:
+    page = "## engine serve\n\n| `--port` |\n\n## engine plugins\n\n| `-p` |\n"
+    text = "```sh\nmake serve ARGS=x  # comment\nmake food\nengine serve M --port 1\nengine serve -p x\nengine fly\n```\n"
+    assert unknown_commands(text, page, "serve: stamp\n") == ["make food", "engine serve -p", "engine fly"]

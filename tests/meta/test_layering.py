@@ -1,0 +1,305 @@
+"""Who may import whom. The order has no cycles, so neither have the packages."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "core" / "enginery"
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+
+# Each package imports only from ranks below its own, and from itself. Equal ranks do not see each other.
+RANKS = [
+    {"errors"},
+    {"contracts"},
+    {"plugin"},
+    {"config"},
+    {"nn", "text"},
+    {"memory"},
+    {"attention"},
+    {"schedule"},
+    {"speculate"},
+    {"run"},
+    {"serve"},
+    {"cli"},
+    {"testing"},
+]
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+TOP = {"", "__main__"}  # the package itself is lazy, and above everything
+API_IMPORTS = {"errors", "contracts", "plugin", "config"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name. where: "module", "function" or "typing" (under TYPE_CHECKING)."""
+
+    line: int
+    name: str
+    where: str
+
+
+def imports(source: str, module: str) -> Iterator[Import]:
+    """Every import in `source`, the file of `module`, whose name ends in `.__init__` for a package."""
+
+    def visit(node: ast.AST, where: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inner = where
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                inner = "typing"
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and where == "module":
+                inner = "function"
+            if isinstance(child, ast.Import):
+                yield from (Import(child.lineno, alias.name, where) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                above = module.split(".")[: -child.level] if child.level else []
+                base = ".".join([*above, *filter(None, [child.module])])
+                yield from (Import(child.lineno, f"{base}.{alias.name}", where) for alias in child.names)
+            yield from visit(child, inner)
+
+    yield from visit(ast.parse(source), "module")
+
+
+def module_name(path: Path, above: Path) -> str:
+    """The dotted name of a file, with `.__init__` for a package's."""
+    return ".".join(path.relative_to(above).with_suffix("").parts)
+
+
+def core_package(name: str) -> str:
+    """`enginery.run.llm.LLM` -> `run`; the empty string for what the top package itself offers."""
+    parts = name.split(".")
+    known = RANK.keys() | {"api", "__main__"}
+    return parts[1] if len(parts) > 1 and (parts[1] in known or (CORE / parts[1]).is_dir()) else ""
+
+
+def order_offences(source: str, module: str) -> list[str]:
+    """Imports of a core module that point upward, at a plugin's door, or past the order."""
+    own, offences = core_package(module), []
+    if own not in RANK.keys() | TOP | {"api"}:
+        return [f"package {own} has no rank"]
+    for found in imports(source, module):
+        if found.name.split(".")[0] != "enginery":
+            continue
+        other = core_package(found.name)
+        if own == "api":
+            fine = other in API_IMPORTS | {"api"}
+        elif other == "api":
+            fine = own in TOP | {"testing"}
+        elif other == "":
+            fine = own in TOP | {"testing"} or found.name == "enginery.__version__"
+        else:
+            fine = own in TOP or other == own or RANK[other] < RANK[own]
+        if not fine:
+            offences.append(f"line {found.line}: {own or 'the top package'} imports {found.name}")
+    return offences
+
+
+def torch_offences(source: str, module: str) -> list[str]:
+    """Imports of torch that are not under TYPE_CHECKING."""
+    return [
+        f"line {found.line}: imports {found.name} outside TYPE_CHECKING"
+        for found in imports(source, module)
+        if found.name.split(".")[0] == "torch" and found.where != "typing"
+    ]
+
+
+def named_plugin_offences(source: str, names: set[str], import_names: set[str]) -> list[str]:
+    """Imports of a plugin, and whole string constants that equal a plugin's name. Docstrings may name one."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    imported = [found for found in imports(source, "any") if found.name.split(".")[0] in import_names]
+    offences = [f"line {found.line}: imports {found.name}" for found in imported]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in names and id(node) not in docstrings:
+            offences.append(f"line {node.lineno}: names the plugin {node.value!r}")
+    return offences
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plugin's pyproject.toml says."""
+
+    distribution: str
+    import_names: frozenset[str]
+    entry_points: frozenset[str]
+    requires: frozenset[str]
+
+
+def read_plugin(text: str) -> Plugin:
+    """Parse a pyproject.toml."""
+    project = tomllib.loads(text)["project"]
+    points = project.get("entry-points", {}).get("enginery", {})
+    return Plugin(
+        distribution=project["name"],
+        import_names=frozenset(target.split(":")[0].split(".")[0] for target in points.values()),
+        entry_points=frozenset(points),
+        requires=frozenset(Requirement(text).name for text in project["dependencies"]),
+    )
+
+
+def plugin_offences(source: str, module: str, *, own: Plugin, others: list[Plugin], in_tests: bool) -> list[str]:
+    """Imports of a plugin's module that its kind of module may not have."""
+    parts = module.split(".")
+    light = not in_tests and len(parts) == 2 and parts[1] in ("__init__", "spec")
+    allowed = {"api"} if light else {"api", "nn", "memory", "testing", ""} if in_tests else {"api", "nn", "memory"}
+    offences = []
+    for found in imports(source, module):
+        top, fine = found.name.split(".")[0], True
+        if top == "enginery":
+            fine = core_package(found.name) in allowed or (found.where == "typing" and core_package(found.name) in ("nn", "memory"))
+        elif owner := next((plugin for plugin in others if top in plugin.import_names), None):
+            fine = owner.distribution in own.requires and not (light and found.where == "module")
+        elif light and found.where != "typing":
+            fine = top in sys.stdlib_module_names or top in own.import_names
+        if not fine:
+            offences.append(f"line {found.line}: imports {found.name}")
+    if light:
+        offences += [
+            f"line {found.line}: imports its own heavy module {found.name} when it is imported"
+            for found in imports(source, module)
+            if found.where == "module" and found.name.split(".")[0] in own.import_names and "spec" not in found.name.split(".")[1:2]
+        ]
+    return offences
+
+
+ALL = [read_plugin((folder / "pyproject.toml").read_text()) for folder in PLUGINS]
+
+
+def test_core_modules_import_only_from_below() -> None:
+    offences = []
+    for path in sorted(CORE.rglob("*.py")):
+        module = module_name(path, CORE.parent)
+        offences += [f"{module}: {text}" for text in order_offences(path.read_text(), module)]
+    assert not offences, "\n".join(offences)
+
+
+def test_contracts_import_torch_only_for_type_checking() -> None:
+    offences = []
+    for path in sorted((CORE / "contracts").rglob("*.py")):
+        module = module_name(path, CORE.parent)
+        offences += [f"{module}: {text}" for text in torch_offences(path.read_text(), module)]
+    assert not offences, "\n".join(offences)
+
+
+def test_the_core_neither_imports_nor_names_a_plugin() -> None:
+    import_names = {name for plugin in ALL for name in plugin.import_names}
+    forbidden = import_names | {name for plugin in ALL for name in (*plugin.entry_points, plugin.distribution)}
+    offences = []
+    for path in sorted(CORE.rglob("*.py")):
+        found = named_plugin_offences(path.read_text(), forbidden, import_names)
+        offences += [f"{path.relative_to(ROOT)}: {text}" for text in found]
+    assert not offences, "\n".join(offences)
+
+
+@pytest.mark.parametrize(("folder", "own"), list(zip(PLUGINS, ALL, strict=True)), ids=[folder.name for folder in PLUGINS])
+def test_a_plugin_imports_what_plugins_may(folder: Path, own: Plugin) -> None:
+    others = [plugin for plugin in ALL if plugin != own]
+    offences = []
+    for part, in_tests in (("src", False), ("tests", True)):
+        for path in sorted((folder / part).rglob("*.py")):
+            module = module_name(path, folder / part)
+            found = plugin_offences(path.read_text(), module, own=own, others=others, in_tests=in_tests)
+            offences += [f"{path.relative_to(ROOT)}: {text}" for text in found]
+    assert not offences, "\n".join(offences)
+
+
+def test_tests_of_the_core_alone_import_no_plugin() -> None:
+    import_names = {name for plugin in ALL for name in plugin.import_names}
+    offences = []
+    for path in sorted((ROOT / "tests" / "core").rglob("*.py")):
+        offences += [f"{path.relative_to(ROOT)}: {text}" for text in named_plugin_offences(path.read_text(), set(), import_names)]
+    assert not offences, "\n".join(offences)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("enginery.memory.pages", "from enginery.run.engine import Engine\n"),
+        ("enginery.memory.pages", "def f():\n    import enginery.schedule\n"),
+        ("enginery.memory.pages", "if TYPE_CHECKING:\n    from enginery.serve import app\n"),
+        ("enginery.memory.pages", "from enginery import run\n"),
+        ("enginery.memory.pages", "from ..run import engine\n"),
+        ("enginery.nn.linear", "from enginery.text import tokenizer\n"),
+        ("enginery.run.engine", "from enginery.api import hookimpl\n"),
+        ("enginery.run.engine", "from enginery import LLM\n"),
+        ("enginery.api", "from enginery.nn.rotary import Rotary\n"),
+    ],
+)
+def test_an_upward_import_is_reported(module: str, source: str) -> None:
+    assert len(order_offences(source, module)) == 1
+
+
+def test_downward_imports_are_fine() -> None:
+    assert order_offences("from enginery.memory.pool import Pool\nfrom . import batch\nimport torch\n", "enginery.run.engine") == []
+    assert order_offences("from enginery import __version__\n", "enginery.cli.main") == []
+    assert order_offences("from .run.llm import LLM\n", "enginery.__init__") == []
+
+
+def test_torch_in_a_contract_is_reported() -> None:
+    assert torch_offences("import torch\n", "enginery.contracts.x") != []
+    assert torch_offences("def f():\n    from torch import nn\n", "enginery.contracts.x") != []
+    assert torch_offences("if TYPE_CHECKING:\n    import torch\n", "enginery.contracts.x") == []
+
+
+def test_a_plugins_name_in_the_core_is_reported() -> None:
+    names = {"echo", "enginery-echo"}
+    assert named_plugin_offences("if name == 'echo':\n    pass\n", names, {"enginery_echo"}) != []
+    assert named_plugin_offences("import enginery_echo.model\n", names, {"enginery_echo"}) != []
+    assert named_plugin_offences('"""echo"""\nx = "an echo"\ntyper.echo(1)\n', names, {"enginery_echo"}) == []
+
+
+A = Plugin("enginery-a", frozenset({"enginery_a"}), frozenset({"a"}), frozenset({"enginery"}))
+B = Plugin("enginery-b", frozenset({"enginery_b"}), frozenset({"b"}), frozenset({"enginery", "enginery-a"}))
+
+
+def test_a_plugins_project_file_is_read() -> None:
+    text = """[project]
+name = "enginery-b"
+dependencies = ["enginery>=0.1,<0.2", "enginery-a"]
+entry-points.enginery = {b = "enginery_b"}
+"""
+    assert read_plugin(text) == B
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("enginery_a.__init__", "import torch\n"),
+        ("enginery_a.__init__", "from enginery.nn.rotary import Rotary\n"),
+        ("enginery_a.__init__", "from enginery_a.model import build\n"),
+        ("enginery_a.__init__", "def f():\n    from enginery.nn.rotary import Rotary\n"),
+        ("enginery_a.spec", "import numpy\n"),
+        ("enginery_a.spec", "from enginery.contracts.attention import Reason\n"),
+        ("enginery_a.spec", "def refuse(needs):\n    import torch\n"),
+        ("enginery_a.model", "from enginery.run.engine import Engine\n"),
+        ("enginery_a.model", "from enginery.testing import fakes\n"),
+        ("enginery_a.model", "from enginery_b.model import Block\n"),
+        ("test_a", "from enginery.run.engine import Engine\n"),
+    ],
+)
+def test_what_a_plugin_may_not_import_is_reported(module: str, source: str) -> None:
+    assert len(plugin_offences(source, module, own=A, others=[B], in_tests=module == "test_a")) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("enginery_b.__init__", "import json\nfrom enginery.api import hookimpl\nfrom enginery_b.spec import B\n"),
+        ("enginery_b.__init__", "def f():\n    from enginery_b.model import Model\n"),
+        ("enginery_b.model", "import torch\nfrom enginery.api import Model\nfrom enginery.nn.rotary import Rotary\n"),
+        ("enginery_b.model", "from enginery_a.model import Block\n"),
+        (
+            "test_b",
+            "import pytest\nfrom enginery import LLM\nfrom enginery.testing import fakes\nfrom enginery_b.model import Model\n",
+        ),
+    ],
+)
+def test_what_a_plugin_may_import_is_not_reported(module: str, source: str) -> None:
+    assert plugin_offences(source, module, own=B, others=[A], in_tests=module == "test_b") == []

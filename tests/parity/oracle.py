@@ -1,0 +1,118 @@
+"""Tiny random checkpoints written by transformers, with weights that hide no bug, and transformers' own greedy tokens for them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+NUM_GREEDY = 64
+PROMPT_LENGTHS = (5, 33, 1, 16, 47, 64, 20)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    factor=4.0,
+    short_factor=[1.0 + 0.1 * index for index in range(8)],
+    long_factor=[2.0 + 0.3 * index for index in range(8)],
+    original_max_position_embeddings=512,
+)
+
+
+def shape(**changes: object) -> dict[str, object]:
+    plain: dict[str, object] = dict(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return plain | changes
+
+
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**shape()),
+    "llama-3-rope": LlamaConfig(**shape(head_dim=16, rope_parameters=LLAMA3_ROPE)),
+    "llama-tied": LlamaConfig(**shape(tie_word_embeddings=True)),
+    "llama-bias": LlamaConfig(**shape(attention_bias=True, mlp_bias=True, head_dim=32, eos_token_id=[2, 7])),
+    "llama-mqa": LlamaConfig(**shape(num_key_value_heads=1)),
+    "mistral": MistralConfig(**shape(head_dim=16, sliding_window=16)),
+    "mistral-full": MistralConfig(**shape(sliding_window=None)),
+    "qwen2": Qwen2Config(**shape()),
+    "qwen2-window": Qwen2Config(**shape(use_sliding_window=True, sliding_window=16, max_window_layers=2)),
+    "qwen3": Qwen3Config(**shape(head_dim=32)),
+}
+ROPES: dict[str, dict[str, object]] = {
+    "linear": dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
+    "dynamic": dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
+    "yarn": dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64),
+    "yarn-mscale": dict(
+        rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.0
+    ),
+    "longrope": LONGROPE,
+    "llama3": LLAMA3_ROPE,
+}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A checkpoint on disk and the transformers model it was written from."""
+
+    folder: Path
+    model: torch.nn.Module
+
+    @functools.cached_property
+    def prompts(self) -> list[list[int]]:
+        """One of each length, without special tokens."""
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randint(8, 256, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+    @functools.cached_property
+    def greedy(self) -> list[list[int]]:
+        """For each prompt, greedy tokens without any cache, by full recompute."""
+        return [self.continue_greedily(prompt, NUM_GREEDY) for prompt in self.prompts]
+
+    @torch.no_grad()
+    def continue_greedily(self, prompt: list[int], count: int) -> list[int]:
+        """`count` tokens, end-of-sequence or not."""
+        ids = torch.tensor([prompt])
+        for _ in range(count):
+            best = self.model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, best], 1)
+        return ids[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """[tokens, vocabulary] float32."""
+        return self.model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Default initialisation has norms of 1 and biases of 0, which hides what is left out."""
+    generator = torch.Generator().manual_seed(0)
+    tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(noise * 0.1)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise * (0.25 / math.sqrt(parameter.shape[1]) if tied else 1.0))
+            else:
+                parameter.copy_(noise / math.sqrt(parameter.shape[1]))

@@ -1,0 +1,196 @@
+"""Logits and greedy tokens equal transformers', however the work is cut up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from parity.oracle import FAMILIES, NUM_GREEDY, ROPES, Oracle, shape
+from transformers import LlamaConfig
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.model import Model
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts
+from enginery.run.engine import Engine
+
+UNLIMITED = 4096
+
+
+class RecordingModel:
+    """Passes everything on and keeps the logits."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.recorded: list[torch.Tensor] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.model.forward(batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.recorded.append(self.model.logits(hidden))
+        return self.recorded[-1]
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture(scope="module", params=["packed", "reference"])
+def any_ops(request: pytest.FixtureRequest) -> Registry:
+    """With the CPU plugin's operations and with the core's own."""
+    return Registry.load(blocked=() if request.param == "packed" else ("ops-cpu",))
+
+
+def options(oracle: Oracle, **changes: object) -> EngineOptions:
+    return EngineOptions(**{"model": str(oracle.folder), "num_pages": 2000, "device": "cpu", **changes})
+
+
+def greedy(request_id: str, prompt: list[int], **changes: object) -> GenerationRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_GREEDY, "ignore_eos": True, **changes})
+    return GenerationRequest(request_id=request_id, prompt_token_ids=tuple(prompt), params=params)
+
+
+def drain(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
+
+
+def generate(engine: Engine, prompts: list[list[int]], **changes: object) -> list[list[int]]:
+    for index, prompt in enumerate(prompts):
+        engine.submit(greedy(str(index), prompt, **changes))
+    tokens = drain(engine, {})
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def test_logits_of_a_prompt_are_within_1e_4(oracle: Oracle, any_ops: Registry) -> None:
+    parts = build_parts(options(oracle, max_batch_tokens=16), any_ops)
+    recording = RecordingModel(parts.model)
+    engine = Engine(dataclasses.replace(parts, model=recording), any_ops, options(oracle, max_batch_tokens=16))
+    prompt = oracle.prompts[4]
+    engine.submit(greedy("a", prompt, max_tokens=1, prompt_logprobs=0))
+    drain(engine, {})
+    actual = torch.cat(recording.recorded)  # the prompt's rows chunk by chunk, and last the one that is sampled from
+    torch.testing.assert_close(actual, oracle.logits(prompt), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("chunk", [16, UNLIMITED])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_64_greedy_tokens_are_equal(oracle: Oracle, registry: Registry, *, page_size: int, chunk: int, batch: int) -> None:
+    asked = options(oracle, page_size=page_size, max_batch_tokens=chunk, max_batch_requests=min(chunk, 256))
+    engine = Engine.build(asked, registry)
+    prompts = oracle.prompts if batch == 7 else [oracle.prompts[1]]
+    expected = oracle.greedy if batch == 7 else [oracle.greedy[1]]
+    assert generate(engine, prompts) == expected
+
+
+def test_greedy_tokens_are_equal_without_the_cpu_plugin(oracle: Oracle) -> None:
+    registry = Registry.load(blocked=("ops-cpu",))
+    assert generate(Engine.build(options(oracle), registry), oracle.prompts) == oracle.greedy
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prefix_cache_hits_change_no_token(oracle: Oracle, registry: Registry, *, page_size: int) -> None:
+    engine = Engine.build(options(oracle, page_size=page_size), registry)
+    prompt, expected = oracle.prompts[5], oracle.greedy[5]
+    assert generate(engine, [prompt]) == [expected]
+    engine.submit(greedy("again", prompt))
+    engine.submit(greedy("longer", prompt + expected[:20], max_tokens=44))
+    cached: dict[str, int] = {}
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            cached[output.request_id] = output.num_cached_tokens
+    assert cached["again"] >= 48
+    assert cached["longer"] >= 64
+    assert tokens == {"again": expected, "longer": expected[20:]}
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_preemption_changes_no_token(oracle: Oracle, registry: Registry, *, page_size: int) -> None:
+    asked = options(oracle, page_size=page_size, num_pages=288 // page_size, max_batch_tokens=64, prefix_cache=False)
+    engine = Engine.build(asked, registry)
+    preempted = 0
+    for index, prompt in enumerate(oracle.prompts):
+        engine.submit(greedy(str(index), prompt))
+    tokens: dict[str, list[int]] = {}
+    scheduler = engine._scheduler
+    original = scheduler.next_step
+
+    def counting() -> object:
+        nonlocal preempted
+        step = original()
+        preempted += len(step.preempted)
+        return step
+
+    scheduler.next_step = counting  # type: ignore[method-assign]
+    drain(engine, tokens)
+    assert preempted > 0
+    assert [tokens[str(index)] for index in range(7)] == oracle.greedy
+
+
+def test_requests_that_arrive_and_leave_midway_disturb_nobody(oracle: Oracle, registry: Registry) -> None:
+    engine = Engine.build(options(oracle, max_batch_tokens=32), registry)
+    tokens: dict[str, list[int]] = {}
+    arrivals = {index * 9: index for index in range(7)}
+    for step in range(400):
+        if step in arrivals:
+            index = arrivals[step]
+            engine.submit(greedy(str(index), oracle.prompts[index]))
+            engine.submit(greedy(f"leaver-{index}", oracle.prompts[index][::-1]))
+        if step - 13 in arrivals:
+            engine.abort(f"leaver-{arrivals[step - 13]}")
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if step > 70 and not engine.has_work:
+            break
+    assert not engine.has_work
+    assert [tokens[str(index)] for index in range(7)] == oracle.greedy
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES))
+def test_every_rope_scaling_gives_equal_greedy_tokens(
+    rope: str, registry: Registry, write_oracle: Callable[..., Oracle]
+) -> None:
+    oracle = write_oracle(f"rope-{rope}", LlamaConfig(**shape(rope_parameters=ROPES[rope])))
+    assert generate(Engine.build(options(oracle), registry), oracle.prompts) == oracle.greedy
+
+
+def test_the_hub_spelling_of_rope_scaling_is_read_too(registry: Registry, write_oracle: Callable[..., Oracle], tmp_path) -> None:
+    import json
+    import shutil
+
+    oracle = write_oracle("llama-3-rope", FAMILIES["llama-3-rope"])
+    folder = shutil.copytree(oracle.folder, tmp_path / "hub")
+    config = json.loads((folder / "config.json").read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["rope_scaling"] = parameters
+    config["torch_dtype"] = config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = Engine.build(options(oracle, model=str(folder)), registry)
+    assert generate(engine, oracle.prompts[:2]) == oracle.greedy[:2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(oracle: Oracle, registry: Registry, *, dtype: str) -> None:
+    asked = options(oracle, dtype=dtype)
+    parts = build_parts(asked, registry)
+    recording = RecordingModel(parts.model)
+    engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
+    prompt = oracle.prompts[4]
+    engine.submit(greedy("a", prompt, max_tokens=1))
+    drain(engine, {})
+    expected = oracle.logits(prompt)[-1]
+    relative = (recording.recorded[-1][-1].float() - expected).norm() / expected.norm()
+    assert relative < (0.03 if dtype == "bfloat16" else 0.005)

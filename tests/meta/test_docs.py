@@ -107,7 +107,8 @@ def test_sample_code_is_found() -> None:
 def test_the_way_of_a_request_names_what_exists() -> None:
     text = WALK.read_text()
     assert text.count("`core/enginery/") > 10
-    assert dangling(text, ROOT) == []
+    missing = dangling(text, ROOT)
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())

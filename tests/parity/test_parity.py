@@ -159,9 +159,7 @@ def test_requests_that_arrive_and_leave_midway_disturb_nobody(oracle: Oracle, re
 
 
 @pytest.mark.parametrize("rope", sorted(ROPES))
-def test_every_rope_scaling_gives_equal_greedy_tokens(
-    rope: str, registry: Registry, write_oracle: Callable[..., Oracle]
-) -> None:
+def test_every_rope_scaling_gives_equal_greedy_tokens(rope: str, registry: Registry, write_oracle: Callable[..., Oracle]) -> None:
     oracle = write_oracle(f"rope-{rope}", LlamaConfig(**shape(rope_parameters=ROPES[rope])))
     assert generate(Engine.build(options(oracle), registry), oracle.prompts) == oracle.greedy
 

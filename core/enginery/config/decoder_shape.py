@@ -51,13 +51,17 @@ class DecoderShape:
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
         heads = self.num_heads + 2 * self.num_kv_heads
-        layer = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         return ModelFacts(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_positions=self.max_positions,
             activation_width=3 * self.hidden_size + max(2 * heads * self.head_dim, 3 * self.intermediate_size),
-            layers=tuple(AttnLayerFacts(**layer, sliding_window=window) for window in self.windows),
+            layers=tuple(
+                AttnLayerFacts(
+                    num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, sliding_window=window
+                )
+                for window in self.windows
+            ),
         )
 
 

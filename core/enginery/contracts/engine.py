@@ -13,8 +13,8 @@ from enginery.contracts.request import GenerationRequest, RequestOutput
 class EngineFacts:
     """What a live engine is; also what its process tells the HTTP front when it is ready.
 
-    model_name: what it is served as. note: what must be said about the checkpoint. decisions: (setting, value, reason) of all that was
-    chosen. memory_plan: the plan, for people. phases_s: seconds of each phase of the start.
+    model_name: what it is served as. note: what must be said about the checkpoint. decisions: (setting, value, reason)
+    of all that was chosen. memory_plan: the plan, for people. phases_s: seconds of each phase of the start.
     """
 
     model_name: str

@@ -41,9 +41,7 @@ def covering_plan(batch: ForwardBatch, kind: type[PlanT], *, backend: str, epoch
 
     Raises `StalePlan` otherwise. Every `attend` begins with it.
     """
-    wanted = PlanKey(
-        backend=backend, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens, epoch=epoch
-    )
+    wanted = PlanKey(backend=backend, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens, epoch=epoch)
     plan = batch.plan
     if plan is None:
         raise StalePlan(f"the batch has no plan, and {wanted} is to run; plan after padding and before attend")

@@ -70,7 +70,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token}]", bias, -100, 100)
         if any(not text for text in self.stop):
-            raise RequestError("stop contains an empty string, which would end every completion at once; leave it out", param="stop")
+            raise RequestError("stop has an empty string, which would end every completion at once; leave it out", param="stop")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -1,7 +1,7 @@
 """The version of each hook group's contract.
 
-A descriptor states the version it was written for (`api=(1, 0)`). The core accepts the same major with a minor that is not above its
-own. Inside a major, changes only add: fields with defaults, optional hooks; never a rename.
+A descriptor states the version it was written for (`api=(1, 0)`). The core accepts the same major with a minor that is not
+above its own. Inside a major, changes only add: fields with defaults, optional hooks; never a rename.
 """
 
 from __future__ import annotations
@@ -28,4 +28,4 @@ class HookGroup(StrEnum):
     SCHEDULE_POLICY = "schedule-policy"
 
 
-CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = {group: (1, 0) for group in HookGroup}
+CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (1, 0))

@@ -6,7 +6,7 @@ import torch
 
 
 class DeviceArena:
-    """Implements `enginery.contracts.memory.WorkspaceArena`. A buffer grows to the largest size asked for and is never given back."""
+    """Implements `enginery.contracts.memory.WorkspaceArena`. A buffer grows to the largest size asked for and stays."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

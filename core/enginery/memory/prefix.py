@@ -51,6 +51,13 @@ class PrefixNode:
         upper.children[self.branch] = self
         return upper
 
+    def prefix_pages(self) -> list[int]:
+        """The pages from the root to here."""
+        pages, node = self.pages, self.parent
+        while node is not None:
+            pages, node = node.pages + pages, node.parent
+        return pages
+
     def descendants(self) -> Iterator[PrefixNode]:
         """Every node below this one."""
         stack = list(self.children.values())

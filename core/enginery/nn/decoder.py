@@ -1,6 +1,6 @@
 """A dense pre-norm decoder from its shape: what Llama, Mistral and Qwen have in common.
 
-T tokens, C hidden size, I intermediate size, V vocabulary. A family that differs in a block writes its own layer and reuses the rest.
+T tokens, C hidden size, V vocabulary. A family that differs in a block writes its own layer and reuses the rest.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class DecoderLayer:
         )
         self.mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
 
-    def __call__(
-        self, delta: torch.Tensor, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def __call__(self, delta: torch.Tensor, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Adds `delta`, the last block's output, to the residual stream in place and returns this layer's own: all [T, C]."""
         x = self.add_rms_norm(delta, residual, self.attention_norm, self.eps)
         x = self.attention(x, cos_sin, batch)
@@ -86,8 +84,8 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the last norm: [T, C]."""
-        residual = torch.zeros((batch.num_tokens, self.embedding.shape[1]), dtype=self.embedding.dtype, device=self.embedding.device)
         delta = F.embedding(batch.input_ids, self.embedding)  # [T, C]
+        residual = torch.zeros_like(delta)
         cos_sin = F.embedding(batch.positions, self.rotary)  # [T, R]
         for layer in self.layers:
             delta = layer(delta, residual, cos_sin=cos_sin, batch=batch)

@@ -1,10 +1,10 @@
 """Rotary position embeddings (RoFormer, arXiv:2104.09864) with every scaling that transformers knows for Llama-like models.
 
-The table has a row per position, so a position's angle never depends on what else is in the batch or on how a prompt is chunked.
+The table has a row per position, so a position's angle never depends on what else is in the batch or on how a prompt is cut.
 Two methods of transformers look at the longest sequence of a forward instead, and are pinned here:
 
 - `dynamic` (NTK): position p uses the base for a sequence of p + 1 tokens, which is what cached decoding in transformers does;
-- `longrope`: the long factors are used when the engine serves contexts beyond `original_max_position_embeddings`, else the short ones.
+- `longrope`: the long factors if the engine serves contexts beyond `original_max_position_embeddings`, else the short ones.
 """
 
 from __future__ import annotations

@@ -97,18 +97,25 @@ def _import(found: Found) -> Plugin:
 
 
 def _collect(plugin: Plugin) -> Plugin:
-    """Check the plugin's hooks and ask it for its descriptors, in a manager of its own, so that a faulty one leaves no trace."""
+    """The plugin with what it offers, or with what is wrong with it."""
+    try:
+        return _checked(plugin)
+    except PluginError as error:
+        return plugin.failed(Status.BROKEN, str(error))
+    except (Exception, SystemExit) as error:  # the plugin's code
+        return plugin.failed(Status.BROKEN, explain(error))
+
+
+def _checked(plugin: Plugin) -> Plugin:
+    """Check the plugin's hooks and its descriptors, in a manager of its own, so that a faulty one leaves no trace."""
     name = plugin.record.name
     manager = StrictPluginManager(EngineHooks)
-    try:
-        manager.register(plugin.module, name)
-        offers = [offer for group in HookGroup for offer in _ask(manager, group, plugin.record)]
-    except (Exception, SystemExit) as error:  # the plugin's code
-        return plugin.failed(Status.BROKEN, str(error) if isinstance(error, PluginError) else explain(error))
+    manager.register(plugin.module, name)
+    offers = [offer for group in HookGroup for offer in _ask(manager, group, plugin.record)]
     problems = [problem for offer in offers for problem in descriptor_problems(offer.group, offer.spec)]
     problems += [] if problems else _plugin_problems(manager, offers, name)
     if problems:
-        return plugin.failed(Status.BROKEN, "\n  - ".join([f"{plugin.record} registers what cannot be used:", *problems]))
+        raise PluginError("\n  - ".join([f"{plugin.record} registers what cannot be used:", *problems]))
     if refusals := [refusal for offer in offers if (refusal := version_refusal(offer.group, offer.spec))]:
         return plugin.failed(Status.INCOMPATIBLE, "; ".join(refusals))
     other = [shown for shown, hook in _OTHER_OFFERS.items() if manager.implements(name, hook)]
@@ -119,7 +126,9 @@ def _collect(plugin: Plugin) -> Plugin:
 def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -> list[Offer[Any]]:
     offers = []
     hook = GROUPS[group].register
-    for answer in manager.only(record.name, hook)():
+    if not manager.implements(record.name, hook):
+        return []
+    for answer in manager.only(record.name, hook)() or [None]:  # pluggy leaves a None out
         if not isinstance(answer, list | tuple):
             raise PluginError(f"{record}: {hook} returned {answer!r}, but must return a list")
         for spec in answer:

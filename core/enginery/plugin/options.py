@@ -35,8 +35,10 @@ def options_problems(options: Any) -> list[str]:
             problems.append(f"option {field.name!r} has no default")
         if not all(kind in _SIMPLE or typing.get_origin(kind) is Literal for kind in _alternatives(hints[field.name])):
             problems.append(
-                f"option {field.name!r} is a {hints[field.name]}; use int, float, bool, str, a Literal or one of them or None"
+                f"option {field.name!r} is {hints[field.name]}; use int, float, bool, str, Literal, or one of them | None"
             )
+    if not problems:
+        options()  # raises where its defaults do not go together
     return problems
 
 
@@ -70,7 +72,7 @@ def _build(name: str, kind: type[Any], given: Mapping[str, str]) -> object:
         values[key] = _value(f"-o {name}.{key}={text}", text, hints[key])
     try:
         return kind(**values)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a plugin's own check
         raise ConfigError(f"the options of {name} do not go together: {error}") from error
 
 

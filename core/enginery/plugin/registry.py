@@ -128,8 +128,8 @@ class Registry:
     def default_checkpoint(self) -> Offer[CheckpointSpec]:
         """The installed checkpoint of highest priority. Raises `PluginError` when none is installed."""
         if not self.checkpoints:
-            lines = ["no model is named, and no plugin brings one; name a folder or a Hugging Face id with --model."]
-            raise PluginError("\n".join([*lines, *absent_plugins(self.records)]))
+            advice = "name a folder or a Hugging Face id with --model (ENGINERY_MODEL)"
+            raise PluginError("\n".join([f"no model is named, and no plugin brings one; {advice}", *absent_plugins(self.records)]))
         return ranked(self.checkpoints)[0]
 
     def options_for(self, name: str) -> object | None:

@@ -1,7 +1,7 @@
 """Building an engine, in the one order there is.
 
-device -> settings -> attention backend chosen -> weights recorded and checked -> memory planned -> weights -> pool -> sparse coordinator
--> arena -> attention backend -> model bound to it. What can be refused is refused before weights are read.
+device -> settings -> attention backend chosen -> weights recorded and checked -> memory planned -> weights -> pool -> sparse
+coordinator -> arena -> attention backend -> model bound to it. What can be refused is refused before weights are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from enginery.errors import CheckpointError
 from enginery.memory.arena import DeviceArena
 from enginery.memory.pool import PagedKVPool, page_bytes
 from enginery.nn.reference_ops import reference_ops
-from enginery.plugin.registry import Offer, Registry
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
 from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint
 from enginery.run.device import device_facts, torch_device
 from enginery.run.memory_plan import MemoryPlan, plan_memory, workspace_bytes
@@ -146,7 +147,9 @@ def choose(asked: EngineOptions, registry: Registry) -> Choice:
             *settings.decisions,
             Decision(setting="attention", value=attention.spec.name, reason=f"{reason}, from {_origin(attention)}"),
             *(
-                Decision(setting="ops", value=f"{offer.spec.name}: {', '.join(offer.spec.provides)}", reason=f"from {_origin(offer)}")
+                Decision(
+                    setting="ops", value=f"{offer.spec.name}: {', '.join(offer.spec.provides)}", reason=f"from {_origin(offer)}"
+                )
                 for offer in ops
             ),
         ),
@@ -159,7 +162,8 @@ def _origin(offer: Offer[Any]) -> str:
 
 def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
     """The checkpoint asked for, or the best that is installed."""
-    shipped = registry.default_checkpoint().spec if asked.model is None else registry.checkpoint(asked.model)
+    offer = registry.default_checkpoint() if asked.model is None else registry.checkpoint(asked.model)
+    shipped = offer.spec if offer else None
     folder = shipped.folder if shipped else find_folder(str(asked.model), registry)
     config = read_config(folder)
     return Checkpoint(
@@ -203,7 +207,7 @@ def check_weights(choice: Choice) -> tuple[WeightRecord, Mapping[str, StoredTens
     return record, stored
 
 
-def _before_binding(*args: Any) -> None:
+def _before_binding(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("a model ran while its weights were being recorded")
 
 

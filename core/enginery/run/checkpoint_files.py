@@ -37,8 +37,8 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
             others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
             wanted_by = f"{index.name} lists it" if weight_map else "there is no model.safetensors.index.json either"
             raise CheckpointError(
-                f"{file} does not exist ({wanted_by}; the folder has: {', '.join(others) or 'nothing'}). Fetch the missing file, convert "
-                "other formats to safetensors, or use --load-format dummy for random weights"
+                f"{file} does not exist ({wanted_by}; the folder has: {', '.join(others) or 'nothing'}). Fetch the missing file, "
+                "convert other formats to safetensors, or use --load-format dummy for random weights"
             )
         stored.update(_scan_file(file))
     for name, file_name in weight_map.items():
@@ -59,7 +59,9 @@ def _scan_file(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
-            raise CheckpointError(f"{file} is cut off or no safetensors file: its header needs {length:,} bytes, it has {size:,} in all")
+            raise CheckpointError(
+                f"{file} is cut off or no safetensors file: its header needs {length:,} bytes, it has {size:,} in all"
+            )
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
         except (ValueError, UnicodeDecodeError) as error:
@@ -70,8 +72,6 @@ def _scan_file(file: Path) -> dict[str, StoredTensor]:
             continue
         end = 8 + length + entry["data_offsets"][1]
         if end > size:
-            raise CheckpointError(
-                f"{file} is cut off: tensor {name!r} ends at byte {end:,}, the file has {size:,}; fetch it again"
-            )
+            raise CheckpointError(f"{file} is cut off: tensor {name!r} ends at byte {end:,}, the file has {size:,}; fetch it again")
         tensors[name] = StoredTensor(file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]))
     return tensors

@@ -35,7 +35,8 @@ class MemoryPlan:
         parts = (("weights", self.weights_bytes), ("KV", self.kv_bytes), ("workspace", self.workspace_bytes))
         sizes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts)
         tokens = self.num_pages * self.page_size
-        return f"{sizes} of {self.budget_bytes / GIB:.2f} GiB; KV holds {tokens:,} tokens in {self.num_pages:,} pages of {self.page_size}"
+        budget = f"{self.budget_bytes / GIB:.2f} GiB"
+        return f"{sizes} of {budget}; KV holds {tokens:,} tokens in {self.num_pages:,} pages of {self.page_size}"
 
 
 def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int) -> int:
@@ -73,9 +74,9 @@ def plan_memory(
     if num_pages < 1 or plan.kv_bytes > left:
         wanted = f"{asked.num_pages:,} pages" if asked.num_pages else "a single page"
         raise OutOfMemory(
-            f"{wanted} of KV memory do not fit: {plan}. Available on {device.name}: {device.available_bytes / GIB:.2f} GiB, of which "
-            f"--memory-fraction {asked.memory_fraction} may be used. Raise --memory-fraction, or lower --max-batch-tokens "
-            f"({settings.max_batch_tokens}), --max-batch-requests ({settings.max_batch_requests}) or --num-pages; a smaller --dtype "
-            "halves the weights"
+            f"{wanted} of KV memory do not fit: {plan}. Available on {device.name}: {device.available_bytes / GIB:.2f} GiB, of "
+            f"which --memory-fraction {asked.memory_fraction} may be used. Raise --memory-fraction, or lower --max-batch-tokens "
+            f"({settings.max_batch_tokens}), --max-batch-requests ({settings.max_batch_requests}) or --num-pages; a smaller "
+            "--dtype halves the weights"
         )
     return plan

@@ -1,7 +1,7 @@
 """From logits to tokens. A row's token depends on its logits, its parameters, its seed and its position, and on no other row.
 
-N rows, V vocabulary. A random row draws one uniform number by hashing (seed, position), so nothing has to be remembered between steps: a
-request that is preempted, or runs in other company, gets the same numbers.
+N rows, V vocabulary. A random row draws one uniform number by hashing (seed, position), so nothing has to be remembered between
+steps: a request that is preempted, or runs in other company, gets the same numbers.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def _adjust(logits: torch.Tensor, row: SamplingRow, eos_token_ids: frozenset[int
     """Penalties, bias and `min_tokens`, in place on [V] float32."""
     params, device = row.params, logits.device
     if params.repetition_penalty != 1:
-        seen = torch.tensor(row.token_ids, dtype=torch.int64, device=device).unique()
+        seen = torch.unique(torch.tensor(row.token_ids, dtype=torch.int64, device=device))
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and row.num_output_tokens:
         output = torch.tensor(row.token_ids[row.num_prompt_tokens :], dtype=torch.int64, device=device)
-        seen, counts = output.unique(return_counts=True)
+        seen, counts = torch.unique(output, return_counts=True)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * counts.to(logits.dtype)
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=device)

@@ -1,8 +1,8 @@
 """Weights from a checkpoint, or random ones, for a model that asks for them by name.
 
-A model is built twice. The first build runs against a `WeightRecord`, which hands out tensors without memory and notes what was asked for;
-`check` compares that with the checkpoint, and the memory plan counts it, before anything is read. `load` then fills real memory, merged
-tensors in place, and the second build takes its tensors from the result.
+A model is built twice. The first build runs against a `WeightRecord`, which hands out tensors without memory and notes what was
+asked for; `check` compares that with the checkpoint, and the memory plan counts it, before anything is read. `load` then fills
+real memory, merged tensors in place, and the second build takes its tensors from the result.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check(record: WeightRecord, stored: Mapping[str, StoredTensor], ignored: Seq
             )
     for name, tensor in stored.items():
         if name not in wanted and not any(fnmatch.fnmatch(name, pattern) for pattern in ignored):
-            problems.append(f"tensor {name!r} in {tensor.file.name} is unexpected: the model described by config.json has none of that name")
+            problems.append(f"tensor {name!r} in {tensor.file.name} is unexpected: the model in config.json has none of that name")
     if problems:
         more = f"\n  ... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
         listed = "\n  ".join(problems[:MAX_LISTED])
@@ -126,7 +126,7 @@ def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> 
     generator = torch.Generator(device)
     for name, target in targets.items():
         if target.dim() > 1:
-            generator.manual_seed(seed << 32 | zlib.crc32(name.encode()))
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # CPU generators use 32 bits of it
             target.normal_(0, target.shape[-1] ** -0.5, generator=generator)
         else:
             target.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -103,5 +103,8 @@ class StepDraft:
             request.num_expected = end + 1
         request.in_flight += 1
         self._budget -= num_tokens
-        num_logits = num_tokens if num_tokens > 1 and request.wants_prompt_logits else int(samples)
+        if samples and num_tokens == 1:
+            num_logits = 1
+        else:
+            num_logits = num_tokens if request.wants_prompt_logits else int(samples)
         self._items.append(ScheduledItem(request, start, num_tokens, num_logits, samples, start >= known))

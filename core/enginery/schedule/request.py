@@ -29,8 +29,8 @@ class Request:
         expected    [===================================] ? ]    known tokens, and those that steps in flight will sample
 
     asked: what its sender said. token_ids: array of int32, prompt and output. limit: it ends when it has so many tokens. stop_ids:
-    tokens that end it. order: its place among all requests, smallest first. pages: in the order of the tokens; those on the path
-    to `node`, which it has locked, are shared with the prefix cache. announced: the page of its prompt that it computes next.
+    tokens that end it. order: its place among all requests, smallest first. pages: in the order of the tokens; the first of them,
+    on the path to `node`, belong to the prefix cache and are locked. announced: the page of its prompt that it computes next.
     in_flight: steps not completed yet that it is in. num_cached_tokens: of its prompt, found in the prefix cache when it was first
     admitted.
     """

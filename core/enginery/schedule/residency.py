@@ -59,12 +59,20 @@ class Residency:
         request.pages += self.allocator.take(num_pages)
 
     def share(self, request: Request) -> None:
-        """Put its written pages into the prefix cache. Where that has the content already, the request goes on with its own."""
-        self._insert(request)
-        self._announce(request)
+        """Put the pages written for its prompt into the prefix cache while it goes on using them.
+
+        Not if the cache has some of the content in other pages: it would have to lock both, and its own are in use.
+        """
+        self._withdraw(request)
+        num_pages = request.num_written // self.page_size
+        known = self.cache.match(request.token_ids[: num_pages * self.page_size + 1], request.asked.cache_salt).pages
+        if known == request.pages[: len(known)]:
+            self._insert(request)
+            self._announce(request)
 
     def leave(self, request: Request) -> None:
         """Leave what is written to the cache and free the rest. No step may be in flight that writes to it."""
+        self._withdraw(request)
         duplicates = self._insert(request)
         self.allocator.give_back(duplicates + request.pages[request.num_written // self.page_size :])
         self._let_go(request)
@@ -73,27 +81,27 @@ class Residency:
         """Cache its whole written pages and lock them. Returns those that the cache did not want."""
         num_pages = request.num_written // self.page_size
         inserted = self.cache.insert(request.token_ids, request.pages[:num_pages], request.asked.cache_salt)
+        assert request.node is not None
         self.cache.lock(inserted.node)
-        self._unlock(request)
+        self.cache.unlock(request.node)
         request.node = inserted.node
         return inserted.duplicates
 
     def _announce(self, request: Request) -> None:
-        """Tell the cache which page of its prompt comes next, if it is a whole one."""
+        """Tell the others which page of its prompt comes next, if it is a whole one."""
         page = request.num_written // self.page_size
         if request.num_written < len(request.token_ids) - 1 and (page + 1) * self.page_size <= len(request.token_ids):
             assert request.node is not None
             request.announced = self.cache.announce(request.node, request.token_ids, page, request.asked.cache_salt)
 
-    def _unlock(self, request: Request) -> None:
+    def _withdraw(self, request: Request) -> None:
         if request.announced is not None:
             self.cache.withdraw(request.announced)
-        if request.node is not None:
-            self.cache.unlock(request.node)
-        request.node = request.announced = None
+            request.announced = None
 
     def _let_go(self, request: Request) -> None:
-        self._unlock(request)
-        request.pages = []
+        assert request.node is not None
+        self.cache.unlock(request.node)
+        request.node, request.pages = None, []
         request.num_computed = request.num_written = 0
         request.num_expected = len(request.token_ids)

@@ -87,10 +87,16 @@ class Roster:
         cache, allocator = self.residency.cache, self.residency.allocator
         cache.check_integrity()
         cached = set(cache.pages())
-        owned = [page for request in {*self.running, *self.leaving} for page in request.pages if page not in cached]
+        resident = {*self.running, *self.leaving}
+        owned = [page for request in resident for page in request.pages if page not in cached]
         assert len(set(owned)) == len(owned), "two requests own one page"
         assert all(allocator.is_taken(page) for page in owned), "a request's page is free"
         assert len(owned) + len(cached) + allocator.num_free == allocator.num_pages, "a page has no owner and is not free"
+        for request in resident:
+            assert request.node is not None
+            locked = request.node.prefix_pages()
+            assert locked == request.pages[: len(locked)], "a request has pages locked that are not its own"
+            assert not cached.intersection(request.pages[len(locked) :]), "a request uses cached pages that it has not locked"
         assert self.running == sorted(self.running, key=attrgetter("order")), "the running requests are out of order"
         assert set(self.by_id.values()) >= {*self.running}, "a running request is unknown"
         self.check_idle()

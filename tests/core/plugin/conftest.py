@@ -53,7 +53,7 @@ class Site:
         metadata: str | None = None,
         where: Path | None = None,
     ) -> str:
-        """Write a package with `code` and its .dist-info; returns the package's name. The plugin's is `name` or the distribution's."""
+        """Write a package with `code` and its .dist-info; returns the package's name. The plugin is `name`, or the distribution."""
         where = where or self.path
         package = distribution.replace("-", "_")
         self.packages.append(package)
@@ -61,7 +61,12 @@ class Site:
         (where / package / "__init__.py").write_text(textwrap.dedent(code))
         info = where / f"{package}-{version}.dist-info"
         info.mkdir()
-        lines = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {distribution}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
         (info / "METADATA").write_text("\n".join(lines) + "\n" if metadata is None else metadata)
         (info / "entry_points.txt").write_text(f"[enginery]\n{name or distribution} = {value or package}\n")
         return package

@@ -166,7 +166,9 @@ def test_the_engines_own_annotations_fit_its_specs() -> None:
         @hookimpl
         def observe_step(self, report: StepReport) -> None: ...
 
-    assert check(Plugin(), EngineHooks) == ["create_attn_backend: parameter 'context' is annotated Context, but the hook passes BackendContext"]
+    assert check(Plugin(), EngineHooks) == [
+        "create_attn_backend: parameter 'context' is annotated Context, but the hook passes BackendContext"
+    ]
 
 
 def test_a_misspelt_hook_is_refused_with_its_near_match() -> None:

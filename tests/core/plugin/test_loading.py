@@ -151,7 +151,9 @@ def test_a_contract_of_another_major_or_a_later_minor_is_incompatible_with_both_
 
 
 def test_one_incompatible_descriptor_makes_the_whole_plugin_incompatible(site) -> None:
-    two = site.backend("fa").replace("return [", "more = AttnBackendSpec(name='fb', api=(7, 0), priority=1, capabilities=can, summary='')\n    return [more, ")
+    two = site.backend("fa").replace(
+        "return [", "more = AttnBackendSpec(name='fb', api=(7, 0), priority=1, capabilities=can, summary='')\n    return [more, "
+    )
     site.install("fa", two)
     assert backends(load()) == []
 

@@ -1,7 +1,6 @@
 """Paged attention in plain torch."""
 
 from enginery.api import AttnBackend, AttnBackendSpec, BackendContext, hookimpl
-
 from enginery_attn_torch.spec import TORCH
 
 

@@ -5,12 +5,13 @@ T tokens, H query heads, K KV heads, G = H / K, D head dim.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from enginery.api import BackendContext, ForwardBatch, LayerSpec, PlanKey, covering_plan
-
 from enginery_attn_torch.kernels import explicit, fused
-from enginery_attn_torch.plan import DecodeGroup, RequestPart, TorchPlan, decode_group, request_part
+from enginery_attn_torch.plan import DecodeGroup, Planner, RequestPart, TorchPlan
 
 
 class TorchAttention:
@@ -19,26 +20,22 @@ class TorchAttention:
     def __init__(self, context: BackendContext) -> None:
         self.backend_id = context.instance
         self.pool = context.pool
-        self.page_size = context.geometry.page_size
-        self.device = context.device
-        self.windows = tuple({layer.sliding_window for layer in context.geometry.layers})
+        windows = tuple({layer.sliding_window for layer in context.geometry.layers})
+        self.planner = Planner(page_size=context.geometry.page_size, windows=windows, device=context.device)
 
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TorchPlan:
         """Decide what each request reads. Several decoding requests become one padded group; see `TorchPlan`."""
         q_lens = batch.q_lens_cpu.tolist()
         num_decode = next((row for row, q_len in enumerate(q_lens) if q_len != 1), len(q_lens))
-        shared = dict(page_size=self.page_size, windows=self.windows, device=self.device)
         grouped = num_decode if num_decode > 1 else 0
-        group = decode_group(batch, grouped, **shared) if grouped else None
-        parts, start = [], grouped
-        for row in range(grouped, len(q_lens)):
-            if q_lens[row]:
-                parts.append(request_part(batch, row, start, **shared))
-            start += q_lens[row]
-        key = PlanKey(
-            backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens
-        )
-        return TorchPlan(key=key, group=group, parts=tuple(parts))
+        starts = itertools.accumulate(q_lens, initial=0)
+        parts = [
+            self.planner.part(batch, row, start=start)
+            for row, (start, q_len) in enumerate(zip(starts, q_lens, strict=False))
+            if row >= grouped and q_len
+        ]
+        key = PlanKey(backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens)
+        return TorchPlan(key=key, group=self.planner.group(batch, grouped) if grouped else None, parts=tuple(parts))
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
@@ -71,7 +68,7 @@ class TorchAttention:
 
     @staticmethod
     def _gather(pages: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """[num_pages, page_size, K, D], [P] -> [P * page_size, K, D]. Whole pages are copied as rows, which is what torch does fastest."""
+        """[num_pages, page_size, K, D], [P] -> [P * page_size, K, D]. Torch copies whole pages as rows fastest."""
         rows = pages.view(pages.shape[0], -1).index_select(0, wanted)
         return rows.view(-1, *pages.shape[2:])
 

@@ -5,7 +5,7 @@ B requests of a group, L tokens of the longest, P its pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ Window = int | None
 class RequestPart:
     """One request on its own: rows [start, stop) of the batch against its `kv_len` tokens.
 
-    first_slot: where its tokens lie in one run, else None and `pages` [P] lists its pages. masks: per window, what each row may see,
-    [stop - start, kv_len] bool, or None where causality alone decides.
+    first_slot: where its tokens lie in one run, else None and `pages` [P] lists its pages. masks: per window, what each row may
+    see, [stop - start, kv_len] bool, or None where causality alone decides.
     """
 
     start: int
@@ -49,47 +49,51 @@ class TorchPlan(ForwardPlan):
     parts: tuple[RequestPart, ...]
 
 
-def decode_group(batch: ForwardBatch, size: int, *, page_size: int, windows: Iterable[Window], device: torch.device) -> DecodeGroup:
-    """The first `size` requests of the batch, which have one token each."""
-    kv_lens = batch.kv_lens_cpu[:size].long()
-    num_pages = -(-int(kv_lens.max()) // page_size)
-    owned = torch.arange(num_pages) * page_size < kv_lens[:, None]  # [B, P]
-    pages = torch.where(owned, batch.page_table_cpu[:size, :num_pages].long(), 0)
-    keys = torch.arange(num_pages * page_size)  # [L]
-    masks: dict[Window, torch.Tensor] = {}
-    for window in windows:
-        seen = keys < kv_lens[:, None]
-        if window is not None:
-            seen &= keys >= kv_lens[:, None] - window
-        masks[window] = seen.to(device, non_blocking=True)
-    return DecodeGroup(size=size, pages=pages.to(device, non_blocking=True), masks=masks)
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """What planning needs beside the batch. windows: all that occur in the model's layers."""
 
+    page_size: int
+    windows: tuple[Window, ...]
+    device: torch.device
 
-def request_part(
-    batch: ForwardBatch, row: int, start: int, *, page_size: int, windows: Iterable[Window], device: torch.device
-) -> RequestPart:
-    """Request `row`, whose first token is row `start` of the batch."""
-    q_len, kv_len = int(batch.q_lens_cpu[row]), int(batch.kv_lens_cpu[row])
-    pages = batch.page_table_cpu[row, : -(-kv_len // page_size)].long()
-    in_one_run = bool((pages.diff() == 1).all())
-    queries = torch.arange(kv_len - q_len, kv_len)[:, None]  # positions
-    keys = torch.arange(kv_len)
-    masks: dict[Window, torch.Tensor | None] = {}
-    for window in windows:
-        hides = window is not None and kv_len > window
-        if not hides and (q_len == 1 or q_len == kv_len):
-            masks[window] = None
-            continue
-        seen = keys <= queries
+    def group(self, batch: ForwardBatch, size: int) -> DecodeGroup:
+        """The first `size` requests of the batch, which have one token each."""
+        kv_lens = batch.kv_lens_cpu[:size, None].long()  # [B, 1]
+        num_pages = -(-int(kv_lens.max()) // self.page_size)
+        owned = torch.arange(num_pages) * self.page_size < kv_lens  # [B, P]
+        pages = torch.where(owned, batch.page_table_cpu[:size, :num_pages].long(), 0)
+        keys = torch.arange(num_pages * self.page_size)  # [L]
+        masks = {window: self._seen(keys, kv_lens - 1, window) for window in self.windows}  # [B, L]
+        return DecodeGroup(size=size, pages=self._on_device(pages), masks=masks)
+
+    def part(self, batch: ForwardBatch, row: int, *, start: int) -> RequestPart:
+        """Request `row`, whose first token is row `start` of the batch."""
+        q_len, kv_len = int(batch.q_lens_cpu[row]), int(batch.kv_lens_cpu[row])
+        pages = batch.page_table_cpu[row, : -(-kv_len // self.page_size)].long()
+        in_one_run = bool((pages.diff() == 1).all())
+        queries = torch.arange(kv_len - q_len, kv_len)[:, None]  # [S, 1], positions
+        keys = torch.arange(kv_len)
+        masks: dict[Window, torch.Tensor | None] = {}
+        for window in self.windows:
+            sees_all = window is None or kv_len <= window
+            masks[window] = None if sees_all and q_len in (1, kv_len) else self._seen(keys, queries, window)
+        return RequestPart(
+            start=start,
+            stop=start + q_len,
+            kv_len=kv_len,
+            first_slot=int(pages[0]) * self.page_size if in_one_run else None,
+            pages=self._on_device(pages),
+            masks=masks,
+            causal=q_len > 1,
+        )
+
+    def _seen(self, keys: torch.Tensor, positions: torch.Tensor, window: Window) -> torch.Tensor:
+        """Whether the query at each position sees each key: [rows, keys] bool."""
+        seen = keys <= positions
         if window is not None:
-            seen &= keys > queries - window
-        masks[window] = seen.to(device, non_blocking=True)
-    return RequestPart(
-        start=start,
-        stop=start + q_len,
-        kv_len=kv_len,
-        first_slot=int(pages[0]) * page_size if in_one_run else None,
-        pages=pages.to(device, non_blocking=True),
-        masks=masks,
-        causal=q_len > 1,
-    )
+            seen &= keys > positions - window
+        return self._on_device(seen)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)

@@ -1,7 +1,6 @@
 """A model and an attention backend that compute checksums, so that tests of the core take milliseconds."""
 
 from enginery.api import AttnBackend, AttnBackendSpec, BackendContext, ModelSpec, hookimpl
-
 from enginery_echo.spec import ATTENTION, build, describe
 
 

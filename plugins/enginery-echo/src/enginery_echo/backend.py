@@ -33,9 +33,7 @@ class EchoAttention:
         for row, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
             pages = batch.page_table_cpu[row, : -(-kv_len // self.page_size)].long()
             requests.append((pages, kv_len, q_len))
-        key = PlanKey(
-            backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens
-        )
+        key = PlanKey(backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens)
         return EchoPlan(key=key, requests=tuple(requests))
 
     def attend(

@@ -17,9 +17,7 @@ class EchoModel:
         self.vocab_size = context.facts.vocab_size
         self.attend = context.attend
         self.write_kv = context.write_kv
-        self.spec = LayerSpec(
-            global_id=GlobalLayerId(0), local_id=LocalLayerId(0), facts=context.facts.layers[0], scale=1.0
-        )
+        self.spec = LayerSpec(global_id=GlobalLayerId(0), local_id=LocalLayerId(0), facts=context.facts.layers[0], scale=1.0)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The checksum after each token: [T, 1] float32."""

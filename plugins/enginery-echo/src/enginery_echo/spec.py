@@ -13,7 +13,6 @@ from enginery.api import (
     Model,
     ModelContext,
     ModelFacts,
-    Phase,
     Reason,
 )
 

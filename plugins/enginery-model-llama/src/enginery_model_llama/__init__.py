@@ -1,7 +1,6 @@
 """Llama 2 and 3.x, Mistral."""
 
 from enginery.api import ModelSpec, hookimpl
-
 from enginery_model_llama.spec import build, describe
 
 

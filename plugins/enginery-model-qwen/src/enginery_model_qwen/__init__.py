@@ -1,7 +1,6 @@
 """Qwen2 and Qwen3, dense."""
 
 from enginery.api import ModelSpec, hookimpl
-
 from enginery_model_qwen.spec import build, describe
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enginery.api import Model, ModelContext
 from enginery.nn.decoder import Decoder
-
 from enginery_model_qwen.spec import shape
 
 

@@ -24,7 +24,9 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     num_layers = int(config["num_hidden_layers"])
     window = int(config.get("sliding_window") or 4096) if config.get("use_sliding_window", False) else None
     first = int(config.get("max_window_layers", 28))
-    kinds = config.get("layer_types") or ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if index >= first else "full_attention" for index in range(num_layers)
+    ]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

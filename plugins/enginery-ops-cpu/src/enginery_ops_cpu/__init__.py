@@ -1,7 +1,6 @@
 """Faster operations for CPUs."""
 
 from enginery.api import OpSpec, hookimpl
-
 from enginery_ops_cpu.spec import CPU
 
 

@@ -1,7 +1,7 @@
 """Linear layers with weights repacked for oneDNN, and torch's fused RMSNorm.
 
-A decoding step reads every weight once, so it is as fast as the weights stream from memory. `F.linear` reads a row-major weight at about
-half of what the memory gives on AVX-512 machines; packed once at start, the same product reads it at full speed (docs/log.md).
+A decoding step reads every weight once, so it is as fast as the weights stream from memory. `F.linear` reads a row-major weight at
+about half of what the memory gives on AVX-512 machines; packed once at start, the same product reads it at full speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACK_FOR_ROWS = 16  # the batch size that oneDNN lays the weight out for; larger
 
 def bind_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
     """y = x W^T + b over a packed copy of the weight; float16 has no fast kernel and stays as it is."""
-    if weight.dtype is torch.float16 or weight.is_meta or not torch.backends.mkldnn.is_available():
+    if weight.dtype is torch.float16 or weight.is_meta or not torch._C._has_mkldnn:
         return _plain(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_FOR_ROWS)
     product = torch.ops.mkldnn._linear_pointwise.default

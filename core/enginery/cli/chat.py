@@ -1,0 +1,149 @@
+"""`engine chat`: a conversation in the terminal, with an engine in this process or with a server."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Sequence
+from typing import Annotated, Any, Protocol
+
+import typer
+
+from enginery.cli.engine_flags import with_engine_flags, with_sampling_flags
+from enginery.cli.generate import build_engine, stream_text
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineLike
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.errors import EnginError, RequestError
+
+Message = dict[str, str]
+_HELP = "/exit ends, /reset begins a new conversation, Ctrl-C stops an answer"
+
+
+class Partner(Protocol):
+    """Whoever answers."""
+
+    def reply(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        """The answer, piece by piece. Raises `EnginError`."""
+        ...
+
+
+@with_engine_flags
+@with_sampling_flags
+def chat(
+    sampling: dict[str, Any],
+    options: EngineOptions,
+    *,
+    url: Annotated[str | None, typer.Option(help="Talk to this server, as http://127.0.0.1:8000, and build no engine.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+) -> None:
+    """Talk with a model."""
+    partner = LocalPartner(build_engine(options), sampling) if url is None else ServerPartner(url, options.model, sampling)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives input() a history and line editing
+    print(_HELP)
+    converse(partner, [] if system is None else [{"role": "system", "content": system}])
+
+
+def converse(partner: Partner, opening: Sequence[Message]) -> None:
+    """Until /exit or the end of the input. A failed or interrupted answer takes its question out of the conversation."""
+    messages = list(opening)
+    while True:
+        try:
+            said = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if said == "/exit":
+            return
+        if said == "/reset":
+            messages = list(opening)
+            continue
+        if said:
+            asked = [*messages, {"role": "user", "content": said}]
+            answer = _answer(partner, asked)
+            messages = messages if answer is None else [*asked, {"role": "assistant", "content": answer}]
+
+
+def _answer(partner: Partner, messages: Sequence[Message]) -> str | None:
+    pieces = []
+    try:
+        with contextlib.closing(partner.reply(messages)) as reply:
+            for piece in reply:
+                print(piece, end="", flush=True)
+                pieces.append(piece)
+    except KeyboardInterrupt:
+        print(" (stopped)")
+        return None
+    except RequestError as error:
+        print(f"({error})")
+        return None
+    print()
+    return "".join(pieces)
+
+
+class LocalPartner:
+    """An engine in this process."""
+
+    def __init__(self, engine: EngineLike, sampling: dict[str, Any]) -> None:
+        from enginery.text.generation_defaults import GenerationDefaults
+        from enginery.text.template import ChatTemplate
+        from enginery.text.tokenizer import Tokenizer
+
+        folder = engine.facts.folder
+        self._engine = engine
+        self._tokenizer = Tokenizer.from_folder(folder)
+        self._template = ChatTemplate.from_folder(folder, self._tokenizer)
+        self._sampling = GenerationDefaults.from_folder(folder).given() | sampling
+        self._ids = itertools.count()
+
+    def reply(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        text = self._template.render(messages)
+        token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        room = max(1, self._engine.facts.max_model_len - len(token_ids))
+        params = SamplingParams(**({"max_tokens": room} | self._sampling))
+        request = GenerationRequest(request_id=str(next(self._ids)), prompt_token_ids=token_ids, params=params)
+        yield from stream_text(self._engine, self._tokenizer, request)
+
+
+class ServerPartner:
+    """A server with OpenAI's API. Without a name its first model is used."""
+
+    def __init__(self, url: str, model: str | None, sampling: dict[str, Any]) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._sampling = sampling
+        with self._open("/v1/models", None) as response:
+            self._model = model or str(json.load(response)["data"][0]["id"])
+
+    def reply(self, messages: Sequence[Message]) -> Generator[str, None, None]:
+        body = {"model": self._model, "messages": list(messages), "stream": True, **self._sampling}
+        with self._open("/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if data in ("", "[DONE]"):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RequestError(str(event["error"]["message"]))
+                yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+
+    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
+        try:
+            return urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RequestError(f"{self._url} answers {error.code}: {_message(error.read())}") from error
+        except (OSError, ValueError) as error:
+            raise EnginError(f"{self._url} cannot be reached: {error}; is engine serve running there?") from error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:500]

@@ -1,0 +1,75 @@
+"""`engine generate`: one prompt, answered on standard output as it is generated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from enginery.cli.engine_flags import with_engine_flags, with_sampling_flags
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineLike
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.errors import ConfigError, EnginError
+
+if TYPE_CHECKING:
+    from enginery.text.tokenizer import Tokenizer
+
+
+@with_engine_flags
+@with_sampling_flags
+def generate(
+    sampling: dict[str, Any],
+    options: EngineOptions,
+    *,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input if it is left out.")] = None,
+) -> None:
+    """Continue a text."""
+    from enginery.text.generation_defaults import GenerationDefaults
+    from enginery.text.tokenizer import Tokenizer
+
+    text = sys.stdin.read() if prompt is None else prompt
+    if not text:
+        raise ConfigError("there is no prompt; give it as an argument or on standard input")
+    engine = build_engine(options)
+    folder = engine.facts.folder
+    tokenizer = Tokenizer.from_folder(folder)
+    params = SamplingParams(**(GenerationDefaults.from_folder(folder).given() | sampling))
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=True))
+    for piece in stream_text(engine, tokenizer, GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)):
+        print(piece, end="", flush=True)
+    print()
+
+
+def build_engine(options: EngineOptions) -> EngineLike:
+    """An engine in this process; says on standard error what must be said about it."""
+    from enginery.plugin.registry import Registry
+    from enginery.run.engine import Engine
+
+    registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
+    engine = Engine.build(options, registry)
+    note = f" ({engine.facts.note})" if engine.facts.note else ""
+    print(f"{engine.facts.model_name}{note}", file=sys.stderr)
+    return engine
+
+
+def stream_text(engine: EngineLike, tokenizer: Tokenizer, request: GenerationRequest) -> Iterator[str]:
+    """Run one request alone; what is left of it is aborted when the iterator is closed. Raises `EnginError`."""
+    from enginery.text.detokenize import CompletionText
+
+    completion = CompletionText(tokenizer, request.params)
+    engine.submit(request)
+    try:
+        while engine.has_work:
+            for output in engine.step():
+                if output.error is not None:
+                    raise EnginError(output.error)
+                finished = output.finish_reason is not None
+                delta = completion.feed(output.token_ids, finished=finished, stop_token_id=output.stop_token_id)
+                yield delta.text
+                if finished or delta.stopped_by is not None:
+                    return
+    finally:
+        engine.abort(request.request_id)

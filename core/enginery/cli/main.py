@@ -1,0 +1,65 @@
+"""The console command `engine`. Nothing heavy is imported until a command runs."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from enginery import __version__
+from enginery.cli.bench import bench_app
+from enginery.cli.chat import chat
+from enginery.cli.doctor import doctor
+from enginery.cli.generate import generate
+from enginery.cli.list_backends import list_backends
+from enginery.cli.plugins import plugins
+from enginery.cli.serve import serve
+from enginery.errors import EnginError
+from enginery.plugin.discovery import blocked_names
+from enginery.plugin.registry import Registry
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"enginery {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    *, version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False
+) -> None:
+    """An LLM inference engine with a small core; attention backends, models and kernels are plugins."""
+
+
+def build_app() -> typer.Typer:
+    """The core's commands."""
+    made = typer.Typer(name="engine", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    made.callback()(_root)
+    for command in (serve, generate, chat, plugins, list_backends, doctor):
+        made.command(command.__name__.replace("_", "-"))(command)
+    made.add_typer(bench_app, name="bench")
+    return made
+
+
+app = build_app()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command of the core or of a plugin. Errors that users cause are printed without a traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        complete = build_app()
+        _load(given).register_commands(complete)
+        complete(given)
+    except EnginError as error:
+        print(f"engine: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _load(arguments: Sequence[str]) -> Registry:
+    """What `-p no:NAME` and `--no-plugins` block must not be imported, so they are looked up before the command is known."""
+    named = [value for flag, value in itertools.pairwise(arguments) if flag == "-p" and value.startswith("no:")]
+    return Registry.load(blocked=blocked_names(named), no_plugins="--no-plugins" in arguments)

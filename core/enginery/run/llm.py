@@ -1,0 +1,236 @@
+"""The Python way in: `LLM(model).generate(prompts, params)`, in this process and thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.progress import Progress
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
+from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
+from enginery.plugin.registry import Registry
+from enginery.run.engine import Engine
+from enginery.text.detokenize import CompletionText
+from enginery.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
+UNBOUNDED = 1 << 60  # nobody else waits in this process, so a queue needs no bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer. logprobs: of each token, if asked for."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """All answers to one prompt; the properties are those of the first. prompt_logprobs: None for the first token."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
+    num_cached_tokens: int
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Generated tokens, the end-of-sequence token among them."""
+        return self.completions[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """Their text, without stop strings; empty for a checkpoint that has no tokenizer."""
+        return self.completions[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Of each token, if asked for."""
+        return self.completions[0].logprobs
+
+
+@dataclass(kw_only=True)
+class _Growing:
+    """A completion in the making. text is None without a tokenizer."""
+
+    text: CompletionText | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Take what a step added; sets finish_reason when it is done, also by a stop string."""
+        finished = output.finish_reason is not None
+        count, stopped_by = len(output.token_ids), None
+        if self.text is not None:
+            delta = self.text.feed(output.token_ids, finished=finished, stop_token_id=output.stop_token_id)
+            self.pieces.append(delta.text)
+            count, stopped_by = delta.num_tokens, delta.stopped_by
+        self.token_ids += output.token_ids[:count]
+        self.logprobs += (output.logprobs or ())[:count]
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.num_cached_tokens = output.num_cached_tokens
+        self.finish_reason = FinishReason.STOP if stopped_by is not None else output.finish_reason
+
+
+class LLM:
+    """A model in memory. Keyword arguments are the fields of `EngineOptions`; without a model the embedded default is used.
+
+    Raises `EnginError` when the model cannot be served. Also a context manager, which frees the memory at its end.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        known = {option.name for option in dataclasses.fields(EngineOptions)}
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}"
+                raise ConfigError(f"LLM has no option {name!r}; {hint}")
+        asked = EngineOptions(model=None if model is None else str(model), **{"max_queued_requests": UNBOUNDED, **options})
+        registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+        self._engine: Engine | None = Engine.build(asked, registry)
+        self.facts = self._engine.facts
+        self.tokenizer = _tokenizer(self.facts.folder)
+        self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free weights and KV memory. Generating afterwards raises `EnginError`."""
+        self._engine = None
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Generation]:
+        """Answer every prompt, in their order. A prompt is text or a list of token ids.
+
+        params: for all prompts, or one for each. progress: a bar on stderr; by default for longer work on a terminal. Raises
+        `RequestError` for the first prompt that cannot be served, before any is run.
+        """
+        if self._engine is None:
+            raise EnginError("this LLM was closed; build a new one")
+        batch = _as_batch(prompts)
+        each = [params or SamplingParams()] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(batch):
+            raise RequestError(
+                f"there are {len(batch)} prompts and {len(each)} params; give one params, or one for each", param="params"
+            )
+        token_ids = [self._encode(prompt) for prompt in batch]
+        growing = self._run(self._engine, token_ids, each, progress=progress)
+        return [_generation(ids, parts) for ids, parts in zip(token_ids, growing, strict=True)]
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise CheckpointError(f"{self.facts.folder} has no tokenizer.json; give prompts as lists of token ids")
+        return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
+
+    def _run(
+        self, engine: Engine, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], *, progress: bool | None
+    ) -> list[list[_Growing]]:
+        growing: list[list[_Growing]] = []
+        open_ones: dict[str, _Growing] = {}
+        try:
+            for ids, asked in zip(prompts, params, strict=True):
+                growing.append([self._submit(engine, ids, asked, index, open_ones) for index in range(asked.n)])
+            total = len(open_ones)
+            shown = total >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress
+            with Progress(disable=not shown, transient=True) as bar:
+                task = bar.add_task("generating", total=total)
+                while open_ones:
+                    for output in engine.step():
+                        self._take(engine, output, open_ones)
+                    bar.update(task, completed=total - len(open_ones))
+        finally:
+            for request_id in open_ones:
+                engine.abort(request_id)
+        return growing
+
+    def _submit(
+        self, engine: Engine, ids: tuple[int, ...], params: SamplingParams, index: int, open_ones: dict[str, _Growing]
+    ) -> _Growing:
+        if params.stop and self.tokenizer is None:
+            raise CheckpointError(f"{self.facts.folder} has no tokenizer.json, which stop strings need; use stop_token_ids")
+        seed = None if params.seed is None else params.seed + index
+        own = dataclasses.replace(params, n=1, seed=seed, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+        request_id = str(next(self._ids))
+        engine.submit(GenerationRequest(request_id=request_id, prompt_token_ids=ids, params=own))
+        growing = _Growing(text=None if self.tokenizer is None else CompletionText(self.tokenizer, params))
+        open_ones[request_id] = growing
+        return growing
+
+    @staticmethod
+    def _take(engine: Engine, output: RequestOutput, open_ones: dict[str, _Growing]) -> None:
+        growing = open_ones[output.request_id]
+        if output.error is not None:
+            raise RequestError(output.error)
+        growing.add(output)
+        if growing.finish_reason is not None:
+            del open_ones[output.request_id]
+            if output.finish_reason is None:
+                engine.abort(output.request_id)
+
+
+def _tokenizer(folder: str) -> Tokenizer | None:
+    """None for a checkpoint without one, which can be used with token ids."""
+    try:
+        return Tokenizer.from_folder(folder)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt, text or ids, is a batch of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # a sequence of ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _generation(prompt: tuple[int, ...], parts: Sequence[_Growing]) -> Generation:
+    return Generation(
+        prompt_token_ids=prompt,
+        completions=tuple(
+            Completion(
+                token_ids=tuple(part.token_ids),
+                text="".join(part.pieces),
+                finish_reason=part.finish_reason or FinishReason.ABORT,
+                logprobs=tuple(part.logprobs) if part.logprobs else None,
+            )
+            for part in parts
+        ),
+        prompt_logprobs=parts[0].prompt_logprobs,
+        num_cached_tokens=parts[0].num_cached_tokens,
+    )

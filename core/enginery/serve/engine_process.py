@@ -1,0 +1,142 @@
+"""The engine's process: take messages, step, publish. Started by `engine_client`, with its boot frame on stdin.
+
+It ends when told to, when the engine breaks, and when its parent is gone, however that died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import zmq
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineLike
+from enginery.errors import EnginError, QueueFull, RequestError
+from enginery.plugin.registry import Registry
+from enginery.serve import messages
+
+BuildEngine = Callable[[EngineOptions, Registry], EngineLike]
+
+_HEARTBEAT_S: Final = 1.0
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class EngineLoop:
+    """Drives one engine from one socket."""
+
+    def __init__(self, engine: EngineLike, link: zmq.Socket[bytes]) -> None:
+        self._engine = engine
+        self._link = link
+        self._num_steps = 0
+        self._told_s = 0.0
+
+    def run(self) -> None:
+        """Until told to stop. Blocks in the poll when there is nothing to do."""
+        while self._take_messages(0 if self._engine.has_work else int(_HEARTBEAT_S * 1000)):
+            if self._engine.has_work:
+                outputs = self._engine.step()
+                self._num_steps += 1
+                if outputs:
+                    self._tell(messages.Outputs(outputs))
+            if time.monotonic() - self._told_s >= _HEARTBEAT_S:
+                self._tell(messages.Heartbeat(self._num_steps))
+
+    def _take_messages(self, timeout_ms: int) -> bool:
+        """Handle what is there, waiting for the first. False: stop."""
+        while self._link.poll(timeout_ms):
+            timeout_ms = 0
+            try:
+                message = messages.decode_to_engine(self._link.recv())
+            except (msgspec.DecodeError, RequestError) as error:
+                print(f"engine: a malformed frame was dropped: {error}", file=sys.stderr)
+                continue
+            match message:
+                case messages.Submit(request):
+                    self._submit(request.request_id, message)
+                case messages.Abort(request_id):
+                    self._engine.abort(request_id)
+                case messages.Stop():
+                    return False
+        return True
+
+    def _submit(self, request_id: str, message: messages.Submit) -> None:
+        try:
+            self._engine.submit(message.request)
+        except RequestError as error:
+            full = isinstance(error, QueueFull)
+            self._tell(messages.Rejected(request_id=request_id, message=str(error), param=error.param, is_queue_full=full))
+        else:
+            self._tell(messages.Accepted(request_id))
+
+    def _tell(self, message: messages.FromEngine) -> None:
+        self._told_s = time.monotonic()
+        self._link.send(messages.encode(message))
+
+
+def run(build: BuildEngine) -> int:
+    """The whole life of the process; returns its exit code. Tests give a `build` that makes a fake."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    _die_with_parent()
+    boot = _read_boot()
+    threading.Thread(target=_exit_when_stdin_ends, name="parent-watch", daemon=True).start()
+    context = zmq.Context()
+    link = context.socket(zmq.PAIR)
+    link.set_hwm(0)
+    link.connect(boot.endpoint)
+    try:
+        registry = Registry.replay(boot.manifest)
+        engine = build(boot.options, registry)
+        link.send(messages.encode(messages.Ready(facts=engine.facts, manifest_digest=registry.manifest().digest())))
+        EngineLoop(engine, link).run()
+        return 0
+    except Exception as error:  # the boundary of the process
+        failed = _failure(error)
+        if not failed.is_ours:
+            traceback.print_exc()
+        link.send(messages.encode(failed))
+        return failed.exit_code
+    finally:
+        link.close(linger=2000)
+        context.term()
+
+
+def _failure(error: Exception) -> messages.Failed:
+    if isinstance(error, EnginError):
+        return messages.Failed(message=str(error), exit_code=error.exit_code, is_ours=True)
+    return messages.Failed(message="".join(traceback.format_exception_only(error)).strip(), exit_code=1, is_ours=False)
+
+
+def _read_boot() -> messages.Boot:
+    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=messages.Boot)
+
+
+def _exit_when_stdin_ends() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """The kernel's way, for a process that is stuck in a device call; the watch on stdin is for other systems."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _build(options: EngineOptions, registry: Registry) -> EngineLike:
+    from enginery.run.engine import Engine
+
+    return Engine.build(options, registry)
+
+
+if __name__ == "__main__":
+    sys.exit(run(_build))

@@ -1,0 +1,71 @@
+"""Errors as HTTP answers, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.responses import Response
+
+from enginery.errors import EngineDied, EnginError, QueueFull, RequestError
+
+_RETRY: Mapping[str, str] = {"Retry-After": "1"}
+
+
+class GenerationFailed(EnginError):
+    """The engine gave up on one request, by no fault of its sender."""
+
+
+class NotReady(EnginError):
+    """The engine is loading."""
+
+
+class NoSuchModel(RequestError):
+    """Another model is served here."""
+
+
+class BodyTooLarge(RequestError):
+    """More bytes than are accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """An error as its sender sees it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: EnginError) -> Fault:
+        """The status and the words that OpenAI's clients know."""
+        message = str(error)
+        match error:
+            case QueueFull():
+                return cls(status=429, message=message, type="rate_limit_error", code="queue_full", headers=_RETRY)
+            case NoSuchModel():
+                return cls(status=404, message=message, type="invalid_request_error", param="model", code="model_not_found")
+            case BodyTooLarge():
+                return cls(status=413, message=message, type="invalid_request_error", code="body_too_large")
+            case RequestError():
+                return cls(status=400, message=message, type="invalid_request_error", param=error.param)
+            case NotReady():
+                return cls(status=503, message=message, type="unavailable_error", code="loading", headers=_RETRY)
+            case EngineDied():
+                first_line = message.split("\n", maxsplit=1)[0]
+                return cls(status=503, message=first_line, type="unavailable_error", code="engine_died")
+            case _:
+                return cls(status=500, message=message, type="server_error")
+
+    def body(self) -> bytes:
+        """JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code or self.status}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(self.body(), status_code=self.status, headers=dict(self.headers), media_type="application/json")

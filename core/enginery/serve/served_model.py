@@ -1,0 +1,164 @@
+"""The model as the HTTP front sees it: what turns a body into requests for the engine, all of it checked."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from enginery.contracts.engine import EngineFacts
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.errors import RequestError
+from enginery.serve.faults import NoSuchModel
+from enginery.serve.schemas import MAX_PROMPTS, ChatRequest, CommonRequest, CompletionRequest
+from enginery.text.generation_defaults import GenerationDefaults
+from enginery.text.template import ChatTemplate
+from enginery.text.tokenizer import Tokenizer
+
+_INLINE_CHARS: Final = 4096
+_SAME_NAME: Final = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("n", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """text: what the tokens were made of; None if they came as tokens."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One completion: its place among the choices, its prompt's place among the prompts, and the engine's request."""
+
+    index: int
+    prompt_index: int
+    prompt: Prompt
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServedModel:
+    """Complete once the engine is ready."""
+
+    facts: EngineFacts
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: GenerationDefaults
+
+    @classmethod
+    def load(cls, facts: EngineFacts, *, use_generation_config: bool = True) -> ServedModel:
+        """Read the text side of the engine's checkpoint. Raises `CheckpointError`."""
+        tokenizer = Tokenizer.from_folder(facts.folder)
+        defaults = GenerationDefaults.from_folder(Path(facts.folder)) if use_generation_config else GenerationDefaults()
+        template = ChatTemplate.from_folder(facts.folder, tokenizer)
+        return cls(facts=facts, tokenizer=tokenizer, template=template, defaults=defaults)
+
+    def check_name(self, model: str | None) -> None:
+        """Raises `NoSuchModel`. A request that names none gets this one."""
+        if model not in (None, self.facts.model_name):
+            raise NoSuchModel(f"the model {str(model)[:200]!r} is not served here; {self.facts.model_name!r} is")
+
+    async def completion_prompts(self, asked: CompletionRequest) -> list[Prompt]:
+        """The prompts as tokens. Long texts are encoded on a thread."""
+        given = asked.prompt
+        is_one = isinstance(given, str) or (given and all(isinstance(part, int) for part in given))
+        parts: list[Any] = [given] if is_one else list(given)
+        if not parts or int in (kinds := {type(part) for part in parts}) or len(kinds) > 1:
+            what = "mixes texts, tokens and lists" if parts else "is an empty list"
+            raise RequestError(f"prompt {what}; give a text, a list of texts, token ids, or lists of them", param="prompt")
+        if len(parts) > MAX_PROMPTS:
+            raise RequestError(f"prompt has {len(parts):,} prompts, at most {MAX_PROMPTS:,} are accepted", param="prompt")
+        return [await self._prompt(part, add_special_tokens=asked.add_special_tokens is not False) for part in parts]
+
+    async def chat_prompt(self, asked: ChatRequest) -> Prompt:
+        """The conversation as the template writes it. The template writes the special tokens too."""
+        messages = [message.for_template() for message in asked.messages]
+        add_prompt = asked.add_generation_prompt is not False
+        text = await asyncio.to_thread(self.template.render, messages, add_generation_prompt=add_prompt)
+        return await self._prompt(text, add_special_tokens=asked.add_special_tokens is True)
+
+    def jobs(self, asked: CommonRequest, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> list[Job]:
+        """`params.n` completions for each prompt. With a seed, the i-th has seed + i."""
+        if len(prompts) * params.n > MAX_PROMPTS:
+            total = f"{len(prompts):,} prompts with n={params.n}"
+            raise RequestError(f"{total} make more than {MAX_PROMPTS:,} completions; send several requests", param="n")
+        jobs: list[Job] = []
+        for prompt_index, prompt in enumerate(prompts):
+            self._check_length(prompt, asked, params.max_tokens)
+            for place in range(params.n):
+                seed = None if params.seed is None else (params.seed + place) % 2**63
+                request = GenerationRequest(
+                    request_id=f"{name}-{len(jobs)}",
+                    prompt_token_ids=prompt.token_ids,
+                    params=dataclasses.replace(params, n=1, seed=seed),
+                    priority=asked.priority or 0,
+                    cache_salt=asked.cache_salt or "",
+                )
+                jobs.append(Job(index=len(jobs), prompt_index=prompt_index, prompt=prompt, request=request))
+        return jobs
+
+    def params(
+        self, asked: CommonRequest, *, default_max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """What a body asks for, over what the checkpoint recommends. Raises `RequestError`."""
+        if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+            raise RequestError("max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens")
+        if asked.best_of not in (None, 1, asked.n):
+            raise RequestError(f"best_of is {asked.best_of}; only 1, or the same as n, is supported", param="best_of")
+        if asked.stream_options is not None and not asked.stream:
+            raise RequestError("stream_options are for streams; set stream to true or leave them out", param="stream_options")
+        if asked.prompt_logprobs is not None and asked.stream:
+            raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+        self._check_ids("logit_bias", asked.logit_bias or ())
+        self._check_ids("stop_token_ids", asked.stop_token_ids or ())
+        given: dict[str, Any] = self.defaults.given()
+        given |= {field: value for field in _SAME_NAME if (value := getattr(asked, field)) is not None}
+        if asked.top_k is not None:
+            given["top_k"] = 0 if asked.top_k == -1 else asked.top_k  # -1 is what others call all of them
+        limit = asked.max_tokens if asked.max_tokens is not None else asked.max_completion_tokens
+        return SamplingParams(
+            **given,
+            max_tokens=default_max_tokens if limit is None else limit,
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+            stop_token_ids=tuple(asked.stop_token_ids or ()),
+            include_stop=bool(asked.include_stop_str_in_output),
+            seed=None if asked.seed is None else asked.seed % 2**63,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    async def _prompt(self, given: str | list[int], *, add_special_tokens: bool) -> Prompt:
+        limit = self.facts.max_model_len
+        if not isinstance(given, str):
+            self._check_ids("prompt", given)
+            return Prompt(token_ids=tuple(given))
+        if len(given) > limit * self.tokenizer.num_chars_max:
+            message = f"the prompt has {len(given):,} characters, which cannot fit into the context of {limit:,} tokens"
+            raise RequestError(message, param="prompt")
+        if len(given) > _INLINE_CHARS:
+            ids = await asyncio.to_thread(self.tokenizer.encode, given, add_special_tokens=add_special_tokens)
+        else:
+            ids = self.tokenizer.encode(given, add_special_tokens=add_special_tokens)
+        return Prompt(token_ids=tuple(ids), text=given)
+
+    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+        size = self.facts.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < size:
+                raise RequestError(f"{field} has token id {token_id}, but the vocabulary has ids 0 to {size - 1}", param=field)
+
+    def _check_length(self, prompt: Prompt, asked: CommonRequest, max_tokens: int) -> None:
+        limit, length = self.facts.max_model_len, len(prompt.token_ids)
+        field = "prompt" if isinstance(asked, CompletionRequest) else "messages"
+        if length == 0:
+            raise RequestError("the prompt is empty; a model needs one token at least", param=field)
+        if length + max_tokens > limit:
+            message = f"the prompt has {length:,} tokens and {max_tokens:,} are asked for, but the context is {limit:,} tokens"
+            raise RequestError(message, param=field if length >= limit else "max_tokens")

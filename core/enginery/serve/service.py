@@ -1,0 +1,60 @@
+"""What the endpoints stand on: the engine's process, and the model once it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from enginery.serve.engine_client import EngineClient, EngineState
+from enginery.serve.faults import BodyTooLarge, NotReady
+from enginery.serve.schemas import MAX_BODY_BYTES, RequestT, decode_request
+from enginery.serve.served_model import ServedModel
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Service:
+    """`loaded` gets its result when the engine is ready."""
+
+    engine: EngineClient
+    loaded: asyncio.Future[ServedModel]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are served."""
+        return self.engine.state is EngineState.READY and self.loaded.done()
+
+    def model(self) -> ServedModel:
+        """Raises `EngineDied` and `NotReady`."""
+        if self.engine.state is EngineState.DEAD:
+            raise self.engine.death()
+        if not self.loaded.done():
+            raise NotReady("the engine is loading the model; try again in a moment")
+        return self.loaded.result()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heading:
+    """What all parts of one answer begin with."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, model: ServedModel) -> Heading:
+        """A fresh id."""
+        return cls(id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=model.facts.model_name)
+
+
+async def read_request(http: Request, kind: type[RequestT]) -> RequestT:
+    """The body, checked. Raises `RequestError`, `BodyTooLarge` before more than that is in memory."""
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+    return decode_request(bytes(body), kind)

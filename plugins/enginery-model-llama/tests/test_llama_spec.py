@@ -1,0 +1,49 @@
+"""What config.json means. Logits and tokens are compared with transformers in tests/parity."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginery.api import CheckpointError
+from enginery_model_llama import register_models
+from enginery_model_llama.spec import describe, shape
+
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
+
+
+def test_llama_and_mistral_are_offered() -> None:
+    assert {name for spec in register_models() for name in spec.architectures} == {"LlamaForCausalLM", "MistralForCausalLM"}
+
+
+def test_left_out_heads_and_head_dim_follow_from_the_rest() -> None:
+    facts = describe(CONFIG)
+    assert [(layer.num_kv_heads, layer.head_dim, layer.sliding_window) for layer in facts.layers] == [(4, 4, None)] * 3
+    assert describe(CONFIG | {"head_dim": 32, "num_key_value_heads": 2}).layers[0].head_dim == 32
+
+
+def test_mistral_has_a_window_on_every_layer_unless_it_is_null() -> None:
+    mistral = CONFIG | {"architectures": ["MistralForCausalLM"]}
+    assert shape(mistral | {"sliding_window": 8}).windows == (8, 8, 8)
+    assert shape(mistral | {"sliding_window": None}).windows == (None, None, None)
+    assert shape(mistral).windows == (4096, 4096, 4096)
+
+
+def test_both_spellings_of_rope_are_read() -> None:
+    old = shape(CONFIG | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}).rope
+    new = shape(CONFIG | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}).rope
+    assert old == new
+    assert (old.kind, old.theta, old.parameters["factor"]) == ("linear", 5e5, 2.0)
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_act": "gelu"}, {"num_key_value_heads": 3}, {"vocab_size": None}])
+def test_what_cannot_be_served_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError):
+        describe(CONFIG | wrong)

@@ -1,0 +1,89 @@
+"""From what the user calls a model to a folder and its config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from enginery.config.checkpoint_folder import find_folder, read_config
+from enginery.config.needs import attn_needs
+from enginery.contracts.attention import AttnLayerFacts
+from enginery.contracts.model import ModelFacts
+from enginery.errors import CheckpointError
+from enginery.plugin.registry import Registry
+
+CHECKPOINT = """
+from pathlib import Path
+from enginery.api import CheckpointSpec, hookimpl
+
+@hookimpl
+def register_checkpoints():
+    return [CheckpointSpec(name="small", api=(1, 0), priority=1, folder=Path(__file__).parent, note="")]
+"""
+
+
+def test_a_folder_is_itself(site, tmp_path) -> None:
+    assert find_folder(str(tmp_path), Registry.load()) == tmp_path
+
+
+def test_an_installed_checkpoint_is_found_by_its_name(site) -> None:
+    site.install("weights", CHECKPOINT)
+    registry = Registry.load()
+    assert find_folder("small", registry) == site.path / "weights"
+    with pytest.raises(CheckpointError, match=r"did you mean small\? Installed checkpoints: small."):
+        find_folder("smal", registry)
+
+
+def test_a_file_is_refused(site, tmp_path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        find_folder(str(tmp_path / "model.gguf"), Registry.load())
+
+
+def test_a_hub_id_is_downloaded_without_what_is_not_needed(site, monkeypatch) -> None:
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **patterns: asked.update(patterns) or "there")
+    assert find_folder("owner/name", Registry.load()) == Path("there")
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert "consolidated*" in asked["ignore_patterns"]
+
+
+def test_a_hub_id_that_cannot_be_had_offline_says_what_to_do(site, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"owner/name: .*HF_HUB_OFFLINE.*give its folder"):
+        find_folder("owner/name", Registry.load())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no config.json"),
+        ("{", "is not JSON"),
+        ("[]", "does not name its architecture"),
+        ("{}", "does not name its architecture"),
+        ('{"architectures": []}', "and has \\[\\]"),
+        ('{"architectures": "Llama"}', "and has 'Llama'"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named_with_its_file(tmp_path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.*{message}"):
+        read_config(tmp_path)
+
+
+def test_a_config_is_read(tmp_path) -> None:
+    config = {"architectures": ["A"], "x": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path) == config
+
+
+def test_the_needs_of_a_model_are_its_facts_and_the_settings() -> None:
+    layer = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=8)
+    facts = ModelFacts(vocab_size=8, hidden_size=8, max_positions=64, activation_width=8, layers=(layer,), mla=True)
+    needs = attn_needs(facts, dtype="bfloat16", device="cuda", page_size=32, compute_capability=(9, 0))
+    assert (needs.dtype, needs.kv_dtype, needs.page_size, needs.layers, needs.mla) == ("bfloat16", "bfloat16", 32, (layer,), True)
+    assert needs.compute_capability == (9, 0)

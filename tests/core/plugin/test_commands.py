@@ -1,0 +1,208 @@
+"""`engine plugins`, `engine list-backends`, `engine doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from enginery.cli import doctor as doctor_module
+from enginery.cli.doctor import doctor
+from enginery.cli.list_backends import list_backends
+from enginery.cli.plugins import plugins
+from enginery.errors import ConfigError, EnginError
+
+MODEL = """
+from enginery.api import AttnLayerFacts, ModelFacts, ModelSpec, hookimpl
+
+def describe(config):
+    layer = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=config["head_dim"], sliding_window=config.get("window"))
+    return ModelFacts(vocab_size=8, hidden_size=8, max_positions=64, activation_width=8, layers=(layer,))
+
+@hookimpl
+def register_models():
+    return [ModelSpec(name="tiny", api=(1, 0), architectures=("TinyForCausalLM",), describe=describe, build=None)]
+"""
+
+
+@pytest.fixture
+def cli():
+    app = typer.Typer()
+    app.command()(plugins)
+    app.command()(list_backends)
+    app.command()(doctor)
+
+    def run(*arguments: str, code: int = 0) -> str:
+        done = CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
+        if isinstance(done.exception, EnginError):
+            raise done.exception
+        assert done.exit_code == code, done.output
+        return done.output
+
+    return run
+
+
+def write_model(folder, **config: object) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"], "head_dim": 8, **config}))
+    return str(folder)
+
+
+def test_plugins_shows_each_with_its_status_and_reason(site, cli) -> None:
+    site.install("good", site.backend("fa"), version="1.2")
+    site.install("bad", "1 / 0")
+    shown = cli("plugins")
+    assert "good" in shown
+    assert "attn-backend:fa" in shown
+    assert "plugin bad (bad==1.0) is broken: ZeroDivisionError" in shown
+    rows = {row["name"]: row for row in json.loads(cli("plugins", "--json"))}
+    assert rows["good"] == {
+        "name": "good",
+        "distribution": "good",
+        "version": "1.2",
+        "status": "loaded",
+        "reason": "",
+        "offers": ["attn-backend:fa"],
+    }
+    assert rows["bad"]["status"] == "broken"
+
+
+def test_plugins_are_blocked_by_flags(site, cli) -> None:
+    site.install("fa", site.backend("fa"))
+    rows = json.loads(cli("plugins", "--json", "-p", "no:fa"))
+    assert rows[-1]["status"] == "blocked"
+    assert json.loads(cli("plugins", "--json", "--no-plugins"))[-1]["status"] == "blocked"
+    with pytest.raises(ConfigError):
+        cli("plugins", "-p", "no:nope")
+
+
+def test_list_backends_shows_the_offers_and_who_is_absent(site, cli) -> None:
+    site.install("one", site.backend("fa", priority=3))
+    site.install("two", site.backend("fb", priority=7))
+    site.install("bad", "1 / 0")
+    shown = cli("list-backends")
+    assert "plugin bad (bad==1.0) is broken" in shown
+    data = json.loads(cli("list-backends", "--json"))
+    assert [(row["name"], row["plugin"], row["status"], row["priority"]) for row in data["backends"]] == [
+        ("fb", "two", "loaded", 7),
+        ("fa", "one", "loaded", 3),
+    ]
+    assert [row["name"] for row in data["absent_plugins"]] == ["bad"]
+
+
+def test_list_backends_shows_a_conflict(site, cli) -> None:
+    site.install("one", site.backend("fa"), name="flash")
+    site.install("two", site.backend("fa"), name="flash")
+    shown = cli("list-backends")
+    assert "There is no attention backend" in shown
+    assert "one 1.0 and two 1.0 both provide a plugin named flash" in shown
+
+
+def test_list_backends_says_why(site, cli, tmp_path) -> None:
+    site.install("model", MODEL)
+    site.install("plain", site.backend("plain", priority=9))
+    site.install("wide", site.backend("wide", priority=1).replace(" dtypes=", " sliding_window=True, dtypes="))
+    fine, windowed = write_model(tmp_path / "fine"), write_model(tmp_path / "windowed", window=4)
+    assert "-> plain (priority 9): chosen" in cli("list-backends", "--why", fine, "--device", "cpu")
+    shown = cli("list-backends", "--why", windowed, "--device", "cpu")
+    assert "plain (priority 9): sliding window is needed and not offered" in shown
+    assert "-> wide (priority 1): chosen" in shown
+    rows = json.loads(cli("list-backends", "--why", windowed, "--device", "cpu", "--json"))["backends"]
+    assert [(row["name"], row["chosen"], [reason["rule"] for reason in row["reasons"]]) for row in rows] == [
+        ("plain", False, ["sliding window"]),
+        ("wide", True, []),
+    ]
+
+
+def test_list_backends_fails_when_none_serves_the_model(site, cli, tmp_path) -> None:
+    site.install("model", MODEL)
+    site.install("plain", site.backend("plain"))
+    shown = cli("list-backends", "--why", write_model(tmp_path / "m"), "--device", "cpu", "--dtype", "bfloat16", code=1)
+    assert "dtype bfloat16 is not among float32" in shown
+
+
+def test_list_backends_refuses_a_device_that_does_not_exist(site, cli, tmp_path) -> None:
+    site.install("model", MODEL)
+    with pytest.raises(ConfigError, match="--device is 'gpu'"):
+        cli("list-backends", "--why", write_model(tmp_path / "m"), "--device", "gpu")
+
+
+def test_plugins_and_list_backends_import_no_torch(site) -> None:
+    site.install("fa", site.backend("fa"))
+    code = "import sys\nfrom enginery.cli.{0} import {0}\n{0}()\nassert 'torch' not in sys.modules, 'torch is imported'"
+    for command in ("plugins", "list_backends"):
+        done = site.run(code.format(command))
+        assert done.returncode == 0, done.stderr
+        assert "fa" in done.stdout
+
+
+def rows_of(output: str) -> dict[str, dict[str, str]]:
+    return {row["name"]: row for row in json.loads(output)}
+
+
+@pytest.fixture
+def answers(monkeypatch) -> dict[str, object]:
+    """What the processes that the doctor starts answer, by the code they run."""
+    record = {"name": "fa", "distribution": "fa-dist", "version": "1.0", "status": "loaded", "reason": "", "offers": []}
+    found: dict[str, object] = {
+        doctor_module._ASK_TORCH: {"version": "2.13", "cuda": None, "devices": ["a GPU"]},
+        doctor_module._ASK_PLUGINS: {"records": [record], "default": None},
+    }
+    monkeypatch.setattr(doctor_module, "_ask", lambda code, *rest, **more: (found[code], "it says nothing"))
+    return found
+
+
+def test_doctor_finds_nothing_wrong(cli, answers, tmp_path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    answers[doctor_module._ASK_PLUGINS]["default"] = {"name": "tiny", "folder": str(tmp_path)}
+    rows = rows_of(cli("doctor", "--json", "--port", "0"))
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert list(rows) == ["python", "torch", "devices", "plugin fa", "model", "model cache", "port"]
+
+
+def test_doctor_says_what_to_do_about_a_broken_plugin(cli, answers) -> None:
+    answers[doctor_module._ASK_PLUGINS]["records"][0] |= {"status": "broken", "reason": "no [wheel]"}
+    row = rows_of(cli("doctor", "--json", "--port", "0", code=1))["plugin fa"]
+    assert (row["status"], row["detail"]) == ("fail", "fa-dist 1.0 is broken: no [wheel]")
+    assert "-p no:fa" in row["advice"]
+    assert "no [wheel]" in cli("doctor", "--port", "0", code=1)
+
+
+def test_doctor_says_what_to_do_without_torch_or_a_gpu_that_torch_can_use(cli, answers, monkeypatch) -> None:
+    answers[doctor_module._ASK_TORCH] = None
+    assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["torch"]["advice"] == "Run pip install torch."
+    answers[doctor_module._ASK_TORCH] = {"version": "2.13", "cuda": None, "devices": []}
+    monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu", "cuda"})
+    assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["devices"]["status"] == "fail"
+    monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu"})
+    assert rows_of(cli("doctor", "--json", "--port", "0"))["devices"]["detail"] == "CPU only"
+
+
+def test_doctor_finds_a_port_that_is_taken(cli, answers) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        assert rows_of(cli("doctor", "--json", "--port", port, code=1))["port"]["status"] == "fail"
+
+
+def test_doctor_finds_a_cache_that_cannot_be_written(cli, answers, monkeypatch) -> None:
+    monkeypatch.setattr(doctor_module.os, "access", lambda *rest: False)
+    assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["model cache"]["status"] == "fail"
+
+
+def test_doctor_survives_a_plugin_that_kills_the_interpreter_and_names_it(site, cli, monkeypatch) -> None:
+    site.install("fine", site.backend("fa"))
+    site.install("killer", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(site.path), prepend=os.pathsep)
+    only_fakes = "from enginery.plugin import discovery\nimport importlib.metadata as m\n"
+    only_fakes += f"discovery.distributions = lambda: m.distributions(path=[{str(site.path)!r}])\n"
+    monkeypatch.setattr(doctor_module, "_ASK_PLUGINS", only_fakes + doctor_module._ASK_PLUGINS)
+    monkeypatch.setattr(doctor_module, "_torch", list)
+    rows = rows_of(cli("doctor", "--json", "--port", "0", code=1))
+    assert "killed by signal 9" in rows["plugin killer"]["detail"]
+    assert "plugin fine" not in rows

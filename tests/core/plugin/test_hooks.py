@@ -1,0 +1,247 @@
+"""One test for each hook of the engine scope: that a plugin's implementation is called, with what, and how it may fail."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import typer
+from fastapi import APIRouter, FastAPI
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
+
+from enginery.api import PluginError, QueuedFacts, StepReport
+from enginery.plugin.registry import Registry
+
+REPORT = StepReport(
+    step=3,
+    num_running=1,
+    num_waiting=0,
+    num_tokens=1,
+    num_prefill_tokens=0,
+    num_preempted=0,
+    free_pages=1,
+    cached_pages=0,
+    total_pages=1,
+    attn_backend="x",
+    schedule_s=0.0,
+    plan_s=0.0,
+    run_s=0.0,
+)
+
+
+def registering(hook: str, kind: str, **fields: str) -> str:
+    """A plugin whose `hook` returns one descriptor of type `kind` named x."""
+    rest = "".join(f", {name}={value}" for name, value in fields.items())
+    return f"""
+from pathlib import Path
+from enginery.api import {kind}, hookimpl
+
+@hookimpl
+def {hook}() -> list[{kind}]:
+    return [{kind}(name="x", api=(1, 0){rest})]
+"""
+
+
+def offers_of(site, code: str) -> tuple[str, ...]:
+    site.install("p", code, version="3.1")
+    (record,) = (record for record in Registry.load().records if record.name == "p")
+    assert not record.reason
+    return record.offers
+
+
+def test_hook_register_attn_backends(site) -> None:
+    assert offers_of(site, site.backend("x")) == ("attn-backend:x",)
+
+
+def test_hook_create_attn_backend(site) -> None:
+    site.install("one", site.backend("a", package="one"))
+    site.install("two", site.backend("b", package="two"))
+    registry = Registry.load()
+    assert registry.create_attn_backend("a", "context") == ("one", "a", "context")
+    assert registry.create_attn_backend("b", "context") == ("two", "b", "context")
+    with pytest.raises(PluginError, match="no attention backend 'c'"):
+        registry.create_attn_backend("c", "context")
+
+
+def test_hook_create_attn_backend_that_answers_none_is_an_error_naming_the_plugin(site) -> None:
+    site.install("one", site.backend("a").replace('return ("', 'return None and ("'), version="3.1")
+    with pytest.raises(PluginError, match=r"plugin one \(one==3.1\) registers attn-backend 'a', but .* answered None"):
+        Registry.load().create_attn_backend("a", "context")
+
+
+def test_hook_create_attn_backend_that_raises_is_an_error_naming_the_plugin_with_its_cause(site) -> None:
+    site.install("one", site.backend("a").replace("return (", "raise KeyError('gpu')\n    return ("), version="3.1")
+    with pytest.raises(PluginError, match=r"plugin one \(one==3.1\) could not build attn-backend 'a': KeyError: 'gpu'") as caught:
+        Registry.load().create_attn_backend("a", "context")
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_hook_register_sparse_coordinators(site) -> None:
+    code = registering("register_sparse_coordinators", "SparseCoordinatorSpec", summary="''")
+    create = "\n@hookimpl\ndef create_sparse_coordinator(context):\n    return context\n"
+    assert offers_of(site, code + create) == ("sparse-coordinator:x",)
+
+
+def test_hook_register_sparse_coordinators_takes_one_per_plugin(site) -> None:
+    code = registering("register_sparse_coordinators", "SparseCoordinatorSpec", summary="''")
+    two = code.replace("]\n", ", SparseCoordinatorSpec(name='y', api=(1, 0), summary='')]\n")
+    site.install("p", two + "\n@hookimpl\ndef create_sparse_coordinator(context):\n    return context\n")
+    assert "one per plugin" in Registry.load().records[1].reason
+
+
+def test_hook_create_sparse_coordinator(site) -> None:
+    code = registering("register_sparse_coordinators", "SparseCoordinatorSpec", summary="''")
+    for name in ("one", "two"):
+        create = f"\n@hookimpl\ndef create_sparse_coordinator(context):\n    return ({name!r}, context)\n"
+        site.install(name, code.replace('"x"', f'"of-{name}"') + create)
+    registry = Registry.load()
+    assert registry.create_sparse_coordinator("of-two", "c") == ("two", "c")
+    assert registry.create_sparse_coordinator("of-one", "c") == ("one", "c")
+
+
+def test_hook_register_models(site) -> None:
+    code = registering("register_models", "ModelSpec", architectures="('A',)", describe="None", build="None")
+    assert offers_of(site, code) == ("model:x",)
+
+
+def test_hook_register_checkpoints(site) -> None:
+    code = registering("register_checkpoints", "CheckpointSpec", priority="1", folder="Path('f')", note="''")
+    assert offers_of(site, code) == ("checkpoint:x",)
+
+
+@pytest.mark.parametrize("kind", ["Drafter", "Executor", "WeightFormat", "Grammar"])
+def test_descriptors_that_only_have_a_summary(site, kind: str) -> None:
+    words = {"WeightFormat": "weight_format"}.get(kind, kind.lower())
+    assert offers_of(site, registering(f"register_{words}s", f"{kind}Spec", summary="''")) == (f"{words.replace('_', '-')}:x",)
+
+
+def test_hook_register_drafters(site) -> None:
+    site.install("p", registering("register_drafters", "DrafterSpec", summary="''"))
+    assert [offer.source for offer in Registry.load().drafters] == ["plugin p (p==1.0)"]
+
+
+def test_hook_register_executors(site) -> None:
+    site.install("p", registering("register_executors", "ExecutorSpec", summary="''"))
+    assert [offer.name for offer in Registry.load().executors] == ["x"]
+
+
+def test_hook_register_ops(site) -> None:
+    code = registering("register_ops", "OpSpec", priority="1", provides="('rms_norm',)", refuse="None", load="None")
+    assert offers_of(site, code) == ("op:x",)
+
+
+def test_hook_register_weight_formats(site) -> None:
+    site.install("p", registering("register_weight_formats", "WeightFormatSpec", summary="''"))
+    assert [offer.name for offer in Registry.load().weight_formats] == ["x"]
+
+
+def test_hook_register_grammars(site) -> None:
+    site.install("p", registering("register_grammars", "GrammarSpec", summary="''"))
+    assert [offer.name for offer in Registry.load().grammars] == ["x"]
+
+
+def test_hook_register_schedule_policies(site) -> None:
+    code = registering("register_schedule_policies", "SchedulePolicySpec", key="lambda r: (r.num_tokens,)", summary="''")
+    assert offers_of(site, code) == ("schedule-policy:x",)
+
+
+def test_hook_register_schedule_policies_of_the_core(site) -> None:
+    early = QueuedFacts(request_id="a", priority=0, arrival_s=1.0, num_tokens=9)
+    short = QueuedFacts(request_id="b", priority=0, arrival_s=2.0, num_tokens=1)
+    urgent = QueuedFacts(request_id="c", priority=-1, arrival_s=3.0, num_tokens=5)
+    registry = Registry.load()
+    for name, order in (("fcfs", "cab"), ("shortest-first", "cba")):
+        queue = sorted([short, early, urgent], key=registry.schedule_policy(name).spec.key)
+        assert "".join(facts.request_id for facts in queue) == order
+
+
+COMMANDS = """
+from enginery.api import hookimpl
+
+@hookimpl
+def register_commands(app):
+    @app.command()
+    def NAME():
+        print("hello from NAME")
+    LAST
+"""
+
+
+def test_hook_register_commands(site, caplog) -> None:
+    site.install("good", COMMANDS.replace("NAME", "greet_all").replace("LAST", ""))
+    site.install("thief", COMMANDS.replace("NAME", "serve").replace("LAST", ""))
+    site.install("late", COMMANDS.replace("NAME", "half").replace("LAST", "raise OSError('late')"))
+    app = typer.Typer()
+    app.command()(serve := lambda: print("ours"))
+    app.registered_commands[0].name = "serve"
+    assert serve is not None
+    registry = Registry.load()
+    with caplog.at_level(logging.WARNING):
+        registry.register_commands(app)
+    assert CliRunner().invoke(app, ["greet-all"]).output == "hello from greet_all\n"
+    assert CliRunner().invoke(app, ["serve"]).output == "ours\n"
+    assert [info.name or info.callback.__name__ for info in app.registered_commands] == ["serve", "greet_all"]
+    assert "commands of plugin thief (thief==1.0) are left out: PluginError: the name serve is taken" in caplog.text
+    assert "commands of plugin late (late==1.0) are left out: OSError: late" in caplog.text
+
+
+ROUTES = """
+from enginery.api import hookimpl
+
+@hookimpl
+def register_routes(router, engine):
+    @router.get("/NAME")
+    def answer():
+        return {"engine": engine}
+"""
+
+
+def test_hook_register_routes(site) -> None:
+    site.install("asked", ROUTES.replace("NAME", "asked"))
+    site.install("other", ROUTES.replace("NAME", "other"))
+    site.install("bad", ROUTES.replace("NAME", "bad").replace("    @router", "    1 / 0\n    @router"))
+    registry, router, app = Registry.load(), APIRouter(), FastAPI()
+    registry.register_routes(["asked"], router, "an engine")
+    app.include_router(router)
+    client = TestClient(app)
+    assert client.get("/asked").json() == {"engine": "an engine"}
+    assert client.get("/other").status_code == 404
+    with pytest.raises(PluginError, match=r"no plugin with routes named 'askd'; did you mean asked\?"):
+        registry.register_routes(["askd"], router, None)
+    with pytest.raises(PluginError, match=r"plugin bad \(bad==1.0\) could not add its routes: ZeroDivisionError"):
+        registry.register_routes(["bad"], router, None)
+
+
+OBSERVER = """
+from enginery.api import hookimpl
+seen = []
+
+@hookimpl
+def observe_step(report):
+    seen.append(report.step)
+    LAST
+"""
+
+
+def test_hook_observe_step(site, caplog) -> None:
+    site.install("good", OBSERVER.replace("LAST", ""))
+    site.install("bad", OBSERVER.replace("LAST", "raise KeyError('x')"), version="3.1")
+    registry = Registry.load()
+    with caplog.at_level(logging.ERROR):
+        registry.observe_step(REPORT)
+        registry.observe_step(REPORT)
+    modules = {name: registry.manager.get_plugin(name) for name in ("good", "bad")}
+    assert modules["good"].seen == [3, 3]
+    assert modules["bad"].seen == [3]
+    assert [record.message for record in caplog.records] == [
+        "observe_step of plugin bad (bad==3.1) failed at step 3; it is switched off"
+    ]
+
+
+def test_hook_observe_step_costs_nothing_when_nobody_observes(site) -> None:
+    site.install("fa", site.backend("fa"))
+    registry = Registry.load()
+    assert not registry.observers
+    registry.manager.add_hookcall_monitoring(pytest.fail, lambda *rest: None)
+    registry.observe_step(REPORT)

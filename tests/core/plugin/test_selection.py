@@ -1,0 +1,249 @@
+"""Choosing: what is asked for by name is used or refused, and every reason is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from enginery.api import (
+    AttnBackendSpec,
+    AttnLayerFacts,
+    AttnNeeds,
+    Capabilities,
+    CheckpointError,
+    ConfigError,
+    HookGroup,
+    OpNeeds,
+    PluginError,
+    Reason,
+    Unsupported,
+)
+from enginery.plugin.records import Offer, PluginRecord, Status
+from enginery.plugin.registry import Registry
+from enginery.plugin.selection import select, weigh
+
+CAN = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
+LAYER = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=64)
+NEEDS = AttnNeeds(device="cpu", dtype="float32", kv_dtype="float32", page_size=16, layers=(LAYER,))
+
+
+def offer(name: str, priority: int = 1, **changes) -> Offer[AttnBackendSpec]:
+    spec = AttnBackendSpec(name=name, api=(1, 0), priority=priority, capabilities=CAN, summary="", **changes)
+    return Offer(spec=spec, group=HookGroup.ATTN_BACKEND, name=name, plugin=f"p-{name}", distribution=f"d-{name}", version="1")
+
+
+def refuses(text: str):
+    return lambda needs: [Reason(rule="mood", text=text)]
+
+
+def broken(name: str) -> PluginRecord:
+    return PluginRecord(name=name, distribution=f"d-{name}", version="2", status=Status.BROKEN, reason="no wheel for this Python")
+
+
+def test_auto_takes_the_highest_priority_that_refuses_nothing_and_keeps_the_losers_reasons() -> None:
+    offers = [offer("low", 1), offer("high", 9, refuse_also=refuses("too early")), offer("middle", 5)]
+    selection = select("auto", NEEDS, offers, [])
+    assert selection.winner.name == "middle"
+    assert [(c.name, c.chosen, [r.text for r in c.reasons]) for c in selection.candidates] == [
+        ("high", False, ["too early"]),
+        ("middle", True, []),
+        ("low", False, []),
+    ]
+
+
+def test_equal_priorities_are_settled_by_name_in_any_order() -> None:
+    offers = [offer("b"), offer("a"), offer("c")]
+    assert select("auto", NEEDS, offers, []).winner.name == select("auto", NEEDS, offers[::-1], []).winner.name == "a"
+
+
+def test_a_name_asked_for_is_used_whatever_its_priority() -> None:
+    selection = select("low", NEEDS, [offer("low", 1), offer("high", 9)], [])
+    assert selection.winner.name == "low"
+    assert [candidate.chosen for candidate in selection.candidates] == [False, True]
+
+
+def test_a_name_asked_for_that_refuses_fails_with_every_reason_and_never_falls_back() -> None:
+    needs = replace(NEEDS, dtype="bfloat16", layers=(replace(LAYER, sinks=True),))
+    with pytest.raises(Unsupported) as caught:
+        select("fa", needs, [offer("fa"), offer("other", 9)], [])
+    for text in ("'fa', from plugin p-fa (d-fa==1)", "dtype bfloat16 is not among float32", "attention sinks is needed"):
+        assert text in str(caught.value)
+
+
+def test_an_unknown_name_lists_near_matches_and_the_plugins_that_might_have_had_it() -> None:
+    with pytest.raises(PluginError) as caught:
+        select("flsh", NEEDS, [offer("flash")], [broken("flsh3")])
+    assert "there is no attention backend 'flsh'; did you mean flash?" in str(caught.value)
+    assert "plugin flsh3 (d-flsh3==2) might offer it but is broken: no wheel for this Python" in str(caught.value)
+
+
+def test_when_all_refuse_every_ones_reasons_are_listed() -> None:
+    with pytest.raises(Unsupported) as caught:
+        select("auto", NEEDS, [offer("a", refuse_also=refuses("tired")), offer("b", refuse_also=refuses("busy"))], [broken("c")])
+    assert "a (priority 1): tired" in str(caught.value)
+    assert "b (priority 1): busy" in str(caught.value)
+    assert "plugin c (d-c==2)" in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [None, ["a word"]])
+def test_a_rule_that_fails_is_a_reason_that_names_the_plugin(answer) -> None:
+    candidates = weigh(NEEDS, [offer("odd", 9, refuse_also=lambda needs: answer), offer("fine")])
+    assert [candidate.chosen for candidate in candidates] == [False, True]
+    assert "plugin p-odd (d-odd==1) failed while it was asked" in candidates[0].reasons[0].text
+
+
+MODELS = """
+from pathlib import Path
+from enginery.api import CheckpointSpec, ModelSpec, OpSpec, Reason, hookimpl
+@hookimpl
+def register_models():
+    return [ModelSpec(name="llama", api=(1, 0), architectures=("LlamaForCausalLM", "Other"), describe=None, build=None)]
+@hookimpl
+def register_checkpoints():
+    one = CheckpointSpec(name="small", api=(1, 0), priority=1, folder=Path("small"), note="")
+    return [one, CheckpointSpec(name="best", api=(1, 0), priority=2, folder=Path("best"), note="")]
+@hookimpl
+def register_ops():
+    def spec(name, priority, device):
+        def refuse(needs):
+            return [] if needs.device == device else [Reason(rule="device", text="no")]
+        return OpSpec(name=name, api=(1, 0), priority=priority, provides=("rms_norm",), refuse=refuse, load=None)
+    return [spec("slow", 1, "cpu"), spec("fast", 2, "cpu"), spec("cuda", 3, "cuda")]
+"""
+
+
+def test_a_model_is_found_by_the_first_architecture_that_is_served(site) -> None:
+    site.install("m", MODELS)
+    assert Registry.load().find_model(["Nope", "Other"]).name == "llama"
+
+
+def test_an_unknown_architecture_lists_the_known_ones_near_matches_and_failed_plugins(site) -> None:
+    site.install("m", MODELS)
+    site.install("bad", "1 / 0")
+    with pytest.raises(CheckpointError) as caught:
+        Registry.load().find_model(["LamaForCausalLM"])
+    assert "did you mean LlamaForCausalLM?" in str(caught.value)
+    assert "Served are: LlamaForCausalLM, Other." in str(caught.value)
+    assert "plugin bad (bad==1.0) might offer it but is broken" in str(caught.value)
+
+
+def test_the_checkpoint_of_highest_priority_is_the_default(site) -> None:
+    with pytest.raises(PluginError, match="--model"):
+        Registry.load().default_checkpoint()
+    site.install("m", MODELS)
+    registry = Registry.load()
+    assert registry.default_checkpoint().name == "best"
+    assert registry.checkpoint("small").spec.priority == 1
+    assert registry.checkpoint("nope") is None
+
+
+def test_operations_that_refuse_nothing_come_by_priority(site) -> None:
+    site.install("m", MODELS)
+    assert [found.name for found in Registry.load().select_ops(OpNeeds(device="cpu", dtype="float32"))] == ["fast", "slow"]
+
+
+def test_an_operation_that_does_not_exist_is_refused(site) -> None:
+    site.install("m", MODELS.replace('("rms_norm",)', '("rms_nrm",)'))
+    (record,) = (record for record in Registry.load().records if record.name == "m")
+    assert "it provides 'rms_nrm', which is no operation; did you mean rms_norm" in record.reason
+
+
+def test_schedule_policies_are_found_by_name_and_auto_is_first_come_first_served(site) -> None:
+    registry = Registry.load()
+    assert registry.schedule_policy("auto").name == "fcfs"
+    with pytest.raises(PluginError, match=r"no schedule policy 'fcsf'; did you mean fcfs\?"):
+        registry.schedule_policy("fcsf")
+
+
+OPTIONS = """
+from dataclasses import dataclass
+from typing import Literal, Optional
+@dataclass(frozen=True)
+class Options:
+    workspace_mb: int = 128
+    ratio: float = 0.5
+    fast: bool = False
+    kind: Literal["fa2", "fa3"] = "fa2"
+    limit: Optional[int] = None
+    label: str | None = "x"
+    def __post_init__(self):
+        if self.workspace_mb > 1000:
+            raise ValueError("workspace_mb is above 1000")
+"""
+
+
+def with_options(site, **changes: str) -> None:
+    code = site.backend("fa").replace("capabilities=can", "capabilities=can, options=Options")
+    for old, new in changes.items():
+        code = code.replace(old, new)
+    site.install("p", OPTIONS + code)
+    site.install("plain", site.backend("plain"))
+
+
+def test_options_reach_the_plugins_dataclass_with_their_types(site) -> None:
+    with_options(site)
+    texts = ["fa.workspace_mb=256", "fa.ratio=0.25", "fa.fast=true", "fa.kind=fa3", "fa.limit=7", "fa.label=none"]
+    options = Registry.load(options=texts).options_for("fa")
+    shown = "Options(workspace_mb=256, ratio=0.25, fast=True, kind='fa3', limit=7, label=None)"
+    assert repr(options) == shown
+
+
+def test_options_that_nobody_sets_keep_their_defaults(site) -> None:
+    with_options(site)
+    registry = Registry.load()
+    assert registry.options_for("fa").workspace_mb == 128
+    assert registry.options_for("plain") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fa.workspace_mb", "write -o NAME.key=value"),
+        ("workspace_mb=1", "write -o NAME.key=value"),
+        ("faa.workspace_mb=1", "nothing named 'faa' takes options; did you mean fa?"),
+        ("plain.x=1", "nothing named 'plain' takes options"),
+        ("fa.workspace=1", "fa has no such option; did you mean workspace_mb?"),
+        ("fa.workspace_mb=1.5", "fa.workspace_mb=1.5: the value must be a whole number"),
+        ("fa.workspace_mb=none", "must be a whole number"),
+        ("fa.fast=maybe", "must be true or false"),
+        ("fa.kind=fa4", "must be fa2 or fa3"),
+        ("fa.limit=x", "must be a whole number or none"),
+        ("fa.workspace_mb=2000", "the options of fa do not go together: workspace_mb is above 1000"),
+    ],
+)
+def test_options_that_are_not_understood_are_errors(site, text: str, message: str) -> None:
+    with_options(site)
+    with pytest.raises(ConfigError) as caught:
+        Registry.load(options=[text])
+    assert message in str(caught.value)
+
+
+def test_an_option_given_twice_is_an_error(site) -> None:
+    with_options(site)
+    with pytest.raises(ConfigError, match="given twice"):
+        Registry.load(options=["fa.limit=1", "fa.limit=2"])
+
+
+def test_an_option_of_a_blocked_plugin_says_so(site) -> None:
+    with_options(site)
+    with pytest.raises(ConfigError, match=r"plugin p \(p==1.0\) might offer it but is blocked"):
+        Registry.load(options=["fa.limit=1"], blocked=["p"])
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("limit: int", "has no default"),
+        ("limit: list = None", "option 'limit' is"),
+        ("limit: Nowhere = None", "NameError: name 'Nowhere' is not defined"),
+        ("workspace_mb: int = 2000", "ValueError: workspace_mb is above 1000"),
+    ],
+)
+def test_options_that_text_cannot_set_make_the_plugin_broken(site, field: str, message: str) -> None:
+    code = OPTIONS.replace("workspace_mb: int = 128", field).replace("limit: Optional[int] = None\n", "\n")
+    code = "from __future__ import annotations\n" + code
+    site.install("p", code + site.backend("fa").replace("capabilities=can", "capabilities=can, options=Options"))
+    (record,) = (record for record in Registry.load().records if record.name == "p")
+    assert record.status is Status.BROKEN
+    assert message in record.reason

@@ -1,0 +1,126 @@
+"""A device that computes nothing but remembers whose keys and values each slot holds, and refuses to read anybody else's."""
+
+from dataclasses import dataclass
+
+from enginery.config.schema import ScheduleSettings
+from enginery.contracts.offers import SchedulePolicySpec
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.memory.pages import PageAllocator
+from enginery.memory.prefix import NoPrefixCache, RadixPrefixCache
+from enginery.schedule.scheduler import Scheduler
+
+EOS = 2
+FCFS = SchedulePolicySpec(name="fcfs", api=(1, 0), key=lambda facts: (), summary="")
+PRIORITY = SchedulePolicySpec(name="priority", api=(1, 0), key=lambda facts: (facts.priority,), summary="")
+
+
+def settings_of(**changes):
+    small = {
+        "page_size": 4,
+        "num_pages": 64,
+        "max_model_len": 128,
+        "max_batch_tokens": 64,
+        "max_batch_requests": 16,
+        "max_queued_requests": 100,
+        "prefix_cache": True,
+    }
+    return ScheduleSettings(**(small | changes))
+
+
+def asked_of(request_id, prompt, *, salt="", priority=0, **params):
+    params.setdefault("max_tokens", 8)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**params),
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def scheduler_of(policy=FCFS, **changes):
+    """A scheduler whose clock stands still: order of submission decides."""
+    settings = settings_of(**changes)
+    allocator = PageAllocator(settings.num_pages)
+    cache = RadixPrefixCache(settings.page_size, allocator) if settings.prefix_cache else NoPrefixCache()
+    return Scheduler(settings, policy, cache=cache, allocator=allocator, eos_token_ids=frozenset({EOS}), clock=lambda: 0.0)
+
+
+@dataclass
+class Launched:
+    """A step in flight. writes: per item, the slots that it writes."""
+
+    step: object
+    sampled: list
+    writes: list
+
+
+class FakeDevice:
+    """Runs steps in the order they are launched in.
+
+    kv maps each slot to a value that stands for salt, tokens up to here. tokens: per request, what it was fed and has sampled; it
+    knows tokens of steps in flight, which the scheduler does not.
+    """
+
+    def __init__(self, page_size):
+        self.page_size = page_size
+        self.kv = {}
+        self.tokens = {}
+
+    def launch(self, step, choose):
+        """Write the step's keys and values, check everything that each item reads, and sample with `choose()`."""
+        writes = []
+        for item in step.items:
+            request, end = item.request, item.start + item.num_tokens
+            tokens = self.tokens.setdefault(request, list(request.token_ids))
+            assert len(request.pages) * self.page_size >= end, "no page for a token to write"
+            if item.input_pending:
+                assert item.num_tokens == 1
+                assert len(request.token_ids) <= item.start == len(tokens) - 1
+            else:
+                assert list(request.token_ids[item.start : end]) == tokens[item.start : end]
+                assert len(request.token_ids) >= end
+            assert item.samples == (end == len(tokens))
+            values = self._values(request, tokens[:end])
+            slots = self._slots(request, end)
+            writes.append(slots[item.start :])
+            self.kv.update(zip(slots[item.start :], values[item.start :], strict=True))
+        for item in step.items:
+            end = item.start + item.num_tokens
+            values = self._values(item.request, self.tokens[item.request][:end])
+            read = [self.kv.get(slot) for slot in self._slots(item.request, end)]
+            assert read == values, f"{item.request.request_id} reads keys and values that are not its own"
+        sampled = [choose() if item.samples else None for item in step.items]
+        for item, token in zip(step.items, sampled, strict=True):
+            if token is not None:
+                self.tokens[item.request].append(token)
+        return Launched(step, sampled, writes)
+
+    def spoil(self, launched):
+        """What a step wrote was wrong."""
+        for slots in launched.writes:
+            self.kv.update(dict.fromkeys(slots, "spoilt"))
+
+    def _slots(self, request, end):
+        return [request.pages[at // self.page_size] * self.page_size + at % self.page_size for at in range(end)]
+
+    def _values(self, request, tokens):
+        value, values = hash(request.asked.cache_salt), []
+        for token in tokens:
+            value = hash((value, token))
+            values.append(value)
+        return values
+
+
+def run_step(scheduler, device, token=1):
+    """One plain step in which every request samples `token`. Returns the step and its results."""
+    step = scheduler.next_step()
+    launched = device.launch(step, lambda: token)
+    results = scheduler.complete(step, launched.sampled)
+    scheduler.check_integrity()
+    return step, results
+
+
+def shape(step):
+    """[(request id, tokens)], the way a reader thinks of a step."""
+    return [(item.request.request_id, item.num_tokens) for item in step.items]

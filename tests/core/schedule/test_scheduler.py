@@ -1,0 +1,379 @@
+"""The scheduler's rules one by one. `run_step` checks after each step that all keys and values read are the reader's own."""
+
+from time import perf_counter
+
+import pytest
+
+from enginery.contracts.offers import SchedulePolicySpec
+from enginery.contracts.request import FinishReason
+from enginery.errors import QueueFull, RequestError
+
+from .device import EOS, PRIORITY, FakeDevice, asked_of, run_step, scheduler_of, shape
+
+
+def running_of(*requests, policy=None, **changes):
+    scheduler = scheduler_of(policy, **changes) if policy else scheduler_of(**changes)
+    for request in requests:
+        scheduler.submit(request)
+    return scheduler, FakeDevice(changes.get("page_size", 4))
+
+
+def finish(scheduler, device, token=1):
+    """Run to the end. Returns {request id: (output, reason)}."""
+    ended = {}
+    while scheduler.has_work:
+        for result in run_step(scheduler, device, token)[1]:
+            if result.finish_reason:
+                output = list(result.request.token_ids[result.request.num_prompt_tokens :])
+                ended[result.request.request_id] = output, result.finish_reason
+    scheduler.check_idle()
+    return ended
+
+
+# What may enter
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        scheduler_of().submit(asked_of("a", []))
+
+
+def test_a_prompt_that_leaves_no_room_to_generate_is_refused_with_both_numbers():
+    scheduler = scheduler_of(max_model_len=8)
+    with pytest.raises(RequestError, match=r"the prompt has 8 tokens, but at most 7 fit"):
+        scheduler.submit(asked_of("a", range(8)))
+    scheduler.submit(asked_of("b", range(7)))
+
+
+def test_a_prompt_that_needs_more_pages_than_there_are_is_refused_with_both_numbers():
+    with pytest.raises(RequestError, match="the prompt of 9 tokens needs 3 KV pages, but the engine has 2 of 4 tokens"):
+        scheduler_of(num_pages=2).submit(asked_of("a", range(9)))
+
+
+def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
+    scheduler, device = running_of(asked_of("a", [5]))
+    with pytest.raises(RequestError, match="the request id 'a' is in use"):
+        scheduler.submit(asked_of("a", [6]))
+    finish(scheduler, device)
+    scheduler.submit(asked_of("a", [6]))
+
+
+def test_a_prompt_token_that_is_no_32_bit_integer_is_refused():
+    with pytest.raises(RequestError, match="no token id"):
+        scheduler_of().submit(asked_of("a", [2**40]))
+
+
+def test_one_request_too_many_is_told_to_retry():
+    scheduler, _ = running_of(asked_of("a", [5]), max_queued_requests=1)
+    with pytest.raises(QueueFull, match=r"1 requests are waiting, the most that --max-queued-requests allows \(1\); retry"):
+        scheduler.submit(asked_of("b", [5]))
+    assert scheduler.num_waiting == 1
+
+
+# What a step holds
+
+
+def test_nothing_to_do_is_an_empty_step():
+    scheduler = scheduler_of()
+    assert scheduler.next_step().items == ()
+    assert not scheduler.has_work
+
+
+def test_decoding_requests_come_first_then_prompt_chunks_under_the_token_budget():
+    scheduler, device = running_of(asked_of("a", range(10, 13)), max_batch_tokens=8)
+    run_step(scheduler, device)
+    scheduler.submit(asked_of("b", range(20, 40)))
+    step, _ = run_step(scheduler, device)
+    assert shape(step) == [("a", 1), ("b", 7)]
+    assert (step.num_decode, step.num_prefill_tokens, step.num_tokens) == (1, 7, 8)
+    assert [item.num_logits for item in step.items] == [1, 0]
+    assert [shape(run_step(scheduler, device)[0]) for _ in range(2)] == [[("a", 1), ("b", 7)], [("a", 1), ("b", 6)]]
+
+
+def test_prompts_in_progress_go_before_new_ones():
+    scheduler, device = running_of(asked_of("a", range(10, 22)), asked_of("b", range(30, 36)), max_batch_tokens=8)
+    assert [shape(run_step(scheduler, device)[0]) for _ in range(2)] == [[("a", 8)], [("a", 4), ("b", 4)]]
+
+
+def test_no_more_requests_run_than_max_batch_requests():
+    scheduler, device = running_of(*(asked_of(name, [ord(name)]) for name in "abc"), max_batch_requests=2)
+    assert shape(run_step(scheduler, device)[0]) == [("a", 1), ("b", 1)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+
+
+def test_the_policy_decides_who_is_admitted_first():
+    requests = [asked_of("late", [5], priority=3), asked_of("soon", [6], priority=1), asked_of("next", [7], priority=1)]
+    scheduler, device = running_of(*requests, policy=PRIORITY, max_batch_requests=2)
+    assert shape(run_step(scheduler, device)[0]) == [("soon", 1), ("next", 1)]
+
+
+def test_a_policy_sees_the_facts_of_a_request():
+    seen = []
+    policy = SchedulePolicySpec(name="spy", api=(1, 0), key=lambda facts: seen.append(facts) or (), summary="")
+    running_of(asked_of("a", [5, 6], priority=4), policy=policy)
+    assert [(facts.request_id, facts.priority, facts.num_tokens, facts.arrival_s) for facts in seen] == [("a", 4, 2, 0.0)]
+
+
+def test_prompt_logprobs_get_logits_for_every_prompt_row_and_no_prefix_hit():
+    scheduler, device = running_of(asked_of("a", range(10, 20)))
+    finish(scheduler, device)
+    scheduler.submit(asked_of("b", range(10, 20), prompt_logprobs=1))
+    step, results = run_step(scheduler, device)
+    assert [(item.start, item.num_tokens, item.num_logits) for item in step.items] == [(0, 10, 10)]
+    assert results[0].request.num_cached_tokens == 0
+    assert [item.num_logits for item in run_step(scheduler, device)[0].items] == [1]
+    finish(scheduler, device)
+
+
+# How requests end
+
+
+@pytest.mark.parametrize(
+    ("params", "token", "expected"),
+    [
+        ({"max_tokens": 3}, 1, ([1, 1, 1], FinishReason.LENGTH)),
+        ({"max_tokens": 99}, 1, ([1] * 6, FinishReason.LENGTH)),
+        ({}, EOS, ([EOS], FinishReason.STOP)),
+        ({"min_tokens": 2}, EOS, ([EOS] * 2, FinishReason.STOP)),
+        ({"max_tokens": 3, "ignore_eos": True}, EOS, ([EOS] * 3, FinishReason.LENGTH)),
+        ({"stop_token_ids": (1,)}, 1, ([1], FinishReason.STOP)),
+        ({"stop_token_ids": (1,), "ignore_eos": True, "min_tokens": 2}, 1, ([1] * 2, FinishReason.STOP)),
+        ({"max_tokens": 1}, EOS, ([EOS], FinishReason.STOP)),
+    ],
+)
+def test_a_request_ends_by_its_stop_tokens_or_its_length(params, token, expected):
+    scheduler, device = running_of(asked_of("a", [5, 6], **params), max_model_len=8)
+    assert finish(scheduler, device, token) == {"a": expected}
+
+
+def test_a_small_pool_clamps_max_tokens_to_what_it_holds():
+    scheduler, device = running_of(asked_of("a", [5, 6], max_tokens=99), num_pages=2)
+    assert finish(scheduler, device) == {"a": ([1] * 7, FinishReason.LENGTH)}
+
+
+def test_the_stop_token_is_reported():
+    scheduler, device = running_of(asked_of("a", [5]), asked_of("b", [6], max_tokens=1))
+    _, (first, second) = run_step(scheduler, device, EOS)
+    assert (first.stop_token_id, second.stop_token_id) == (EOS, EOS)
+    scheduler.submit(asked_of("c", [5], max_tokens=1))
+    assert run_step(scheduler, device, 1)[1][0].stop_token_id is None
+
+
+# The prefix cache
+
+
+def test_a_finished_request_leaves_its_pages_to_the_next_one():
+    scheduler, device = running_of(asked_of("a", range(10, 20), max_tokens=7))
+    finish(scheduler, device)
+    assert scheduler.cached_pages == 4
+    scheduler.submit(asked_of("b", [*range(10, 20), 1, 1, 1, 1]))
+    step, results = run_step(scheduler, device)
+    assert (step.items[0].start, step.items[0].num_tokens, results[0].request.num_cached_tokens) == (12, 2, 12)
+
+
+def test_a_prompt_is_shared_as_soon_as_its_chunks_are_computed():
+    scheduler, device = running_of(asked_of("a", range(10, 30)), max_batch_tokens=8)
+    run_step(scheduler, device)
+    assert scheduler.cached_pages == 2
+
+
+def test_requests_with_one_prefix_wait_for_the_first_to_compute_it():
+    prefix = list(range(10, 26))
+    scheduler, device = running_of(*(asked_of(name, [*prefix, ord(name)]) for name in "abc"))
+    assert shape(run_step(scheduler, device)[0]) == [("a", 17)]
+    assert shape(run_step(scheduler, device)[0]) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_with_the_prefix_cache_off_nobody_waits_and_nothing_is_kept():
+    prefix = list(range(10, 26))
+    scheduler, device = running_of(*(asked_of(name, [*prefix, ord(name)]) for name in "abc"), prefix_cache=False)
+    assert shape(run_step(scheduler, device)[0]) == [("a", 17), ("b", 17), ("c", 17)]
+    finish(scheduler, device)
+    assert (scheduler.cached_pages, scheduler.free_pages) == (0, 64)
+
+
+def test_a_page_computed_twice_is_kept_until_its_request_ends():
+    scheduler, device = running_of(asked_of("a", range(10, 18)), asked_of("b", range(10, 18), prompt_logprobs=0))
+    run_step(scheduler, device)
+    assert scheduler.cached_pages == 2
+    assert scheduler.free_pages == 60
+    finish(scheduler, device)
+
+
+def test_different_salts_share_nothing():
+    scheduler, device = running_of(asked_of("a", range(10, 20), salt="x"))
+    finish(scheduler, device)
+    scheduler.submit(asked_of("b", range(10, 20), salt="y"))
+    assert run_step(scheduler, device)[0].items[0].start == 0
+
+
+# Short memory
+
+
+def test_a_decode_without_a_page_preempts_the_last_request_in_order():
+    scheduler, device = running_of(
+        asked_of("a", range(10, 14), max_tokens=60),
+        asked_of("b", range(20, 24), max_tokens=60),
+        num_pages=20,
+        prefix_cache=False,
+    )
+    preempted = []
+    for _ in range(200):
+        step, _ = run_step(scheduler, device)
+        preempted += step.preempted
+        if not scheduler.has_work:
+            break
+    assert preempted == ["b"]
+    assert scheduler.free_pages == 20
+
+
+def test_a_preempted_request_keeps_its_tokens_and_its_place():
+    scheduler, device = running_of(
+        asked_of("a", range(10, 14), max_tokens=60), asked_of("b", range(20, 24), max_tokens=60), num_pages=20
+    )
+    while not run_step(scheduler, device)[0].preempted:
+        pass
+    scheduler.submit(asked_of("c", [5]))
+    ended = finish(scheduler, device)
+    assert list(ended) == ["a", "b", "c"] or list(ended) == ["a", "c", "b"]
+    assert {name: len(output) for name, (output, _) in ended.items()} == {"a": 60, "b": 60, "c": 8}
+
+
+def test_cached_pages_are_evicted_before_anybody_is_preempted():
+    scheduler, device = running_of(asked_of("old", range(10, 40)), num_pages=10)
+    finish(scheduler, device)
+    assert scheduler.cached_pages == 9
+    scheduler.submit(asked_of("new", range(50, 80)))
+    assert not any(run_step(scheduler, device)[0].preempted for _ in range(8))
+    assert not scheduler.has_work
+
+
+def test_nobody_passes_a_head_of_the_queue_that_does_not_fit():
+    scheduler, device = running_of(asked_of("a", range(10, 18), max_tokens=20), num_pages=16)
+    run_step(scheduler, device)
+    scheduler.submit(asked_of("large", range(100, 140)))
+    scheduler.submit(asked_of("small", [5]))
+    while scheduler.num_running == 1:
+        step, _ = run_step(scheduler, device)
+        assert "small" not in dict(shape(step))
+    finish(scheduler, device)
+
+
+def test_admission_leaves_room_for_those_who_run():
+    scheduler, device = running_of(asked_of("a", range(10, 14), max_tokens=40), num_pages=12)
+    run_step(scheduler, device)
+    scheduler.submit(asked_of("b", range(20, 36)))
+    assert shape(run_step(scheduler, device)[0]) == [("a", 1)]  # 4 pages for b would be there, but not the headroom beside them
+
+
+# Aborts and failures
+
+
+def test_an_abort_gives_all_pages_back_at_every_stage():
+    for num_steps in range(6):
+        scheduler, device = running_of(asked_of("a", range(10, 30), max_tokens=4), max_batch_tokens=8)
+        for _ in range(num_steps):
+            run_step(scheduler, device)
+        assert scheduler.abort("a")
+        scheduler.check_integrity()
+        assert not scheduler.abort("a")
+        assert not scheduler.has_work
+        assert scheduler.free_pages + scheduler.cached_pages == 64
+
+
+def test_pages_of_a_request_aborted_in_flight_come_back_when_the_step_completes():
+    scheduler, device = running_of(asked_of("a", range(10, 20)), prefix_cache=False)
+    step = scheduler.next_step()
+    launched = device.launch(step, lambda: 1)
+    assert scheduler.abort("a")
+    assert scheduler.free_pages == 61
+    assert scheduler.complete(step, launched.sampled) == []
+    assert scheduler.free_pages == 64
+
+
+def test_a_failed_step_ends_its_requests_and_nobody_elses():
+    scheduler, device = running_of(asked_of("a", range(10, 20)), max_batch_requests=1)
+    scheduler.submit(asked_of("b", range(10, 20)))
+    step = scheduler.next_step()
+    device.spoil(device.launch(step, lambda: 1))
+    assert [request.request_id for request in scheduler.fail(step)] == ["a"]
+    assert scheduler.cached_pages == 0
+    assert list(finish(scheduler, device)) == ["b"]
+
+
+def test_one_request_of_a_step_can_fail():
+    scheduler, device = running_of(asked_of("a", [5]), asked_of("b", [6]))
+    run_step(scheduler, device)
+    assert [request.request_id for request in scheduler.fail(["a", "gone"])] == ["a"]
+    assert list(finish(scheduler, device)) == ["b"]
+
+
+def test_steps_that_come_back_out_of_order_are_a_bug():
+    scheduler, device = running_of(asked_of("a", [5]))
+    first = scheduler.next_step()
+    device.launch(first, lambda: 1)
+    second = scheduler.next_step()
+    with pytest.raises(AssertionError, match="in the order they were scheduled in"):
+        scheduler.complete(second, [1])
+
+
+# Steps in flight
+
+
+def test_the_next_step_can_be_scheduled_before_its_input_is_known():
+    scheduler, device = running_of(asked_of("a", [5, 6], max_tokens=3))
+    first = scheduler.next_step()
+    second_launch = None
+    first_launch = device.launch(first, lambda: 7)
+    second = scheduler.next_step()
+    second_launch = device.launch(second, lambda: 8)
+    assert [(item.start, item.num_tokens, item.input_pending) for item in second.items] == [(2, 1, True)]
+    assert [result.token_id for result in scheduler.complete(first, first_launch.sampled)] == [7]
+    assert [result.token_id for result in scheduler.complete(second, second_launch.sampled)] == [8]
+    assert not scheduler.next_step().items[0].input_pending
+
+
+def test_a_request_that_is_sure_to_end_in_the_step_in_flight_is_not_scheduled_again():
+    scheduler, device = running_of(asked_of("a", [5], max_tokens=1))
+    device.launch(scheduler.next_step(), lambda: 1)
+    assert scheduler.next_step().items == ()
+    assert scheduler.has_work
+
+
+def test_what_a_later_step_samples_for_an_ended_request_is_dropped_and_its_pages_come_back_then():
+    scheduler, device = running_of(asked_of("a", range(10, 14)), prefix_cache=False)
+    first = device.launch(scheduler.next_step(), lambda: EOS)
+    second = device.launch(scheduler.next_step(), lambda: 9)
+    (result,) = scheduler.complete(first.step, first.sampled)
+    assert result.finish_reason is FinishReason.STOP
+    assert scheduler.free_pages == 62
+    assert scheduler.complete(second.step, second.sampled) == []
+    assert list(result.request.token_ids) == [10, 11, 12, 13, EOS]
+    assert scheduler.free_pages == 64
+
+
+# Speed
+
+
+def test_scheduling_256_decoding_requests_takes_little_time():
+    scheduler, device = running_of(
+        *(asked_of(f"r{n}", range(n, n + 20), max_tokens=100) for n in range(256)),
+        num_pages=4096,
+        page_size=16,
+        max_batch_tokens=8192,
+        max_batch_requests=256,
+        max_queued_requests=1000,
+    )
+    device.launch(step := scheduler.next_step(), lambda: 1)
+    scheduler.complete(step, [1] * 256)
+    scheduled, completed = [], []
+    for _ in range(20):
+        began = perf_counter()
+        step = scheduler.next_step()
+        launched = perf_counter()
+        scheduler.complete(step, [1] * 256)
+        scheduled.append(launched - began)
+        completed.append(perf_counter() - launched)
+    assert step.num_decode == 256
+    assert min(scheduled) < 0.002
+    assert min(completed) < 0.002

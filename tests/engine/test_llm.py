@@ -1,0 +1,157 @@
+"""The Python way in, on the echo model and the embedded default."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from enginery import LLM, SamplingParams
+from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> Path:
+    config = dict(architectures=["EchoForCausalLM"], vocab_size=97, max_position_embeddings=256, eos_token_id=[5, 6])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def checksum(tokens: list[int]) -> int:
+    return sum((place + 1) * token for place, token in enumerate(tokens)) % 65_521 % 97
+
+
+def continued(prompt: list[int], count: int) -> tuple[int, ...]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(checksum(tokens))
+    return tuple(tokens[len(prompt) :])
+
+
+def llm(folder: Path, **options: object) -> LLM:
+    return LLM(str(folder), load_format="dummy", **{"num_pages": 64, "dtype": "float32", **options})
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def test_prompts_are_answered_in_their_order(echo: Path) -> None:
+    prompts = [[7, 8, 9], [1], list(range(50))]
+    with llm(echo) as model:
+        answers = model.generate(prompts, GREEDY)
+    assert [answer.token_ids for answer in answers] == [continued(prompt, 20) for prompt in prompts]
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    assert [answer.prompt_token_ids for answer in answers] == [tuple(prompt) for prompt in prompts]
+
+
+def test_a_single_prompt_and_params_for_each_are_accepted(echo: Path) -> None:
+    model = llm(echo)
+    assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
+    each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 3)]
+    assert [len(answer.token_ids) for answer in model.generate([[1], [2]], each)] == [1, 3]
+    with pytest.raises(RequestError, match="2 prompts and 1 params"):
+        model.generate([[1], [2]], each[:1])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_memory_is_intact_under_pressure(echo: Path, *, page_size: int, prefix_cache: bool) -> None:
+    prompts = [[seed, *range(10, 10 + seed)] for seed in range(1, 40)] * 2
+    model = llm(echo, page_size=page_size, num_pages=256 // page_size, max_batch_tokens=32, prefix_cache=prefix_cache)
+    answers = model.generate(prompts, GREEDY)
+    assert [answer.token_ids for answer in answers] == [continued(prompt, 20) for prompt in prompts]
+
+
+def test_a_cache_salt_keeps_prefixes_apart(echo: Path) -> None:
+    from enginery.contracts.request import GenerationRequest
+
+    model = llm(echo)
+    engine = model._engine
+    assert engine is not None
+    cached = []
+    for number, salt in enumerate(("", "", "a", "a")):
+        engine.submit(GenerationRequest(request_id=str(number), prompt_token_ids=tuple(range(40)), params=GREEDY, cache_salt=salt))
+        outputs = [output for _ in range(30) for output in engine.step()]
+        cached.append(outputs[0].num_cached_tokens)
+    assert cached[0] == cached[2] == 0
+    assert cached[1] >= 32
+    assert cached[3] >= 32
+
+
+def test_several_end_of_sequence_ids_and_stop_token_ids_end_it(echo: Path) -> None:
+    model = llm(echo)
+    prompt = next([seed, extra] for seed in range(90) for extra in range(90) if continued([seed, extra], 3)[2] == 6)
+    ended = model.generate(prompt, SamplingParams(temperature=0, max_tokens=20))[0]
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids[-1] == 6
+    tokens = continued([7, 8, 9], 20)
+    stopped = model.generate([7, 8, 9], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(tokens[4],), ignore_eos=True))[
+        0
+    ]
+    assert stopped.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_n_answers_differ_and_a_seed_repeats_them(echo: Path) -> None:
+    with LLM(num_pages=64) as model:
+        params = SamplingParams(max_tokens=12, n=3, seed=5, ignore_eos=True)
+        first, again = model.generate("Hello", params)[0], model.generate(["other", "Hello", "more"], params)[1]
+    texts = [completion.token_ids for completion in first.completions]
+    assert len(set(texts)) == 3
+    assert texts == [completion.token_ids for completion in again.completions]
+
+
+def test_stop_strings_cut_text_and_tokens() -> None:
+    with LLM(num_pages=64) as model:
+        whole = model.generate("Hello", SamplingParams(max_tokens=40, seed=2, ignore_eos=True))[0]
+        stop = whole.text[5:7]
+        cut = model.generate("Hello", SamplingParams(max_tokens=40, seed=2, ignore_eos=True, stop=(stop,)))[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert len(cut.token_ids) < 40
+
+
+def test_logprobs_and_prompt_logprobs_cover_every_token() -> None:
+    with LLM(num_pages=64) as model:
+        answer = model.generate([10, 11, 12], SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=1))[0]
+    assert answer.logprobs is not None
+    assert [entry.token_id for entry in answer.logprobs] == list(answer.token_ids)
+    assert all(entry.logprob == entry.top[0][1] and len(entry.top) == 2 for entry in answer.logprobs)
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in answer.prompt_logprobs[1:] if entry] == [11, 12]
+
+
+def test_prompt_logprobs_are_whole_when_the_prompt_is_cut_into_chunks() -> None:
+    prompt = list(range(20, 90))
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    with LLM(num_pages=64) as whole, LLM(num_pages=64, max_batch_tokens=23) as chunked:
+        expected, actual = (model.generate(prompt, params)[0].prompt_logprobs for model in (whole, chunked))
+    assert expected is not None
+    assert actual is not None
+    assert len(actual) == len(prompt)
+    for one, other in zip(expected[1:], actual[1:], strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_wrong_use_says_what_to_do(echo: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean page_size"):
+        LLM(pagesize=3)
+    model = llm(echo)
+    with pytest.raises(CheckpointError, match="token ids"):
+        model.generate("text without a tokenizer")
+    with pytest.raises(RequestError, match="token id 97, but the vocabulary has ids 0 to 96"):
+        model.generate([[1, 97]])
+    with pytest.raises(RequestError, match="logit_bias"):
+        model.generate([[1]], SamplingParams(logit_bias={100: 1.0}))
+    with pytest.raises(RequestError):
+        model.generate([[]])
+    with pytest.raises(RequestError, match="256"):
+        model.generate([list(range(90)) * 3])
+    assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
+    model.close()
+    with pytest.raises(EnginError, match="closed"):
+        model.generate([1])

@@ -1,0 +1,180 @@
+"""A checkpoint that is incomplete or damaged is refused before anything is served, by file and tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from enginery.config.schema import EngineOptions
+from enginery.errors import CheckpointError, EnginError
+from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts
+from enginery.run.checkpoint_files import scan_checkpoint
+from enginery.run.weights import WeightRecord, check, load, random_weights
+
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=64,
+)
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    shapes = {
+        "model.embed_tokens.weight": (32, 16),
+        "lm_head.weight": (32, 16),
+        "model.norm.weight": (16,),
+        "model.layers.0.input_layernorm.weight": (16,),
+        "model.layers.0.post_attention_layernorm.weight": (16,),
+        Q_PROJ: (16, 16),
+        "model.layers.0.self_attn.k_proj.weight": (8, 16),
+        "model.layers.0.self_attn.v_proj.weight": (8, 16),
+        "model.layers.0.self_attn.o_proj.weight": (16, 16),
+        "model.layers.0.mlp.gate_proj.weight": (24, 16),
+        "model.layers.0.mlp.up_proj.weight": (24, 16),
+        "model.layers.0.mlp.down_proj.weight": (16, 24),
+    }
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def build(folder: Path, **changes: object) -> None:
+    build_parts(EngineOptions(**{"model": str(folder), "num_pages": 8, "device": "cpu", **changes}), Registry.load())
+
+
+def write_shards(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    names = sorted(weights)
+    halves = {"model-00001-of-00002.safetensors": names[:6], "model-00002-of-00002.safetensors": names[6:]}
+    for file, part in halves.items():
+        save_file({name: weights[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_whole_checkpoint_loads_from_one_file_and_from_shards(folder: Path) -> None:
+    save_file(tensors(), folder / "model.safetensors")
+    build(folder)
+    (folder / "model.safetensors").unlink()
+    write_shards(folder, tensors())
+    build(folder)
+
+
+def test_loaded_values_are_the_stored_ones_and_merged_ones_are_stacked(folder: Path) -> None:
+    weights = tensors()
+    save_file(weights, folder / "model.safetensors")
+    record = WeightRecord(torch.float32)
+    names = [Q_PROJ, "model.layers.0.self_attn.k_proj.weight"]
+    assert record.merge(names, [(16, 16), (8, 16)]).shape == (24, 16)
+    record.take("model.norm.weight", (16,))
+    loaded = load(record, scan_checkpoint(folder), torch.device("cpu"))
+    merged = loaded.merge(names, [(16, 16), (8, 16)])
+    assert torch.equal(merged, torch.cat([weights[name] for name in names]))
+    assert torch.equal(loaded.take("model.norm.weight", (16,)), weights["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda weights: weights.pop(Q_PROJ), f"tensor '{Q_PROJ}' [16, 16] is missing"),
+        (lambda weights: weights.update({Q_PROJ: torch.zeros(4, 4)}), f"'{Q_PROJ}' in model.safetensors has shape [4, 4]"),
+        (lambda weights: weights.update({"model.extra": torch.zeros(2)}), "'model.extra' in model.safetensors is unexpected"),
+        (lambda weights: weights.update({Q_PROJ: torch.zeros(16, 16, dtype=torch.int8)}), "has dtype I8"),
+    ],
+)
+def test_a_wrong_tensor_is_named_with_its_file(
+    folder: Path, damage: Callable[[dict[str, torch.Tensor]], object], said: str
+) -> None:
+    weights = tensors()
+    damage(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        build(folder)
+    assert said in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_a_truncated_shard_is_named_with_the_tensor_that_is_cut(folder: Path) -> None:
+    write_shards(folder, tensors())
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is cut off: tensor '.+' ends at byte"):
+        build(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 100, (5).to_bytes(8, "little") + b"{bad}"])
+def test_a_file_that_is_no_safetensors_file_is_named(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model.safetensors (is cut off or no safetensors file|has a damaged header)"):
+        build(folder)
+
+
+def test_a_missing_shard_is_named_with_what_to_do(folder: Path) -> None:
+    write_shards(folder, tensors())
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors does not exist .*--load-format dummy"):
+        build(folder)
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(folder: Path) -> None:
+    write_shards(folder, tensors())
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][Q_PROJ] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="but it is not"):
+        build(folder)
+
+
+def test_a_folder_without_weights_says_that_dummy_would_do(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="--load-format dummy"):
+        build(folder)
+    build(folder, load_format="dummy")
+
+
+def test_an_unknown_architecture_names_the_known_ones(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamaForCausalLm"]}))
+    with pytest.raises(EnginError, match="LlamaForCausalLM"):
+        build(folder)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"])
+def test_an_incomplete_config_names_the_key(folder: Path, key: str) -> None:
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in CONFIG.items() if name != key}))
+    with pytest.raises(CheckpointError, match=key):
+        build(folder, load_format="dummy")
+
+
+def test_random_weights_depend_on_the_name_and_the_seed_alone() -> None:
+    def drawn(names: list[str], seed: int) -> torch.Tensor:
+        record = WeightRecord(torch.float32)
+        for name in names:
+            record.take(name, (4, 4))
+        return random_weights(record, torch.device("cpu"), seed=seed).take("b", (4, 4))
+
+    assert torch.equal(drawn(["a", "b"], 0), drawn(["b"], 0))
+    assert not torch.equal(drawn(["b"], 0), drawn(["b"], 1))
+
+
+def test_ignored_patterns_are_not_unexpected(folder: Path) -> None:
+    save_file({"a": torch.zeros(2), "x.inv_freq": torch.zeros(2)}, folder / "model.safetensors")
+    record = WeightRecord(torch.float32)
+    record.take("a", (2,))
+    check(record, scan_checkpoint(folder), ("*.inv_freq",), folder=folder)
+    with pytest.raises(CheckpointError, match="inv_freq"):
+        check(record, scan_checkpoint(folder), (), folder=folder)

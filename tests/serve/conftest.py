@@ -1,0 +1,104 @@
+"""A checkpoint folder with a tokenizer and a template, and the app over the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "core" / "text")]
+
+from tokenizers_made import byte_level, save  # noqa: E402
+
+from enginery.config.schema import EngineOptions  # noqa: E402
+from enginery.plugin.registry import Registry  # noqa: E402
+from enginery.serve.app import build_app  # noqa: E402
+from enginery.serve.engine_client import EngineClient  # noqa: E402
+from enginery.serve.served_model import ServedModel  # noqa: E402
+from enginery.serve.service import Service  # noqa: E402
+
+FAKE_ENGINE = (sys.executable, str(HERE / "fake_engine.py"))
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save(byte_level(), tmp_path_factory.mktemp("checkpoint"), chat_template=TEMPLATE)
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}))
+    return path
+
+
+class Live:
+    """The app over a fake engine in a process of its own, and a client of it."""
+
+    def __init__(self, service: Service, http: httpx.AsyncClient, log: Path) -> None:
+        self.service = service
+        self.engine = service.engine
+        self.http = http
+        self._log = log
+
+    async def post(self, path: str, **body: object) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def complete(self, prompt: object, **body: object) -> httpx.Response:
+        return await self.post("/v1/completions", prompt=prompt, **body)
+
+    async def chat(self, text: str, **body: object) -> httpx.Response:
+        return await self.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], **body)
+
+    async def events(self, path: str, **body: object) -> list[dict]:
+        response = await self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def said(self, what: str) -> list[str]:
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        return [line.split()[1] for line in lines if line.startswith(what)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def live(folder: Path, log: Path, **options: object) -> AsyncIterator[Live]:
+    registry = Registry.load(no_plugins=True)
+    engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest(), command=FAKE_ENGINE)
+    loaded = asyncio.get_running_loop().create_future()
+    service = Service(engine=engine, loaded=loaded)
+    try:
+        loaded.set_result(ServedModel.load(await engine.ready(registry.manifest().digest())))
+        transport = httpx.ASGITransport(app=build_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield Live(service, http, log)
+    finally:
+        if loaded.done():
+            loaded.result().template.close()
+        await engine.stop()
+
+
+@pytest.fixture
+def with_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs an async function with a `Live`."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("FAKE_LOG", str(log))
+
+    def run(scenario: Callable[[Live], Awaitable[None]], **options: object) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(50), live(folder, log, **options) as server:
+                await scenario(server)
+
+        asyncio.run(main())
+
+    return run

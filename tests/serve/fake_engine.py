@@ -1,0 +1,109 @@
+"""An engine without a model: it repeats the prompt, token by token, and ends. Also runs as the engine's process.
+
+Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up, SLOW takes 20 ms for a step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineFacts
+from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
+from enginery.errors import CheckpointError, QueueFull
+from enginery.plugin.registry import Registry
+
+BREAK, FAIL, SLOW = 666, 667, 668
+VOCAB_SIZE = 600
+EOS = 1
+
+
+class FakeEngine:
+    """Log lines `submit|abort|finish ID` go to the file that FAKE_LOG names."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._requests: dict[str, tuple[GenerationRequest, int]] = {}
+        self._options = options
+        self._log = os.environ.get("FAKE_LOG")
+        self.facts = EngineFacts(
+            model_name=options.served_model_name or "fake",
+            folder=str(options.model),
+            max_model_len=options.max_model_len or 512,
+            vocab_size=VOCAB_SIZE,
+            dtype="float32",
+            attn_backend="none",
+            note="",
+            num_pages=64,
+            page_size=16,
+            eos_token_ids=(EOS,),
+            decisions=(("engine", "fake", "this is a test"),),
+        )
+
+    @classmethod
+    def build(cls, options: EngineOptions, registry: Registry) -> FakeEngine:
+        if options.device == "broken":
+            raise CheckpointError("the weights are gone; fetch them again")
+        time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
+        return cls(options)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, request: GenerationRequest) -> None:
+        if len(self._requests) >= self._options.max_queued_requests:
+            raise QueueFull(f"{len(self._requests)} requests are waiting, and no more may; try again")
+        self._requests[request.request_id] = (request, 0)
+        self._say("submit", request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None):
+            self._say("abort", request_id)
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(0.02 if any(request.params.seed == SLOW for request, _ in self._requests.values()) else 0)
+        return [self._next(request, count) for request, count in list(self._requests.values())]
+
+    def _next(self, request: GenerationRequest, count: int) -> RequestOutput:
+        params, prompt = request.params, request.prompt_token_ids
+        if params.seed == BREAK and count == 2:
+            raise ZeroDivisionError("a bug of the engine")
+        if params.seed == FAIL and count == 2:
+            del self._requests[request.request_id]
+            return RequestOutput(request_id=request.request_id, error="the logits were NaN")
+        ends = count == len(prompt) and not params.ignore_eos
+        token = EOS if ends else prompt[count % len(prompt)]
+        self._requests[request.request_id] = (request, count + 1)
+        finish = FinishReason.STOP if ends else FinishReason.LENGTH if count + 1 == params.max_tokens else None
+        if finish:
+            del self._requests[request.request_id]
+            self._say("finish", request.request_id)
+        first = count == 0 and params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=(token,),
+            logprobs=None if params.logprobs is None else (_logprob(token, params.logprobs),),
+            prompt_logprobs=(None, *(_logprob(token, params.prompt_logprobs) for token in prompt[1:])) if first else None,
+            finish_reason=finish,
+            stop_token_id=EOS if ends else None,
+            num_cached_tokens=len(prompt) // 2,
+        )
+
+    def _say(self, what: str, request_id: str) -> None:
+        if self._log:
+            with Path(self._log).open("a") as file:
+                file.write(f"{what} {request_id}\n")
+
+
+def _logprob(token: int, count: int) -> TokenLogprob:
+    top = tuple(((token + place) % VOCAB_SIZE, -0.5 - place) for place in range(count))
+    return TokenLogprob(token_id=token, logprob=-0.5, top=top)
+
+
+if __name__ == "__main__":
+    from enginery.serve.engine_process import run
+
+    sys.exit(run(FakeEngine.build))

@@ -1,0 +1,21 @@
+"""The whole server over the fake engine: FOLDER PORT [max_queued_requests]. Prints what `engine serve` prints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from enginery.config.schema import EngineOptions
+from enginery.errors import EnginError
+from enginery.plugin.registry import Registry
+from enginery.serve.server import ServeSettings, serve
+
+if __name__ == "__main__":
+    folder, port, *rest = sys.argv[1:]
+    options = EngineOptions(model=folder, device=rest[0] if rest else "auto")
+    command = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+    try:
+        serve(options, Registry.load(no_plugins=True), ServeSettings(port=int(port), engine_command=command, drain_s=1.0))
+    except EnginError as error:
+        print(f"engine: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

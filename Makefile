@@ -10,7 +10,7 @@ sources := core/enginery $(sort $(wildcard plugins/*/src))
 
 .PHONY: help serve test lint venv clean
 help:
-	@echo "make serve [ARGS='MODEL --port 8000']   serve a model; the embedded one if none is named"
+	@echo "make serve [ARGS='-m MODEL --port 8000'] serve a model; the embedded one if none is named"
 	@echo "make test  [ARGS='-k words']            run the tests that need no GPU"
 	@echo "make lint                               ruff and mypy over the core and every plugin"
 	@echo "make venv                               only set up $(VENV)"

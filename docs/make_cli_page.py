@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import typer
+
 from enginery.cli.main import app
 
 HEAD = """\
@@ -27,18 +29,21 @@ def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from commands(command, f"{name} {word}")
 
 
-def cell(text: str | None) -> str:
-    """One line of a table."""
-    return " ".join((text or "").split()).replace("|", "\\|")
+TOLD = re.compile(r"\s*\[dim\]\\\[default: (.*)\]\[/dim\]$")  # a default that a help text tells, in rich's markup
 
 
-def default(parameter: Any) -> str:
-    """What holds if it is not given, where that says something."""
-    if parameter.default is None or parameter.default in ("", [], ()) or callable(parameter.default):
-        return "required" if parameter.required else ""
-    if isinstance(parameter.default, bool) and not parameter.secondary_opts:
-        return ""
-    return f"`{str(parameter.default).lower() if isinstance(parameter.default, bool) else parameter.default}`"
+def described(parameter: Any) -> tuple[str, str]:
+    """What holds if it is not given, where that says something; and the help."""
+    text = parameter.help or ""
+    if told := TOLD.search(text):
+        value, text = told[1], text[: told.start()]
+    elif parameter.required:
+        value = "required"
+    else:
+        value = "" if parameter.default in (None, "", [], ()) else str(parameter.default)
+    if value == "False" and not parameter.secondary_opts:
+        value = ""
+    return value, " ".join(text.split()).replace("|", "\\|")
 
 
 def rows(command: Any) -> Iterator[str]:
@@ -46,11 +51,13 @@ def rows(command: Any) -> Iterator[str]:
     for parameter in command.params:
         if parameter.name == "help" or getattr(parameter, "hidden", False):
             continue
-        if parameter.opts[0].startswith("-"):
-            names = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
-        else:
+        names = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
+        if not parameter.opts[0].startswith("-"):
             names = f"`{parameter.name.upper()}`"
-        yield f"| {names} | {cell(default(parameter))} | {cell(parameter.help)} |"
+        elif parameter.metavar:
+            names += f" {parameter.metavar}"
+        value, text = described(parameter)
+        yield f"| {names} | {value} | {text} |"
 
 
 def page() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -79,14 +80,13 @@ def dangling(text: str, root: Path) -> list[str]:
 
 def unknown_commands(text: str, cli_page: str, makefile: str) -> list[str]:
     """Lines of shell samples that use a command, an option or a make target that does not exist."""
-    lines = [line.split("#")[0].split() for block in blocks(text, "(?:sh|console)") for line in block.splitlines()]
+    lines = [line for block in blocks(text, "(?:sh|console)") for line in block.splitlines() if re.match("(?:make|engine) ", line)]
+    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
     wrong = []
-    for words in lines:
-        if words[:1] == ["make"]:
-            wrong += [
-                f"make {word}" for word in words[1:] if "=" not in word and not re.search(rf"^{word}:", makefile, re.MULTILINE)
-            ]
-        if words[:1] == ["engine"] and len(words) > 1:
+    for words in (shlex.split(line, comments=True) for line in lines):
+        if words[0] == "make":
+            wrong += [f"make {word}" for word in words[1:] if "=" not in word and word not in targets]
+        if words[0] == "engine":
             section = re.search(rf"^## engine {words[1]}\n(.*?)(?=^## |\Z)", cli_page, re.MULTILINE | re.DOTALL)
             known = section[1] if section else ""
             wrong += [] if section else [f"engine {words[1]}"]

@@ -7,33 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity.oracle import FAMILIES, NUM_GREEDY, ROPES, Oracle, shape
+from parity.engine_driver import RecordingModel, drain, generate, greedy, options
+from parity.oracle import FAMILIES, ROPES, Oracle, shape
 from transformers import LlamaConfig
 
-from enginery.config.schema import EngineOptions
-from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import Model
-from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.plugin.registry import Registry
 from enginery.run.build import build_parts
 from enginery.run.engine import Engine
 
 UNLIMITED = 4096
-
-
-class RecordingModel:
-    """Passes everything on and keeps the logits."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.recorded: list[torch.Tensor] = []
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.model.forward(batch)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.recorded.append(self.model.logits(hidden))
-        return self.recorded[-1]
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +27,6 @@ def registry() -> Registry:
 def any_ops(request: pytest.FixtureRequest) -> Registry:
     """With the CPU plugin's operations and with the core's own."""
     return Registry.load(blocked=() if request.param == "packed" else ("ops-cpu",))
-
-
-def options(oracle: Oracle, **changes: object) -> EngineOptions:
-    return EngineOptions(**{"model": str(oracle.folder), "num_pages": 2000, "device": "cpu", **changes})
-
-
-def greedy(request_id: str, prompt: list[int], **changes: object) -> GenerationRequest:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_GREEDY, "ignore_eos": True, **changes})
-    return GenerationRequest(request_id=request_id, prompt_token_ids=tuple(prompt), params=params)
-
-
-def drain(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    return tokens
-
-
-def generate(engine: Engine, prompts: list[list[int]], **changes: object) -> list[list[int]]:
-    for index, prompt in enumerate(prompts):
-        engine.submit(greedy(str(index), prompt, **changes))
-    tokens = drain(engine, {})
-    return [tokens[str(index)] for index in range(len(prompts))]
 
 
 def test_logits_of_a_prompt_are_within_1e_4(oracle: Oracle, any_ops: Registry) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -102,3 +102,18 @@ def with_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         asyncio.run(main())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def shared_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., httpx.Response]]:
+    """Posts to one app that lives as long as the module's tests."""
+    with asyncio.Runner() as runner:
+        context = live(folder, tmp_path_factory.mktemp("log") / "log")
+        server = runner.run(context.__aenter__())
+
+        def post(path: str, body: dict | bytes) -> httpx.Response:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return runner.run(server.http.post(path, content=content))
+
+        yield post
+        runner.run(context.__aexit__(None, None, None))

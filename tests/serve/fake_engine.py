@@ -13,7 +13,7 @@ from pathlib import Path
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
-from enginery.errors import CheckpointError, QueueFull
+from enginery.errors import CheckpointError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 
 BREAK, FAIL, SLOW = 666, 667, 668
@@ -56,6 +56,8 @@ class FakeEngine:
     def submit(self, request: GenerationRequest) -> None:
         if len(self._requests) >= self._options.max_queued_requests:
             raise QueueFull(f"{len(self._requests)} requests are waiting, and no more may; try again")
+        if len(request.prompt_token_ids) + request.params.max_tokens > self.facts.max_model_len:
+            raise RequestError("the prompt is too long", param="prompt")
         self._requests[request.request_id] = (request, 0)
         self._say("submit", request.request_id)
 

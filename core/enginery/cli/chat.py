@@ -104,7 +104,7 @@ class LocalPartner:
         text = self._template.render(messages)
         token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
         room = max(1, self._engine.facts.max_model_len - len(token_ids))
-        params = SamplingParams(**({"max_tokens": room} | self._sampling))
+        params = SamplingParams(**{"max_tokens": room, **self._sampling})
         request = GenerationRequest(request_id=str(next(self._ids)), prompt_token_ids=token_ids, params=params)
         yield from stream_text(self._engine, self._tokenizer, request)
 

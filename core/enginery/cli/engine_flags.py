@@ -78,9 +78,8 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """
     config = Annotated[Path | None, typer.Option("--config", help="TOML file with these settings.", rich_help_panel=_MODEL)]
     kinds = get_type_hints(EngineOptions)
-    flags = [
-        _parameter(field.name, kinds[field.name], _FLAGS[field.name], default=field.default) for field in fields(EngineOptions)
-    ]
+    defaults = {field.name: field.default for field in fields(EngineOptions)}
+    flags = [_parameter(name, kinds[name], flag, default=defaults[name]) for name, flag in _FLAGS.items()]
     flags.append(_keyword("config", config))
 
     def options(given: dict[str, Any]) -> EngineOptions:
@@ -95,10 +94,12 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command a flag for each way of sampling; its first parameter takes those that were given, as a dict."""
     kinds = get_type_hints(SamplingParams)
-    flags = [_parameter(name, kinds[name], flag, default=None) for name, flag in _SAMPLING_FLAGS.items()]
+    flags = [
+        _parameter(name, kinds[name], flag, default=None).replace(name=f"sampling_{name}") for name, flag in _SAMPLING_FLAGS.items()
+    ]
 
     def sampling(given: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in given.items() if value is not None}
+        asked = {name.removeprefix("sampling_"): value for name, value in given.items() if value is not None}
         return asked | ({"stop": tuple(asked["stop"])} if "stop" in asked else {})
 
     return _with_flags(command, flags, sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import statistics
 import time
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-import enginery
 from enginery.run.llm import LLM
 from enginery.run.workloads import Workload
 
@@ -66,5 +66,5 @@ def report(llm: LLM, workload: Workload, runs: list[BenchRun]) -> Mapping[str, A
         "attention": llm.facts.attn_backend,
         "decisions": [list(decision) for decision in llm.facts.decisions],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {"enginery": enginery.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"enginery": importlib.metadata.version("enginery"), "torch": torch.__version__, "python": platform.python_version()},
     }

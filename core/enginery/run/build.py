@@ -28,6 +28,7 @@ from enginery.errors import CheckpointError
 from enginery.memory.arena import DeviceArena
 from enginery.memory.pool import PagedKVPool, page_bytes
 from enginery.nn.reference_ops import reference_ops
+from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint
@@ -113,7 +114,7 @@ def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
     pool = PagedKVPool(dataclasses.replace(geometry, num_pages=memory.num_pages), choice.device)
     backend = create_backend(choice, registry, pool)
     ops = op_table(choice)
-    with torch.inference_mode():
+    with torch.inference_mode(), inside(choice.family, "build the model"):
         model = choice.family.spec.build(
             model_context(choice, weights, ops=ops, attend=backend.attend, write_kv=pool.write, device=choice.device)
         )
@@ -125,11 +126,15 @@ def choose(asked: EngineOptions, registry: Registry) -> Choice:
     """Everything that can be decided, and refused, from configuration and facts alone."""
     checkpoint = find_checkpoint(asked, registry)
     family = registry.find_model(checkpoint.config["architectures"])
-    facts = family.spec.describe(checkpoint.config)
+    with inside(family, f"describe the model in {checkpoint.folder}"):
+        facts = family.spec.describe(checkpoint.config)
     device = device_facts(asked.device, asked.num_threads)
     settings = resolve(asked, device, facts, config=checkpoint.config)
     where: dict[str, Any] = dict(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
-    attention = registry.select_attn_backend(asked.attention_backend, attn_needs(facts, page_size=asked.page_size, **where)).winner
+    selection = registry.select_attn_backend(asked.attention_backend, attn_needs(facts, page_size=asked.page_size, **where))
+    for candidate in selection.candidates:
+        log.info("attention backend %s", candidate)
+    attention = selection.winner
     ops = registry.select_ops(OpNeeds(**where))
     reason = "asked for" if asked.attention_backend != "auto" else "highest priority that refuses nothing"
     return Choice(
@@ -143,32 +148,27 @@ def choose(asked: EngineOptions, registry: Registry) -> Choice:
         ops=ops,
         decisions=(
             Decision(setting="model", value=checkpoint.name, reason=checkpoint.note or str(checkpoint.folder)),
-            Decision(setting="family", value=family.spec.name, reason=f"by architecture, from {_origin(family)}"),
+            Decision(setting="family", value=family.name, reason=f"by architecture, from {family.source}"),
             *settings.decisions,
-            Decision(setting="attention", value=attention.spec.name, reason=f"{reason}, from {_origin(attention)}"),
+            Decision(setting="attention", value=attention.spec.name, reason=f"{reason}, from {attention.source}"),
             *(
-                Decision(
-                    setting="ops", value=f"{offer.spec.name}: {', '.join(offer.spec.provides)}", reason=f"from {_origin(offer)}"
-                )
+                Decision(setting="ops", value=f"{offer.spec.name}: {', '.join(offer.spec.provides)}", reason=f"from {offer.source}")
                 for offer in ops
             ),
         ),
     )
 
 
-def _origin(offer: Offer[Any]) -> str:
-    return f"{offer.distribution} {offer.version}"
-
-
 def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
     """The checkpoint asked for, or the best that is installed."""
-    offer = registry.default_checkpoint() if asked.model is None else registry.checkpoint(asked.model)
-    shipped = offer.spec if offer else None
-    folder = shipped.folder if shipped else find_folder(str(asked.model), registry)
+    model = registry.default_checkpoint().name if asked.model is None else asked.model
+    folder = find_folder(model, registry)
+    offer = registry.checkpoint(model)
+    shipped = offer.spec if offer and offer.spec.folder == folder else None
     config = read_config(folder)
     return Checkpoint(
         folder=folder,
-        name=asked.served_model_name or (shipped.name if shipped else str(asked.model)),
+        name=asked.served_model_name or model,
         config=config,
         eos_token_ids=_eos_token_ids(folder, config),
         note=shipped.note if shipped else "",
@@ -194,11 +194,11 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
 def check_weights(choice: Choice) -> tuple[WeightRecord, Mapping[str, StoredTensor] | None]:
     """What the model will ask for, and where the checkpoint has it (None for random weights). Reads headers only."""
     record = WeightRecord(choice.dtype)
-    choice.family.spec.build(
-        model_context(
-            choice, record, ops=reference_ops(), attend=_before_binding, write_kv=_before_binding, device=torch.device("meta")
-        )
+    context = model_context(
+        choice, record, ops=reference_ops(), attend=_before_binding, write_kv=_before_binding, device=torch.device("meta")
     )
+    with inside(choice.family, "build the model"):
+        choice.family.spec.build(context)
     if choice.checkpoint.random:
         return record, None
     stored = scan_checkpoint(choice.checkpoint.folder)
@@ -248,7 +248,8 @@ def op_table(choice: Choice) -> OpTable:
     )
     table = reference_ops()
     for offer in reversed(choice.ops):
-        table = dataclasses.replace(table, **offer.spec.load(needs))
+        with inside(offer, f"load the operations {offer.name!r}"):
+            table = dataclasses.replace(table, **offer.spec.load(needs))
     return table
 
 

@@ -83,13 +83,25 @@ class Engine:
         if not step.items:
             return []
         scheduled = time.perf_counter()
-        result = self._runner.run(step)
+        result = self._run(step)
         outputs = self._publish(step, result)
-        self._registry.observe_step(self._report(step, result, schedule_s=scheduled - began))
+        if self._registry.observers:
+            self._registry.observe_step(self._report(step, result, schedule_s=scheduled - began))
         self._num_steps += 1
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
         return outputs
+
+    def _run(self, step: ScheduledStep) -> StepResult:
+        """What fails here is a bug of a plugin or of ours, and ends the engine; the note says whose code ran."""
+        try:
+            return self._runner.run(step)
+        except Exception as error:
+            used = "; ".join(f"{setting} {value} {reason}" for setting, value, reason in self.facts.decisions)
+            error.add_note(
+                f"in step {self._num_steps} with {len(step.items)} requests and {step.num_tokens} tokens, running {used}"
+            )
+            raise
 
     def _check_token_ids(self, request: GenerationRequest) -> None:
         size = self.facts.vocab_size

@@ -22,7 +22,7 @@ HEADROOM_TOKENS = 32
 
 
 class StepDraft:
-    """One step in the making: `fill`, then `step`."""
+    """One step in the making. Use it once: `StepDraft(...).fill()`."""
 
     def __init__(self, roster: Roster, settings: ScheduleSettings) -> None:
         self._roster = roster
@@ -85,9 +85,8 @@ class StepDraft:
         """Take the pages for its next tokens, preempting later requests if nothing else helps. False: it sits out this step."""
         missing = self._residency.num_missing(request, request.num_computed + num_tokens)
         while missing > self._residency.available:
-            last = self._roster.running[-1]
-            # Pages of a leaving request come back with the step in flight; until then nobody else has to go.
-            if last is request or self._roster.leaving or any(item.request is last for item in self._items):
+            # The pages of a leaving request come back with the step it is in; until then nobody else has to go.
+            if self._roster.running[-1] is request or self._roster.leaving:
                 return False
             self._preempted.append(self._roster.preempt_last().request_id)
         if missing > 0:

@@ -44,7 +44,7 @@ class Roster:
         return request
 
     def preempt_last(self) -> Request:
-        """Make the running request that is last in order wait again."""
+        """Make the running request that is last in order wait again, once no step is in flight that it is in."""
         request = self.running.pop()
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1

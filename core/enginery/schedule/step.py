@@ -27,7 +27,10 @@ class ScheduledItem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduledStep:
-    """The requests of one step, the decoding ones first. Given back to `Scheduler.complete` or `fail`, in order."""
+    """The requests of one step, the decoding ones first. Given back to `Scheduler.complete` or `fail`, in order.
+
+    preempted: ids of those that wait again now, or will when the steps they are in have completed, this one perhaps.
+    """
 
     items: tuple[ScheduledItem, ...]
     num_decode: int

@@ -63,7 +63,7 @@ class Fault:
 
     def body(self) -> bytes:
         """JSON."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code or self.status}
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:

@@ -139,7 +139,7 @@ def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
         _refuse_unknown(given, kind)
         if isinstance(given.get("messages"), list):
             given["messages"] = [_without_nulls(message) for message in given["messages"]]
-        return msgspec.convert(given, type=kind)
+        return msgspec.convert(given, type=kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise RequestError(str(error), param=_param(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -166,7 +166,7 @@ def _without_nulls(message: object) -> object:
 
 def _param(message: str) -> str | None:
     """The field that msgspec's message points to."""
-    found = re.search(r"at `\$\.(\w+)", message) or re.search(r"missing required field `(\w+)`", message)
+    found = re.search(r"(?:at|in) `\$\.(\w+)", message) or re.search(r"missing required field `(\w+)`", message)
     return found[1] if found else None
 
 

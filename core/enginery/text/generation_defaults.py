@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,6 +31,6 @@ class GenerationDefaults:
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{path}: {error}; correct it, or start with --generation-config none") from error
 
-    def given(self) -> dict[str, float]:
+    def given(self) -> dict[str, Any]:
         """The fields that the file has."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

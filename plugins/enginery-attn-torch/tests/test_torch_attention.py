@@ -40,6 +40,7 @@ class Case:
     sinks: bool = False
     scattered: bool = True
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
@@ -55,14 +56,15 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpe
         if layer.facts.softcap is not None:
             scores = layer.facts.softcap * torch.tanh(scores / layer.facts.softcap)
         weights = scores.exp()
-        total = weights.sum() + (layer.sinks[head].double().exp() if layer.sinks is not None else 0)
+        total = weights.sum() + (layer.sinks[head].double().exp().cpu() if layer.sinks is not None else 0)
         out[row, head] = (weights / total) @ v[first : position + 1, head // group].double()
     return out
 
 
 def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what the backend gave, what the formula gives), each [T, H, D]."""
+    """(what the backend gave, what the formula gives), each [T, H, D], host."""
     torch.manual_seed(0)
+    device = torch.device(case.device)
     num_heads, num_kv_heads = case.heads
     facts = AttnLayerFacts(
         num_heads=num_heads,
@@ -77,27 +79,27 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         local_id=LocalLayerId(0),
         facts=facts,
         scale=case.head_dim**-0.5 * 1.3,
-        sinks=torch.randn(num_heads) if case.sinks else None,
+        sinks=torch.randn(num_heads, device=device) if case.sinks else None,
     )
     name = str(case.dtype).removeprefix("torch.")
     geometry = KVGeometry(num_pages=NUM_PAGES, page_size=case.page_size, layers=(facts,), dtype=name)
-    pool = PagedKVPool(geometry, CPU)
+    pool = PagedKVPool(geometry, device)
     for part in pool.layer(LocalLayerId(0)):
         part.normal_()  # what does not belong to a request must not be seen
     backend = TorchAttention(
-        BackendContext(instance="torch#0", geometry=geometry, pool=pool, device=CPU, dtype=case.dtype, arena=DeviceArena(CPU))
+        BackendContext(instance="torch#0", geometry=geometry, pool=pool, device=device, dtype=case.dtype, arena=DeviceArena(device))
     )
     batch, keys, values = fill(case, pool)
-    q = torch.randn(batch.num_tokens, num_heads, case.head_dim).to(case.dtype)
+    q = torch.randn(batch.num_tokens, num_heads, case.head_dim).to(device, case.dtype)
     batch.mark_planned(backend.plan_forward_metadata(batch, capture=False))
     out = torch.full_like(q, float("nan"))
-    newest = torch.zeros(batch.num_tokens, num_kv_heads, case.head_dim, dtype=case.dtype)
+    newest = torch.zeros(batch.num_tokens, num_kv_heads, case.head_dim, dtype=case.dtype, device=device)
     backend.attend(q, newest, newest, layer, batch, out)
     expected, row = [], 0
     for (_, now), k, v in zip(case.requests, keys, values, strict=True):
-        expected.append(reference(q[row : row + now], k, v, layer))
+        expected.append(reference(q[row : row + now].cpu(), k, v, layer))
         row += now
-    return out, torch.cat(expected)
+    return out.cpu(), torch.cat(expected)
 
 
 def fill(case: Case, pool: PagedKVPool) -> tuple[ForwardBatch, list[torch.Tensor], list[torch.Tensor]]:
@@ -113,7 +115,7 @@ def fill(case: Case, pool: PagedKVPool) -> tuple[ForwardBatch, list[torch.Tensor
         table[index, :count] = torch.tensor(pages)
         where = torch.tensor([pages[place // case.page_size] * case.page_size + place % case.page_size for place in range(length)])
         k, v = (torch.randn(length, case.heads[1], case.head_dim).to(case.dtype) for _ in range(2))
-        pool.write(LocalLayerId(0), k, v, where)
+        pool.write(LocalLayerId(0), *(part.to(case.device) for part in (k, v, where)))
         keys.append(k)
         values.append(v)
         slots.append(where[before:])
@@ -132,6 +134,7 @@ def fill(case: Case, pool: PagedKVPool) -> tuple[ForwardBatch, list[torch.Tensor
     return batch, keys, values
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCHES = {
     "decode": ((7, 1), (0, 1), (30, 1)),
     "one decode": ((21, 1),),
@@ -141,14 +144,15 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("window", [None, 6, 1])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 0.7}, {"sinks": True}, {"softcap": 2.0, "sinks": True}], ids=str)
 def test_numbers_equal_the_formula(
-    requests: tuple[tuple[int, int], ...], heads: tuple[int, int], window: int | None, extra: dict[str, object]
+    requests: tuple[tuple[int, int], ...], heads: tuple[int, int], window: int | None, extra: dict[str, object], device: str
 ) -> None:
-    out, expected = run(Case(requests, heads=heads, window=window, **extra))
+    out, expected = run(Case(requests, heads=heads, window=window, device=device, **extra))
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
 
 
@@ -161,10 +165,13 @@ def test_any_page_size_and_head_dim_serves(page_size: int, scattered: bool, head
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 0.7, "sinks": True}], ids=str)
-def test_half_precision_is_as_close_as_its_mantissa(dtype: torch.dtype, tolerance: float, extra: dict[str, object]) -> None:
-    out, expected = run(Case(BATCHES["mixed"], dtype=dtype, **extra))
+def test_half_precision_is_as_close_as_its_mantissa(
+    dtype: torch.dtype, tolerance: float, extra: dict[str, object], device: str
+) -> None:
+    out, expected = run(Case(BATCHES["mixed"], dtype=dtype, device=device, **extra))
     assert (out.double() - expected).norm() / expected.norm() < tolerance
 
 

@@ -153,16 +153,20 @@ def test_a_cache_that_is_off_finds_nothing_and_keeps_nothing():
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_prompt_of_32k_tokens_takes_milliseconds(page_size):
-    cache, allocator = cache_of(page_size=page_size, num_pages=2 * 32768 // page_size)
+    cache, allocator = cache_of(page_size=page_size, num_pages=4 * 32768 // page_size)
     tokens = array("i", range(32768))
-    other = array("i", [*range(20000), *range(7, 12775)])
     insert(cache, allocator, tokens, page_size=page_size)
-    started = perf_counter()
-    cache.match(other, "")
-    _, inserted = insert(cache, allocator, other, page_size=page_size)
-    cache.lock(inserted.node)
-    cache.unlock(inserted.node)
-    assert perf_counter() - started < 0.05
+    times = []
+    for meets in (20000, 16000, 12000):
+        other = array("i", [*range(meets), *range(7, 32775 - meets)])
+        started = perf_counter()
+        cache.match(other, "")
+        _, inserted = insert(cache, allocator, other, page_size=page_size)
+        cache.lock(inserted.node)
+        cache.unlock(inserted.node)
+        times.append(perf_counter() - started)
+        allocator.give_back(inserted.duplicates)
+    assert min(times) < 0.02
     cache.check_integrity()
 
 

@@ -1,0 +1,118 @@
+"""generate and chat over the fake engine, and the console command as a whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from fake_engine import FAIL
+
+from enginery import __version__
+from enginery.cli import chat, generate
+from enginery.cli.main import main
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.errors import EnginError
+from enginery.text.tokenizer import Tokenizer
+
+
+def request(tokenizer, text, **params):
+    ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    return GenerationRequest(request_id="0", prompt_token_ids=ids, params=SamplingParams(**params))
+
+
+@pytest.fixture
+def console(engine, monkeypatch, capsys):
+    """The command with the fake engine: (standard output, standard error, exit code)."""
+    monkeypatch.setattr("enginery.cli.generate.build_engine", lambda options: engine)
+    monkeypatch.setattr("enginery.cli.chat.build_engine", lambda options: engine)
+
+    def run(*arguments, lines=()):
+        said = iter(lines)
+        monkeypatch.setattr("builtins.input", lambda prompt="": next(said))
+        with pytest.raises(SystemExit) as ended:
+            main(["--no-plugins"] if not arguments else list(arguments))
+        return (*capsys.readouterr(), ended.value.code)
+
+    return run
+
+
+def test_text_streams_out_of_an_engine(engine, folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    pieces = list(generate.stream_text(engine, tokenizer, request(tokenizer, "hello 😀 world")))
+    assert "".join(pieces) == "hello 😀 world"
+    assert len(pieces) > 3
+    assert not engine.has_work
+
+
+def test_a_stop_string_leaves_nothing_running(engine, folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    pieces = generate.stream_text(engine, tokenizer, request(tokenizer, "hello world", stop=("o w",)))
+    assert "".join(pieces) == "hell"
+    assert not engine.has_work
+
+
+def test_a_failed_request_is_an_error(engine, folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    with pytest.raises(EnginError, match="NaN"):
+        list(generate.stream_text(engine, tokenizer, request(tokenizer, "hello world", seed=FAIL)))
+
+
+def test_generate_continues_its_argument(console):
+    assert console("generate", "hello world", "--max-tokens", "40") == ("hello world\n", "", 0)
+
+
+def test_generate_reads_standard_input(console, monkeypatch, tmp_path):
+    path = tmp_path / "prompt"
+    path.write_text("from a pipe")
+    with path.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert console("generate", "--stop", "pipe")[0] == "from a \n"
+
+
+def test_generate_refuses_wrong_sampling_without_a_traceback(console):
+    out, err, code = console("generate", "x", "--top-p", "7")
+    assert (out, code) == ("", 1)
+    assert err == "engine: top_p is 7.0, but must lie between 1e-06 and 1\n"
+
+
+def test_chat_keeps_the_conversation(console):
+    lines = ("hi", "", "again", "/reset", "new", "/exit")
+    out, _, code = console("chat", "--system", "s", lines=lines)
+    assert code == 0
+    assert out.splitlines()[1:] == [
+        "<system>s<user>hi",
+        "<system>s<user>hi<assistant><system>s<user>hi<user>again",
+        "<system>s<user>new",
+    ]
+
+
+def test_chat_says_what_is_wrong_and_goes_on(console):
+    out, _, code = console("chat", lines=("x " * 2000, "hi", "/exit"))
+    assert code == 0
+    assert out.splitlines()[-1] == "<user>hi"
+
+
+def test_chat_with_an_absent_server_is_an_error(console):
+    out, err, code = console("chat", "--url", "http://127.0.0.1:9")
+    assert (out, code) == ("", 1)
+    assert "http://127.0.0.1:9 cannot be reached" in err
+    assert "engine serve" in err
+
+
+def test_a_server_s_words_reach_the_terminal():
+    assert chat._message(b'{"error": {"message": "no"}}') == "no"
+    assert chat._message(b"<html>") == "<html>"
+
+
+def test_version_and_help_are_quick_and_import_no_torch():
+    code = "import sys, enginery.cli.main as m\ntry: m.main([sys.argv[1]])\nfinally: assert 'torch' not in sys.modules"
+    for flag, words in (("--version", __version__), ("--help", "list-backends")):
+        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
+        assert words in done.stdout
+
+
+def test_a_wrong_setting_exits_with_two(console):
+    out, err, code = console("plugins", "-p", "no:absent")
+    assert (out, code) == ("", 2)
+    assert err.startswith("engine: plugin 'absent'")

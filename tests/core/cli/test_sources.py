@@ -1,0 +1,81 @@
+"""Flag before environment before file before default, and no unknown name anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginery.config.schema import EngineOptions
+from enginery.config.sources import engine_options
+from enginery.errors import ConfigError
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text):
+        path = tmp_path / "engine.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_without_sources_there_are_the_defaults():
+    assert engine_options({}, {}) == EngineOptions()
+
+
+def test_the_order_of_the_sources(toml):
+    file = toml("page_size = 1\nseed = 1\nnum_pages = 1\n")
+    environ = {"ENGINERY_SEED": "2", "ENGINERY_NUM_PAGES": "2"}
+    options = engine_options({"num_pages": 3, "page_size": None}, environ, file)
+    assert (options.page_size, options.seed, options.num_pages) == (1, 2, 3)
+
+
+def test_the_environment_is_read_by_type():
+    environ = {
+        "ENGINERY_MODEL": "m",
+        "ENGINERY_PREFIX_CACHE": "false",
+        "ENGINERY_MEMORY_FRACTION": "0.5",
+        "ENGINERY_BLOCKED_PLUGINS": "a, b,",
+        "ENGINERY_STRICT_PLUGINS": "1",
+        "HOME": "/",
+    }
+    options = engine_options({}, environ)
+    assert (options.model, options.prefix_cache, options.memory_fraction) == ("m", False, 0.5)
+    assert options.blocked_plugins == ("a", "b")
+
+
+def test_the_file_is_read_by_type(toml):
+    options = engine_options({}, {}, toml('model = "m"\nprefix_cache = false\nkv_memory_gib = 2\nplugin_options = ["a.b=c"]\n'))
+    assert (options.model, options.prefix_cache, options.kv_memory_gib, options.plugin_options) == ("m", False, 2, ("a.b=c",))
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"ENGINERY_PAGESIZE": "3"}, "ENGINERY_PAGESIZE.*did you mean ENGINERY_PAGE_SIZE"),
+        ({"ENGINERY_PAGE_SIZE": "big"}, "ENGINERY_PAGE_SIZE is 'big'.*int"),
+        ({"ENGINERY_NO_PLUGINS": "maybe"}, "ENGINERY_NO_PLUGINS"),
+    ],
+)
+def test_a_wrong_variable_is_named(environ, words):
+    with pytest.raises(ConfigError, match=words):
+        engine_options({}, environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("page_sise = 3", "engine.toml has the key 'page_sise'.*did you mean page_size"),
+        ('page_size = "3"', "page_size in .*engine.toml is '3'.*int"),
+        ("page_size = ", "engine.toml is not TOML"),
+        ("[xyzzy]\nport = 1", "'xyzzy'.*known are"),
+    ],
+)
+def test_a_wrong_file_is_named(toml, text, words):
+    with pytest.raises(ConfigError, match=words):
+        engine_options({}, {}, toml(text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="none.toml cannot be read: No such file"):
+        engine_options({}, {}, tmp_path / "none.toml")

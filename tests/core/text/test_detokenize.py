@@ -1,0 +1,145 @@
+"""The pieces of a growing output are its text, and stop strings end it at the same token however it comes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_made import KINDS, byte_fallback, byte_level, save
+
+from enginery.contracts.request import SamplingParams
+from enginery.text.detokenize import CompletionText, StopStrings
+from enginery.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello, world! it's",
+    "👩‍👩‍👧‍👦😀 ok",
+    "日本語のテキスト 中文字符",
+    "  two  spaces\n\nnew",
+    "naïve café ༀཁ",
+    " leading and trailing ",
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return {kind: Tokenizer.from_folder(save(make(), tmp_path_factory.mktemp(kind))) for kind, make in KINDS.items()}
+
+
+def feed(tokenizer, ids, sizes=(1,), **params):
+    """(pieces, tokens that count, stop string) of `ids` given in chunks of these sizes, over and over."""
+    completion = CompletionText(tokenizer, SamplingParams(**params))
+    pieces, count, place = [], 0, 0
+    for turn in range(len(ids) + 1):
+        size = sizes[turn % len(sizes)]
+        delta = completion.feed(ids[place : place + size], finished=place + size >= len(ids))
+        pieces.append(delta.text)
+        count += delta.num_tokens
+        place += size
+        if delta.stopped_by is not None or place >= len(ids):
+            return pieces, count, delta.stopped_by
+    raise AssertionError
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_make_up_the_text(kind, text, made):
+    ids = made[kind].encode(text, add_special_tokens=True)
+    pieces, count, _ = feed(made[kind], ids)
+    assert "".join(pieces) == made[kind].decode(ids, skip_special_tokens=True)
+    assert count == len(ids)
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_pieces_of_any_tokens_make_up_their_text(made, data):
+    tokenizer = made[data.draw(st.sampled_from(sorted(KINDS)))]
+    ids = data.draw(st.lists(st.integers(0, 420), min_size=1, max_size=30))
+    skip = data.draw(st.booleans())
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    pieces, _, _ = feed(tokenizer, ids, sizes, skip_special_tokens=skip)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_chunks_do_not_change_where_an_output_stops(made, data):
+    tokenizer = made[data.draw(st.sampled_from(sorted(KINDS)))]
+    text = data.draw(st.sampled_from(TEXTS))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    bounds = data.draw(st.tuples(st.integers(0, len(text) - 1), st.integers(1, 5)))
+    params = {
+        "stop": (text[bounds[0] : sum(bounds)], "zzz"),
+        "min_tokens": data.draw(st.integers(0, 8)),
+        "include_stop": data.draw(st.booleans()),
+    }
+    one_by_one = feed(tokenizer, ids, **params)
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    chunked = feed(tokenizer, ids, sizes, **params)
+    assert ("".join(one_by_one[0]), *one_by_one[1:]) == ("".join(chunked[0]), *chunked[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_string_across_tokens_never_shows(kind, made):
+    ids = made[kind].encode("the fox jumps over", add_special_tokens=False)
+    pieces, count, stopped_by = feed(made[kind], ids, stop=("ox j",))
+    assert ("".join(pieces), stopped_by) == ("the f", "ox j")
+    assert count < len(ids)
+    assert "".join(feed(made[kind], ids, stop=("ox j",), include_stop=True)[0]) == "the fox j"
+
+
+def test_what_only_began_like_a_stop_string_is_given_back(made):
+    ids = made["byte_level"].encode("one ST", add_special_tokens=False)
+    assert "".join(feed(made["byte_level"], ids, stop=("STOP",))[0]) == "one ST"
+
+
+def test_of_several_stop_strings_the_first_complete_one_counts():
+    stops = StopStrings(("abcd", "bc", "c"), include_stop=False)
+    assert stops.add("xabcd") == ("xa", "bc")
+
+
+def test_text_that_cannot_become_a_stop_string_is_given_at_once():
+    stops = StopStrings(("\n\nHuman:",), include_stop=False)
+    assert stops.add("a\n") == ("a", None)
+    assert stops.add("\n") == ("", None)
+    assert stops.add("H") == ("", None)
+    assert stops.add("i") == ("\n\nHi", None)
+
+
+def test_min_tokens_lets_a_stop_string_pass(made):
+    ids = made["byte_level"].encode("a. b. c. d.", add_special_tokens=False)
+    assert "".join(feed(made["byte_level"], ids, stop=(".",))[0]) == "a"
+    assert "".join(feed(made["byte_level"], ids, stop=(".",), min_tokens=4)[0]) == "a. b"
+
+
+def test_the_token_that_ended_an_output_adds_no_text(made):
+    tokenizer = made["byte_level"]
+    ids = tokenizer.encode("go!", add_special_tokens=False)
+    for include, text in ((False, "go"), (True, "go!")):
+        completion = CompletionText(tokenizer, SamplingParams(include_stop=include))
+        delta = completion.feed(ids, finished=True, stop_token_id=ids[-1])
+        assert (delta.text, delta.num_tokens) == (text, len(ids))
+
+
+def test_an_output_may_end_without_a_token(made):
+    completion = CompletionText(made["byte_fallback"], SamplingParams(stop=("xyz",)))
+    assert completion.feed([3 + 0xE2], finished=False).text == ""
+    assert completion.feed([], finished=True).text == "\ufffd"
+
+
+@pytest.mark.parametrize(("make", "token"), [(byte_level, 100), (byte_level, 255), (byte_fallback, 3 + 0xE2)])
+def test_a_token_costs_the_same_however_long_the_output(make, token, tmp_path):
+    completion = CompletionText(Tokenizer.from_folder(save(make(), tmp_path)), SamplingParams(stop=("never",)))
+
+    def seconds(count):
+        began = time.perf_counter()
+        for _ in range(count):
+            completion.feed([token], finished=False)
+        return time.perf_counter() - began
+
+    first = seconds(500)
+    seconds(3000)
+    assert seconds(500) < 4 * first + 0.05

@@ -1,0 +1,128 @@
+"""Templates render as with transformers, and a hostile one harms only its own answer."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from tokenizers_made import byte_level, save
+from transformers import AutoTokenizer
+
+from enginery.errors import CheckpointError, RequestError
+from enginery.text.template import ChatTemplate, read_template
+from enginery.text.template_process import Limits
+from enginery.text.tokenizer import Tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "Be <brief> & 'kind'."},
+    {"role": "user", "content": "日本 😀"},
+    {"role": "assistant", "content": None},
+    {"role": "user", "content": "more"},
+]
+CHATML = """{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}{{ bos_token }}{% endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message.get('content', '-') + eos_token + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+FEATURES = """{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'assistant' %}{% continue %}{% endif %}
+{% set ns.n = ns.n + 1 %}{{ m | tojson }}{{ loop.index }}{% generation %}{{ m.role|upper }}{% endgeneration %}
+{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}{{ tools is none }}{{ ns.n }}{{ pad_token is defined }}{{ dict(a=1) | tojson(indent=2) }}"""
+
+
+@pytest.fixture
+def rendered():
+    made = []
+
+    def render(template, messages=MESSAGES, limits=None, **variables):
+        made.append(ChatTemplate(template, variables=variables, limits=limits))
+        return made[-1].render(messages)
+
+    yield render
+    for template in made:
+        template.close()
+
+
+@pytest.mark.parametrize("template", [CHATML, FEATURES], ids=["chatml", "features"])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_it_renders_as_transformers_does(template, add_generation_prompt, tmp_path):
+    folder = save(byte_level(), tmp_path, chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
+    want = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert ours.render(MESSAGES, add_generation_prompt=add_generation_prompt) == want
+    ours.close()
+
+
+def test_a_file_of_its_own_comes_before_the_configuration(tmp_path):
+    save(byte_level(), tmp_path, chat_template="old")
+    assert read_template(tmp_path) == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert read_template(tmp_path) == "new"
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path):
+    save(byte_level(), tmp_path, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}])
+    assert read_template(tmp_path) == "d"
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(CheckpointError, match="chat_template in .*tokenizer_config.json is int"):
+        read_template(tmp_path)
+
+
+def test_a_model_without_a_template_says_what_to_do(rendered):
+    with pytest.raises(RequestError, match="/v1/completions"):
+        rendered(None)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for x in", "unexpected|expected|end of template"),
+        ("{{ messages[9].content.upper() }}", "no element 9|undefined"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe|access to attribute"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ strftime_now.__globals__.x }}", "unsafe|access to attribute"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ nothing() }}", "undefined"),
+    ],
+)
+def test_an_error_of_a_template_is_the_request_s(template, why, rendered):
+    with pytest.raises(RequestError, match=why):
+        rendered(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 99999999999 }}",
+        "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+        "{{ '%099999999999d' % 1 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+        "{{ ('a' * 999999).replace('a', 'a' * 999999) | length }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_can_neither_hang_nor_exhaust(template, rendered):
+    began = time.perf_counter()
+    with pytest.raises(RequestError, match="template"):
+        rendered(template, limits=Limits(cpu_s=0.3, memory_bytes=256 << 20, num_chars=1 << 20))
+    assert time.perf_counter() - began < 10
+
+
+def test_after_a_hostile_conversation_the_next_is_rendered():
+    limits = Limits(cpu_s=0.2)
+    loops = "{% if messages|length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    template = ChatTemplate(loops + "fine", variables={}, limits=limits)
+    with pytest.raises(RequestError, match=r"0\.2 s"):
+        template.render(MESSAGES)
+    assert template.render(MESSAGES[:1]) == "fine"
+    template.close()

@@ -1,0 +1,51 @@
+"""Drives an engine by hand: submits greedy requests, runs steps, collects tokens and logits."""
+
+from __future__ import annotations
+
+import torch
+from parity.oracle import NUM_GREEDY, Oracle
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.model import Model
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.run.engine import Engine
+
+
+class RecordingModel:
+    """Passes everything on and keeps the logits."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.recorded: list[torch.Tensor] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.model.forward(batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.recorded.append(self.model.logits(hidden))
+        return self.recorded[-1]
+
+
+def options(oracle: Oracle, **changes: object) -> EngineOptions:
+    return EngineOptions(**{"model": str(oracle.folder), "num_pages": 2000, "device": "cpu", **changes})
+
+
+def greedy(request_id: str, prompt: list[int], **changes: object) -> GenerationRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": NUM_GREEDY, "ignore_eos": True, **changes})
+    return GenerationRequest(request_id=request_id, prompt_token_ids=tuple(prompt), params=params)
+
+
+def drain(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return tokens
+
+
+def generate(engine: Engine, prompts: list[list[int]], **changes: object) -> list[list[int]]:
+    for index, prompt in enumerate(prompts):
+        engine.submit(greedy(str(index), prompt, **changes))
+    tokens = drain(engine, {})
+    return [tokens[str(index)] for index in range(len(prompts))]

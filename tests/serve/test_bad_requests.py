@@ -1,0 +1,137 @@
+"""Nothing a client sends makes a 500, takes the engine down, or is quietly ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [999999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [[1], "x"]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [HUGE]}, "prompt"),
+        ({"prompt": ["x"] * 1025}, "prompt"),
+        ({"prompt": "a b c " * 400}, "prompt"),
+        ({"prompt": "x" * 100_000}, "prompt"),
+        ({"prompt": [3] * 512}, "prompt"),
+        ({"max_tokens": 1_000_000}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": HUGE}, "max_tokens"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"min_tokens": 99}, "min_tokens"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 1000}}, "logit_bias"),
+        ({"stop_token_ids": [999999]}, "stop_token_ids"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids"),
+        ({"n": 5_000_000}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 128, "prompt": ["x"] * 100}, "n"),
+        ({"best_of": 10**9}, "best_of"),
+        ({"logprobs": 10**9}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ["s"] * 100_000}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e30}, "temperature"),
+        ({"temperature": HUGE}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"seed": HUGE}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"priority": 2**40}, "priority"),
+        ({"cache_salt": "x" * 2000}, "cache_salt"),
+        ({"store": True}, "store"),
+        ({"suffix": "x"}, "suffix"),
+        ({"audio": {}}, "audio"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"surprise": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"temprature": 1}, "temprature"),
+        ({"messages": []}, "messages"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_wrong_field_is_refused_by_name(shared_server, body, param):
+    response = shared_server("/v1/completions", ({"prompt": "x"} if "prompt" not in body and body else {}) | body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[]",
+        b"null",
+        b'"x"',
+        b'{"prompt": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 10_000 + b"}",
+        json.dumps({"prompt": "x", "x" * 100_000: 1}).encode(),
+    ],
+    ids=lambda value: repr(value[:30]),
+)
+def test_a_body_that_is_no_request_is_refused(shared_server, body):
+    response = shared_server("/v1/completions", body)
+    assert response.status_code == 400, response.text
+    assert len(response.content) < 2000
+
+
+def test_a_prompt_too_long_is_told_both_numbers(shared_server):
+    error = shared_server("/v1/completions", {"prompt": [3] * 600}).json()["error"]
+    assert "600" in error["message"]
+    assert "512" in error["message"]
+
+
+def test_half_characters_in_json_are_refused_or_harmless(shared_server):
+    for escaped in (b'"\\udc00"', b'"\\ud83d\\ude00"'):
+        assert shared_server("/v1/completions", b'{"prompt": ' + escaped + b"}").status_code in (200, 400)
+
+
+def test_another_model_is_not_found(shared_server):
+    response = shared_server("/v1/completions", {"prompt": "x", "model": "gpt-9"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert "fake" in response.json()["error"]["message"]
+
+
+def test_a_large_body_is_refused_while_it_comes(shared_server):
+    response = shared_server("/v1/completions", b'{"prompt": "' + b"x" * (33 << 20) + b'"}')
+    assert response.status_code == 413
+    assert "32 MiB" in response.json()["error"]["message"]
+
+
+def test_other_paths_and_methods_have_the_same_shape(shared_server):
+    assert shared_server("/v1/nothing", {}).json()["error"]["type"] == "invalid_request_error"
+    assert shared_server("/health", {}).status_code == 405
+
+
+def test_after_all_that_a_good_request_is_answered(shared_server):
+    assert shared_server("/v1/completions", {"prompt": "hello"}).json()["choices"][0]["text"] == "hello"

@@ -1,0 +1,298 @@
+"""The engine's process: how it starts, fails, dies and is told so; and what a lost client leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import FAKE_ENGINE
+from fake_engine import BREAK, FAIL, SLOW
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.errors import EngineDied, QueueFull, RequestError
+from enginery.plugin.registry import Registry
+from enginery.serve import messages
+from enginery.serve.engine_client import EngineClient, EngineState
+from enginery.serve.stream import ClientGone, unless_disconnected
+
+
+def request(name="r", prompt=(5, 6, 7), **params):
+    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**params))
+
+
+def with_client(scenario, folder, *, command=FAKE_ENGINE, **options):
+    async def main():
+        manifest = Registry.load(no_plugins=True).manifest()
+        client = await EngineClient.start(EngineOptions(model=str(folder), **options), manifest, command=command)
+        try:
+            async with asyncio.timeout(30):
+                await scenario(client)
+        finally:
+            await client.stop()
+
+    asyncio.run(main())
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid, seconds=5):
+    deadline = time.monotonic() + seconds
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def test_messages_survive_the_way_there_and_back():
+    params = SamplingParams(logit_bias={3: 1.5}, stop=("a", "b"), seed=2**63 - 1, logprobs=2)
+    submit = messages.Submit(request(**{}))
+    assert messages.decode_to_engine(messages.encode(submit)) == submit
+    whole = messages.Submit(GenerationRequest(request_id="x", prompt_token_ids=(1, 2), params=params, priority=-3, cache_salt="s"))
+    assert messages.decode_to_engine(messages.encode(whole)) == whole
+
+
+def test_the_front_imports_no_torch():
+    code = "import sys, enginery.serve.server, enginery.serve.engine_process; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_socket_is_for_nobody_else(folder):
+    async def scenario(client):
+        await client.ready()
+        assert stat.S_IMODE(client._directory.stat().st_mode) == 0o700
+
+    with_client(scenario, folder)
+
+
+def test_an_engine_that_cannot_start_says_why_with_its_exit_code(folder, capfd):
+    async def scenario(client):
+        with pytest.raises(EngineDied, match=r"^the weights are gone; fetch them again$") as caught:
+            await client.ready()
+        assert caught.value.exit_code == 2
+        assert client.state is EngineState.DEAD
+
+    with_client(scenario, folder, device="broken")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_command_that_dies_at_once_is_reported_with_its_last_words(folder):
+    async def scenario(client):
+        with pytest.raises(EngineDied, match="exit code 3; the last it said was\nno such luck"):
+            await client.ready()
+
+    with_client(scenario, folder, command=(sys.executable, "-c", "import sys; print('no such luck', file=sys.stderr); sys.exit(3)"))
+
+
+def test_stopping_while_loading_is_quick(folder, monkeypatch):
+    monkeypatch.setenv("FAKE_LOAD_S", "60")
+
+    async def scenario(client):
+        assert client.state is EngineState.LOADING
+
+    began = time.monotonic()
+    with_client(scenario, folder)
+    assert time.monotonic() - began < 5
+
+
+def test_an_engine_s_bug_ends_it_and_names_the_root_cause(folder, capfd):
+    async def scenario(client):
+        await client.ready()
+        with pytest.raises(EngineDied, match="ZeroDivisionError: a bug of the engine"):
+            async with client.generate([request(seed=BREAK)]) as outputs:
+                async for _ in outputs:
+                    pass
+        with pytest.raises(EngineDied):
+            async with client.generate([request("later")]):
+                pass
+
+    with_client(scenario, folder)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_a_killed_engine_fails_everything_in_flight(with_server):
+    async def scenario(live):
+        body = {"prompt": "hello world", "max_tokens": 400, "ignore_eos": True, "seed": SLOW}
+        tasks = [asyncio.create_task(live.post("/v1/completions", **body)) for _ in range(3)]
+        stream = asyncio.create_task(live.post("/v1/completions", **body, stream=True))
+        await live.until(lambda: len(live.said("submit")) == 4)
+        os.kill(live.engine.pid, signal.SIGKILL)
+        for response in await asyncio.gather(*tasks):
+            assert response.status_code == 503
+            assert "SIGKILL" in response.json()["error"]["message"]
+        assert "SIGKILL" in (await stream).text
+        health = await live.http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "dead"})
+        assert (await live.complete("x")).status_code == 503
+        assert (await live.http.get("/v1/models")).status_code == 503
+
+    with_server(scenario)
+
+
+def test_one_request_s_failure_is_its_own(with_server):
+    async def scenario(live):
+        failed, fine = await asyncio.gather(live.complete("hello world", seed=FAIL), live.complete("hello world"))
+        assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+        assert "NaN" in failed.json()["error"]["message"]
+        assert fine.json()["choices"][0]["text"] == "hello world"
+        events = (await live.complete("hello world", seed=FAIL, stream=True)).text
+        assert "NaN" in events
+        assert (await live.http.get("/health")).status_code == 200
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_answers_429_and_runs_none_of_the_group(with_server, stream):
+    async def scenario(live):
+        response = await live.complete("x y z", n=5, seed=SLOW, max_tokens=400, ignore_eos=True, stream=stream)
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "queue_full"
+        await live.until(lambda: len(live.said("abort")) == 3)
+        assert (await live.complete("hello")).status_code == 200
+
+    with_server(scenario, max_queued_requests=3)
+
+
+def test_leaving_a_group_aborts_what_is_open(folder):
+    async def scenario(client):
+        await client.ready()
+        async with client.generate([request("a", max_tokens=3), request("b", ignore_eos=True, seed=SLOW)]) as outputs:
+            finished = False
+            while not finished:
+                output = await anext(outputs)
+                finished = output.finish_reason is not None
+            assert outputs.open == {"b"}
+        async with client.generate([request("b", max_tokens=2)]) as outputs:
+            assert [output.token_ids async for output in outputs] == [(5,), (6,)]
+
+    with_client(scenario, folder)
+
+
+def test_rejection_is_told_from_failure(folder):
+    async def scenario(client):
+        await client.ready()
+        with pytest.raises(QueueFull):
+            async with client.generate([request("a")]):
+                pass
+
+    with_client(scenario, folder, max_queued_requests=0)
+    assert issubclass(QueueFull, RequestError)
+
+
+def test_a_malformed_frame_is_dropped_on_both_sides(folder, capfd, caplog):
+    async def scenario(client):
+        await client.ready()
+        for frame in (b"", b"\xc1", os.urandom(64), msgspec.msgpack.encode({"type": "submit", "request": 5})):
+            await client._link.send(frame)
+        async with client.generate([request()]) as outputs:
+            assert len([output async for output in outputs]) == 4
+        assert client.state is EngineState.READY
+
+    with_client(scenario, folder)
+    assert capfd.readouterr().err.count("malformed frame") == 4
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_engine_never_outlives_its_parent(folder, is_stopped):
+    code = (
+        "import asyncio, sys\n"
+        "from enginery.config.schema import EngineOptions\n"
+        "from enginery.plugin.registry import Registry\n"
+        "from enginery.serve.engine_client import EngineClient\n"
+        "async def main():\n"
+        "    manifest = Registry.load(no_plugins=True).manifest()\n"
+        f"    client = await EngineClient.start(EngineOptions(model={str(folder)!r}), manifest, command={FAKE_ENGINE!r})\n"
+        "    await client.ready()\n"
+        "    print(client.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        if is_stopped:  # then only the kernel can end it
+            os.kill(child, signal.SIGSTOP)
+        parent.kill()
+        parent.wait()
+    wait_until_gone(child)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_has_its_requests_aborted(with_server, stream):
+    """Over ASGI, as uvicorn tells it: the body, and later the disconnect."""
+
+    async def scenario(live):
+        body = {"prompt": ["hello", "world"], "max_tokens": 400, "ignore_eos": True, "seed": SLOW, "stream": stream}
+        hangs_up = asyncio.Event()
+        sent = []
+
+        async def receive():
+            if not sent:
+                sent.append("body")
+                return {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
+            await hangs_up.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"", "root_path": ""}
+        app = live.http._transport.app
+        task = asyncio.create_task(app({**scope, "http_version": "1.1", "scheme": "http", "server": ("t", 80)}, receive, send))
+        await live.until(lambda: len(live.said("submit")) == 2)
+        await asyncio.sleep(0.1)
+        hangs_up.set()
+        await task
+        await live.until(lambda: len(live.said("abort")) == 2)
+        assert not live.engine._groups
+        assert (await live.complete("hello")).status_code == 200
+
+    with_server(scenario)
+
+
+def test_work_for_a_lost_client_is_cancelled():
+    async def main():
+        cancelled = asyncio.Event()
+
+        async def work():
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.set()
+
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(ClientGone):
+            await unless_disconnected(receive, work())
+        assert cancelled.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_hundred_disconnects_leave_nothing(with_server):
+    async def scenario(live):
+        for _ in range(25):
+            tasks = [asyncio.create_task(live.complete("a b c", ignore_eos=True, max_tokens=400, seed=SLOW)) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await live.until(lambda: len(live.said("abort")) == len(live.said("submit")))
+        assert not live.engine._groups
+
+    with_server(scenario)

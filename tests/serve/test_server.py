@@ -1,0 +1,211 @@
+"""The whole server as a process: official client, signals, ports, deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from fake_engine import SLOW
+from test_processes import is_running, wait_until_gone
+
+SERVER = str(Path(__file__).with_name("fake_server.py"))
+UNICODE = "naïve 日本語 👩‍👩‍👧‍👦😀"
+
+
+@contextlib.contextmanager
+def started(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen, str]]:
+    process = subprocess.Popen([sys.executable, SERVER, str(folder), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        url = ""
+        for line in process.stdout:
+            if found := re.match(r"ready: fake at (http://\S+),", line):
+                url = found[1]
+                assert url in process.stdout.readline(), "a curl example comes next"
+                break
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with started(folder) as (_, address):
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def child_of(process: subprocess.Popen) -> int:
+    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return next(pid for pid in children if "fake_engine" in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def test_the_official_client_completes(client):
+    reply = client.completions.create(model="fake", prompt=UNICODE, max_tokens=100, logprobs=1)
+    assert reply.choices[0].text == UNICODE
+    assert reply.usage.completion_tokens == len(reply.choices[0].logprobs.tokens)
+    chunks = list(client.completions.create(model="fake", prompt=UNICODE, max_tokens=100, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == UNICODE
+
+
+def test_the_official_client_chats(client):
+    messages = [{"role": "user", "content": UNICODE}]
+    reply = client.chat.completions.create(model="fake", messages=messages, logprobs=True, top_logprobs=2)
+    whole = reply.choices[0].message.content
+    assert whole == f"<user>{UNICODE}<assistant>"
+    assert len(reply.choices[0].logprobs.content) == reply.usage.completion_tokens
+    options = {"include_usage": True}
+    chunks = list(client.chat.completions.create(model="fake", messages=messages, stream=True, stream_options=options))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[-1].usage == reply.usage
+
+
+def test_the_official_client_may_send_an_answer_back(client):
+    messages = [{"role": "user", "content": "hi"}]
+    reply = client.chat.completions.create(model="fake", messages=messages)
+    client.chat.completions.create(model="fake", messages=[*messages, reply.choices[0].message.model_dump()])
+
+
+def test_the_official_client_sees_the_models_and_typed_errors(client):
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    with pytest.raises(openai.BadRequestError, match="top_p"):
+        client.completions.create(model="fake", prompt="x", top_p=3)
+
+
+def test_a_dropped_connection_aborts(client, url):
+    with client.completions.create(
+        model="fake", prompt="a b", max_tokens=500, stream=True, seed=SLOW, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    with contextlib.suppress(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 500, "ignore_eos": True, "seed": SLOW}, timeout=0.2)
+    began = time.monotonic()
+    client.completions.create(model="fake", prompt="hello", max_tokens=100)
+    assert time.monotonic() - began < 5
+
+
+def test_garbage_on_the_port_hurts_nobody(url):
+    host, port = url.removeprefix("http://").split(":")
+    for garbage in (b"\x16\x03\x01\x00\xff", b"GET /" + b"x" * 200_000, b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
+        with socket.create_connection((host, int(port))) as raw, contextlib.suppress(OSError):
+            raw.sendall(garbage)
+            raw.settimeout(0.2)
+            raw.recv(100)
+    assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+
+
+def test_the_schema_names_the_fields(url):
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    schema = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "ignore_eos", "min_p"} <= schema["properties"].keys()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything_in_order(folder, number):
+    with started(folder) as (process, _):
+        child = child_of(process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+        assert (process.returncode, out, err) == (0, "", "")
+        assert not is_running(child)
+
+
+def test_a_running_request_is_finished_before_the_end(folder):
+    with started(folder) as (process, url):
+        body = {"prompt": "a b c d e f g h", "seed": SLOW, "max_tokens": 100}
+        replies = []
+        thread = threading.Thread(target=lambda: replies.append(httpx.post(f"{url}/v1/completions", json=body)))
+        thread.start()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert replies[0].json()["choices"][0]["text"] == "a b c d e f g h"
+        assert process.wait(10) == 0
+
+
+def test_requests_that_outlast_the_drain_are_cut(folder):
+    with started(folder) as (process, url):
+        body = {"prompt": "a", "seed": SLOW, "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            next(response.iter_bytes())
+            child = child_of(process)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=10)
+        assert (process.returncode, "Traceback" in err) == (0, False)
+        assert not is_running(child)
+
+
+def test_a_killed_engine_ends_the_server_with_the_cause_last(folder):
+    with started(folder) as (process, url):
+        os.kill(child_of(process), signal.SIGKILL)
+        time.sleep(0.4)
+        assert httpx.get(f"{url}/health").status_code == 503
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 1
+        assert err.strip().splitlines()[-1] == "engine: the engine's process was killed by SIGKILL without a word"
+
+
+def test_a_killed_server_leaves_no_engine(folder):
+    with started(folder) as (process, _):
+        child = child_of(process)
+        process.kill()
+        process.wait()
+        wait_until_gone(child)
+
+
+def test_a_failed_start_has_the_child_s_words_and_exit_code(folder):
+    done = subprocess.run([sys.executable, SERVER, str(folder), "0", "broken"], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (2, "engine: the weights are gone; fetch them again\n")
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, SERVER, str(folder), str(port)], capture_output=True, text=True, timeout=30, check=False)
+        assert time.monotonic() - began < 5
+    assert done.returncode == 2
+    assert f"port {port}" in done.stderr
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_while_loading_health_says_so(folder, monkeypatch):
+    monkeypatch.setenv("FAKE_LOAD_S", "30")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, SERVER, str(folder), str(port)]) as process:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                response = httpx.get(f"http://127.0.0.1:{port}/health")
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        assert (response.status_code, response.json()) == (503, {"status": "loading"})
+        refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", content=json.dumps({"prompt": "x"}))
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0

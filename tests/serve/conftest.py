@@ -15,6 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "core" / "text")]
 
+import fake_engine  # noqa: E402
 from tokenizers_made import byte_level, save  # noqa: E402
 
 from enginery.config.schema import EngineOptions  # noqa: E402
@@ -24,7 +25,6 @@ from enginery.serve.engine_client import EngineClient  # noqa: E402
 from enginery.serve.served_model import ServedModel  # noqa: E402
 from enginery.serve.service import Service  # noqa: E402
 
-FAKE_ENGINE = (sys.executable, str(HERE / "fake_engine.py"))
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
@@ -74,7 +74,7 @@ class Live:
 @contextlib.asynccontextmanager
 async def live(folder: Path, log: Path, **options: object) -> AsyncIterator[Live]:
     registry = Registry.load(no_plugins=True)
-    engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest(), command=FAKE_ENGINE)
+    engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest(), command=fake_engine.COMMAND)
     loaded = asyncio.get_running_loop().create_future()
     service = Service(engine=engine, loaded=loaded)
     try:

@@ -16,6 +16,7 @@ from enginery.contracts.request import FinishReason, GenerationRequest, RequestO
 from enginery.errors import CheckpointError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 
+COMMAND = (sys.executable, __file__)
 BREAK, FAIL, SLOW = 666, 667, 668
 VOCAB_SIZE = 600
 EOS = 1

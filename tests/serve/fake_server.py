@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+
+import fake_engine
 
 from enginery.config.schema import EngineOptions
 from enginery.errors import EnginError
@@ -13,9 +14,9 @@ from enginery.serve.server import ServeSettings, serve
 if __name__ == "__main__":
     folder, port, *rest = sys.argv[1:]
     options = EngineOptions(model=folder, device=rest[0] if rest else "auto")
-    command = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+    settings = ServeSettings(port=int(port), engine_command=fake_engine.COMMAND, drain_s=1.0)
     try:
-        serve(options, Registry.load(no_plugins=True), ServeSettings(port=int(port), engine_command=command, drain_s=1.0))
+        serve(options, Registry.load(no_plugins=True), settings)
     except EnginError as error:
         print(f"engine: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -78,7 +78,10 @@ def test_logprobs_have_the_bytes_of_each_token(with_server):
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": ["x"]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+            "messages",
+        ),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}] * 9000}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),

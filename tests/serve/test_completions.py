@@ -180,7 +180,15 @@ def test_prompt_logprobs_come_by_token_id(with_server):
 def test_what_other_clients_send_is_accepted(with_server):
     async def scenario(live):
         guidellm = {"stop": None, "ignore_eos": True, "max_tokens": 4, "max_completion_tokens": 4, "logprobs": None, "user": "u"}
-        sglang = {"best_of": 1, "temperature": 0, "repetition_penalty": 1.0, "min_p": 0, "top_k": 5, "min_tokens": 1, "suffix": None}
+        sglang = {
+            "best_of": 1,
+            "temperature": 0,
+            "repetition_penalty": 1.0,
+            "min_p": 0,
+            "top_k": 5,
+            "min_tokens": 1,
+            "suffix": None,
+        }
         for body in (guidellm, sglang):
             assert (await live.complete("x", **body)).status_code == 200
         assert (await live.complete("x", model="fake", cache_salt="s", priority=-1, metadata={"a": "b"})).status_code == 200

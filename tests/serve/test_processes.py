@@ -9,16 +9,15 @@ import stat
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import FAKE_ENGINE
-from fake_engine import BREAK, FAIL, SLOW
+from fake_engine import BREAK, COMMAND, FAIL, SLOW
+from process_table import is_running, wait_until_gone
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
-from enginery.errors import EngineDied, QueueFull, RequestError
+from enginery.errors import ConfigError, EngineDied, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve import messages
 from enginery.serve.engine_client import EngineClient, EngineState
@@ -29,7 +28,7 @@ def request(name="r", prompt=(5, 6, 7), **params):
     return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**params))
 
 
-def with_client(scenario, folder, *, command=FAKE_ENGINE, **options):
+def with_client(scenario, folder, *, command=COMMAND, **options):
     async def main():
         manifest = Registry.load(no_plugins=True).manifest()
         client = await EngineClient.start(EngineOptions(model=str(folder), **options), manifest, command=command)
@@ -42,23 +41,14 @@ def with_client(scenario, folder, *, command=FAKE_ENGINE, **options):
     asyncio.run(main())
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pid, seconds=5):
-    deadline = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_running(pid)
+async def drained(client, *requests):
+    async with client.generate(requests) as outputs:
+        return [output async for output in outputs]
 
 
 def test_messages_survive_the_way_there_and_back():
     params = SamplingParams(logit_bias={3: 1.5}, stop=("a", "b"), seed=2**63 - 1, logprobs=2)
-    submit = messages.Submit(request(**{}))
+    submit = messages.Submit(request())
     assert messages.decode_to_engine(messages.encode(submit)) == submit
     whole = messages.Submit(GenerationRequest(request_id="x", prompt_token_ids=(1, 2), params=params, priority=-3, cache_salt="s"))
     assert messages.decode_to_engine(messages.encode(whole)) == whole
@@ -111,12 +101,9 @@ def test_an_engine_s_bug_ends_it_and_names_the_root_cause(folder, capfd):
     async def scenario(client):
         await client.ready()
         with pytest.raises(EngineDied, match="ZeroDivisionError: a bug of the engine"):
-            async with client.generate([request(seed=BREAK)]) as outputs:
-                async for _ in outputs:
-                    pass
+            await drained(client, request(seed=BREAK))
         with pytest.raises(EngineDied):
-            async with client.generate([request("later")]):
-                pass
+            await drained(client, request("later"))
 
     with_client(scenario, folder)
     assert "ZeroDivisionError" in capfd.readouterr().err
@@ -137,6 +124,18 @@ def test_a_killed_engine_fails_everything_in_flight(with_server):
         assert (health.status_code, health.json()) == (503, {"status": "dead"})
         assert (await live.complete("x")).status_code == 503
         assert (await live.http.get("/v1/models")).status_code == 503
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize("after_s", [0, 0.01, 0.1, 0.2])
+def test_a_request_to_an_engine_that_just_died_is_answered(with_server, after_s):
+    async def scenario(live):
+        await live.complete("x")
+        os.kill(live.engine.pid, signal.SIGKILL)
+        await asyncio.sleep(after_s)
+        async with asyncio.timeout(5):
+            assert (await live.complete("x", n=3)).status_code == 503
 
     with_server(scenario)
 
@@ -176,7 +175,7 @@ def test_leaving_a_group_aborts_what_is_open(folder):
                 output = await anext(outputs)
                 finished = output.finish_reason is not None
             assert outputs.open == {"b"}
-        async with client.generate([request("b", max_tokens=2)]) as outputs:
+        async with client.generate([request("c", max_tokens=2)]) as outputs:
             assert [output.token_ids async for output in outputs] == [(5,), (6,)]
 
     with_client(scenario, folder)
@@ -186,8 +185,7 @@ def test_rejection_is_told_from_failure(folder):
     async def scenario(client):
         await client.ready()
         with pytest.raises(QueueFull):
-            async with client.generate([request("a")]):
-                pass
+            await drained(client, request("a"))
 
     with_client(scenario, folder, max_queued_requests=0)
     assert issubclass(QueueFull, RequestError)
@@ -215,7 +213,7 @@ def test_an_engine_never_outlives_its_parent(folder, is_stopped):
         "from enginery.serve.engine_client import EngineClient\n"
         "async def main():\n"
         "    manifest = Registry.load(no_plugins=True).manifest()\n"
-        f"    client = await EngineClient.start(EngineOptions(model={str(folder)!r}), manifest, command={FAKE_ENGINE!r})\n"
+        f"    client = await EngineClient.start(EngineOptions(model={str(folder)!r}), manifest, command={COMMAND!r})\n"
         "    await client.ready()\n"
         "    print(client.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
@@ -296,3 +294,12 @@ def test_a_hundred_disconnects_leave_nothing(with_server):
         assert not live.engine._groups
 
     with_server(scenario)
+
+
+def test_a_place_that_cannot_hold_the_socket_is_told(folder, tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(ConfigError, match="set TMPDIR"):
+        with_client(None, folder)
+    assert not list(long.iterdir())

@@ -18,8 +18,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from fake_engine import SLOW
-from test_processes import is_running, wait_until_gone
+from fake_engine import COMMAND, FAIL, SLOW
+from process_table import is_running, wait_until_gone
+
+from enginery.cli.chat import ServerPartner
+from enginery.errors import RequestError
 
 SERVER = str(Path(__file__).with_name("fake_server.py"))
 UNICODE = "naïve 日本語 👩‍👩‍👧‍👦😀"
@@ -27,7 +30,9 @@ UNICODE = "naïve 日本語 👩‍👩‍👧‍👦😀"
 
 @contextlib.contextmanager
 def started(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen, str]]:
-    process = subprocess.Popen([sys.executable, SERVER, str(folder), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, SERVER, str(folder), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         url = ""
         for line in process.stdout:
@@ -37,8 +42,8 @@ def started(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen, str
                 break
         yield process, url
     finally:
-        process.kill()
-        process.communicate()
+        process.terminate()
+        process.communicate(timeout=10)
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +98,54 @@ def test_the_official_client_sees_the_models_and_typed_errors(client):
         client.completions.create(model="fake", prompt="x", top_p=3)
 
 
-def test_a_dropped_connection_aborts(client, url):
-    with client.completions.create(
-        model="fake", prompt="a b", max_tokens=500, stream=True, seed=SLOW, extra_body={"ignore_eos": True}
-    ) as stream:
-        next(iter(stream))
-    with contextlib.suppress(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 500, "ignore_eos": True, "seed": SLOW}, timeout=0.2)
-    began = time.monotonic()
-    client.completions.create(model="fake", prompt="hello", max_tokens=100)
-    assert time.monotonic() - began < 5
+def test_a_dropped_connection_aborts(folder, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "seed": SLOW}
+    with started(folder) as (_, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response:
+            next(response.iter_bytes())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=0.2)
+        deadline = time.monotonic() + 5
+        while log.read_text().count("abort") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_an_error_in_a_stream_reaches_the_official_client(client):
+    stream = client.completions.create(model="fake", prompt="a b c", stream=True, seed=FAIL)
+    with pytest.raises(openai.APIError, match="NaN"):
+        list(stream)
+
+
+def test_engine_chat_talks_to_a_server(url):
+    partner = ServerPartner(f"{url}/v1/", None, {"max_tokens": 50, "stop": ("stant",)})
+    assert "".join(partner.reply([{"role": "user", "content": UNICODE}])) == f"<user>{UNICODE}<assi"
+    with pytest.raises(RequestError, match=r"answers 404.*'other' is not served"):
+        list(ServerPartner(url, "other", {}).reply([{"role": "user", "content": "x"}]))
+
+
+def test_routes_of_an_unknown_plugin_end_the_start(folder):
+    code = (
+        "from enginery.config.schema import EngineOptions\n"
+        "from enginery.plugin.registry import Registry\n"
+        "from enginery.serve.server import ServeSettings, serve\n"
+        f"settings = ServeSettings(port=0, routes=('absent',), engine_command={COMMAND!r})\n"
+        f"serve(EngineOptions(model={str(folder)!r}), Registry.load(no_plugins=True), settings)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert "PluginError" in done.stderr
+    assert "absent" in done.stderr
 
 
 def test_garbage_on_the_port_hurts_nobody(url):
     host, port = url.removeprefix("http://").split(":")
-    for garbage in (b"\x16\x03\x01\x00\xff", b"GET /" + b"x" * 200_000, b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
+    for garbage in (
+        b"\x16\x03\x01\x00\xff",
+        b"GET /" + b"x" * 200_000,
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    ):
         with socket.create_connection((host, int(port))) as raw, contextlib.suppress(OSError):
             raw.sendall(garbage)
             raw.settimeout(0.2)
@@ -175,7 +213,9 @@ def test_a_killed_server_leaves_no_engine(folder):
 
 
 def test_a_failed_start_has_the_child_s_words_and_exit_code(folder):
-    done = subprocess.run([sys.executable, SERVER, str(folder), "0", "broken"], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, SERVER, str(folder), "0", "broken"], capture_output=True, text=True, timeout=30, check=False
+    )
     assert (done.returncode, done.stderr) == (2, "engine: the weights are gone; fetch them again\n")
 
 
@@ -183,7 +223,9 @@ def test_a_taken_port_is_told_before_anything_is_loaded(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         began = time.monotonic()
-        done = subprocess.run([sys.executable, SERVER, str(folder), str(port)], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [sys.executable, SERVER, str(folder), str(port)], capture_output=True, text=True, timeout=30, check=False
+        )
         assert time.monotonic() - began < 5
     assert done.returncode == 2
     assert f"port {port}" in done.stderr

@@ -30,7 +30,10 @@ def generate(
     from enginery.text.generation_defaults import GenerationDefaults
     from enginery.text.tokenizer import Tokenizer
 
-    text = sys.stdin.read() if prompt is None else prompt
+    try:
+        text = sys.stdin.read() if prompt is None else prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no UTF-8 text: {error}") from error
     if not text:
         raise ConfigError("there is no prompt; give it as an argument or on standard input")
     engine = build_engine(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -16,10 +17,13 @@ from enginery import __version__
 from enginery.errors import EnginError
 from enginery.serve.chat import chat
 from enginery.serve.completions import complete
+from enginery.serve.engine_client import EngineState
 from enginery.serve.faults import Fault
 from enginery.serve.schemas import ChatRequest, CompletionRequest
 from enginery.serve.service import Service
 from enginery.serve.stream import ClientGone
+
+_log = logging.getLogger(__name__)
 
 
 def build_app(service: Service, *, plugin_routes: APIRouter | None = None) -> FastAPI:
@@ -47,7 +51,7 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None) -> Fa
     @app.get("/health")
     async def health() -> Response:
         """200 only when requests are served."""
-        return JSONResponse({"status": service.engine.state}, status_code=200 if service.is_healthy else 503)
+        return JSONResponse({"status": service.state}, status_code=200 if service.state is EngineState.READY else 503)
 
     if plugin_routes is not None:
         app.include_router(plugin_routes)
@@ -97,5 +101,6 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
+        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         message = f"{type(error).__name__}, a bug of the server; its log has the traceback"
         return Fault(status=500, message=message, type="server_error").response()

@@ -23,7 +23,7 @@ import zmq.asyncio
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import GenerationRequest, RequestOutput
-from enginery.errors import EngineDied, EnginError, QueueFull, RequestError
+from enginery.errors import ConfigError, EngineDied, EnginError, QueueFull, RequestError
 from enginery.plugin.manifest import Manifest
 from enginery.serve import messages
 
@@ -101,7 +101,12 @@ class EngineClient:
         endpoint = f"ipc://{directory / 'engine'}"
         link = zmq.asyncio.Context().socket(zmq.PAIR)
         link.set_hwm(0)
-        link.bind(endpoint)
+        try:
+            link.bind(endpoint)
+        except zmq.ZMQError as error:
+            link.context.destroy(linger=0)
+            directory.rmdir()
+            raise ConfigError(f"{endpoint} cannot be a socket: {error}; set TMPDIR to another, shorter path") from error
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         boot = messages.encode(messages.Boot(endpoint=endpoint, options=options, manifest=manifest))
         assert process.stdin is not None
@@ -157,9 +162,9 @@ class EngineClient:
                 await group.abort(request_id)
 
     async def send(self, message: messages.ToEngine) -> None:
-        """Never waits: the queue is unbounded, and the engine bounds the requests."""
-        if not self.died.done():
-            await self._link.send(messages.encode(message))
+        """Never waits: the queue is unbounded, and the engine bounds the requests. Without a peer there is nobody to tell."""
+        with contextlib.suppress(zmq.Again):
+            await self._link.send(messages.encode(message), zmq.NOBLOCK)
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process, by force after `grace_s`, and clean up. May be called twice."""

@@ -114,9 +114,10 @@ class Collected:
 async def collect(deltas: AsyncGenerator[ChoiceDelta, None], jobs: Sequence[Job]) -> tuple[list[Collected], Usage]:
     """Wait for everything."""
     choices, tally = [Collected(job) for job in jobs], Tally(jobs)
-    async for delta in deltas:
-        choices[delta.job.index].add(delta)
-        tally.add(delta)
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            choices[delta.job.index].add(delta)
+            tally.add(delta)
     return choices, tally.usage()
 
 

@@ -22,6 +22,7 @@ from enginery.serve.served_model import ServedModel
 from enginery.serve.service import Service
 
 _LAST_ANSWERS_S: Final = 1.0
+_KEEP_ALIVE_S: Final = 75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,8 @@ def _http(service: Service, routes: APIRouter, settings: ServeSettings) -> _Http
         log_level="critical",
         access_log=False,
         lifespan="off",
+        ws="none",
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
         server_header=False,
     )
@@ -132,6 +135,10 @@ async def _start(service: Service, registry: Registry, settings: ServeSettings, 
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     for setting, value, reason in facts.decisions:
         print(f"{setting} {value}: {reason}")
+    if facts.memory_plan:
+        print(facts.memory_plan)
+    if facts.phases_s:
+        print("loaded in " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in facts.phases_s.items()))
     body = f'{{"model": "{facts.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     print(f"ready: {facts.model_name} at {url}, up to {facts.max_model_len:,} tokens of context")
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)

@@ -23,9 +23,10 @@ class Service:
     loaded: asyncio.Future[ServedModel]
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether requests are served."""
-        return self.engine.state is EngineState.READY and self.loaded.done()
+    def state(self) -> EngineState:
+        """READY only when requests are served."""
+        is_loading = self.engine.state is EngineState.READY and not self.loaded.done()
+        return EngineState.LOADING if is_loading else self.engine.state
 
     def model(self) -> ServedModel:
         """Raises `EngineDied` and `NotReady`."""
@@ -53,8 +54,9 @@ class Heading:
 async def read_request(http: Request, kind: type[RequestT]) -> RequestT:
     """The body, checked. Raises `RequestError`, `BodyTooLarge` before more than that is in memory."""
     body = bytearray()
+    announced = http.headers.get("content-length", "0")
     async for part in http.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
+        if max(len(body), int(announced) if announced.isdecimal() else 0) > MAX_BODY_BYTES:
             raise BodyTooLarge(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
     return decode_request(bytes(body), kind)

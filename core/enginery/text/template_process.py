@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 class Limits:
     """What a template may take for one conversation. cpu_s: of processor time, so that a busy machine fails nobody."""
 
-    cpu_s: float = 10.0
+    cpu_s: float = 5.0
     memory_bytes: int = 1 << 30
     num_chars: int = 1 << 26
 

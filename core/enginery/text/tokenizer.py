@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from enginery.errors import CheckpointError, RequestError
 
@@ -72,6 +72,8 @@ class Tokenizer:
             config |= read_json(path.with_name("special_tokens_map.json"))
         backend.no_truncation()
         backend.no_padding()
+        if _is_sentencepiece_llama(backend, config, read_json(path.with_name("config.json"))):
+            _as_llama(backend, config)
         _add_tokens(backend, config)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         named = {key: _content(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)}
@@ -136,6 +138,21 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Non
             wanted.append(_added(value, special=True))
     if wanted:
         backend.add_tokens(wanted)
+
+
+def _is_sentencepiece_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    declared = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
+    return declared and model.get("model_type", "llama") == "llama" and "ByteLevel" not in repr(backend.decoder)
+
+
+def _as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """transformers 5 does not take these parts of such a checkpoint from tokenizer.json; they differ after special tokens."""
+    prefixed = config.get("add_prefix_space") is not False
+    scheme = ("always" if config.get("legacy") else "first") if prefixed else "never"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if prefixed else parts)
 
 
 def _added(value: str | Mapping[str, Any], **fixed: bool) -> AddedToken:

@@ -42,7 +42,9 @@ def test_without_flags_nothing_is_asked_for(run):
 
 
 def test_flags_are_settings(run):
-    arguments = "hi -m folder --attention-backend x --page-size 32 --no-prefix-cache --memory-fraction 0.5 -o a.b=c -o a.d=e -p no:q"
+    arguments = (
+        "hi -m folder --attention-backend x --page-size 32 --no-prefix-cache --memory-fraction 0.5 -o a.b=c -o a.d=e -p no:q"
+    )
     _, options, _, word = run(*arguments.split())
     assert word == "hi"
     assert options == EngineOptions(

@@ -77,5 +77,5 @@ def test_a_wrong_file_is_named(toml, text, words):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="none.toml cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read: No such file"):
         engine_options({}, {}, tmp_path / "none.toml")

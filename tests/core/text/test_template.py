@@ -30,7 +30,8 @@ CHATML = """{%- for message in messages %}
 """
 FEATURES = """{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'assistant' %}{% continue %}{% endif %}
 {% set ns.n = ns.n + 1 %}{{ m | tojson }}{{ loop.index }}{% generation %}{{ m.role|upper }}{% endgeneration %}
-{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}{{ tools is none }}{{ ns.n }}{{ pad_token is defined }}{{ dict(a=1) | tojson(indent=2) }}"""
+{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}{{ tools is none }}{{ ns.n }}{{ pad_token is defined }}
+{{ dict(a=1) | tojson(indent=2) }}"""
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_of_named_templates_the_default_is_taken(tmp_path):
 
 def test_a_template_that_is_no_text_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
-    with pytest.raises(CheckpointError, match="chat_template in .*tokenizer_config.json is int"):
+    with pytest.raises(CheckpointError, match=r"chat_template in .*tokenizer_config\.json is int"):
         read_template(tmp_path)
 
 

@@ -58,6 +58,22 @@ def test_tokenizer_config_means_what_it_means_to_transformers(config, tmp_path):
             assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids), (kind, text)
 
 
+@pytest.mark.parametrize("kind", ["byte_fallback", "byte_level"])
+@pytest.mark.parametrize(
+    "config", [{}, {"legacy": True}, {"legacy": False, "add_bos_token": True}, {"add_prefix_space": False}], ids=str
+)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", None])
+def test_a_llama_checkpoint_is_read_as_transformers_does(kind, config, model_type, tmp_path):
+    folder = save(KINDS[kind](), tmp_path, tokenizer_class="LlamaTokenizer", **config)
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    for text in [*TEXTS, "</s> x  y</s>z", "  two"]:
+        ids = theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=True) == ids, text
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids), text
+
+
 def test_special_tokens_map_is_read_for_old_checkpoints(tmp_path):
     folder = save(byte_level(), tmp_path)
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}, "pad_token": "<pad>"}))

@@ -53,7 +53,7 @@ class TorchAttention:
         k, v = (self._gather(pages, group.pages.view(-1)).view(size, -1, kv_heads, dim).transpose(1, 2) for pages in (keys, values))
         grouped = q[:size].view(size, kv_heads, -1, 1, dim)  # [B, K, G, 1, D]
         mask = group.masks[layer.facts.sliding_window][:, None]  # [B, 1, L]
-        out[:size] = _attention(grouped, k, v, mask=mask, causal=False, layer=layer).view(size, -1, dim)
+        out[:size] = _attention(grouped, k, v, mask=mask, causal=False, layer=layer).reshape(size, -1, dim)
 
     def _attend_part(self, q: torch.Tensor, part: RequestPart, layer: LayerSpec, out: torch.Tensor) -> None:
         keys, values = self.pool.layer(layer.local_id)

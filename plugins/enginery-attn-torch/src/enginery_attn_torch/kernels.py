@@ -25,7 +25,7 @@ def fused(
     out = F.scaled_dot_product_attention(
         heads, k, v, attn_mask=seen, is_causal=causal and mask is None, scale=scale, enable_gqa=group > 1
     )
-    return out.view(q.shape)
+    return out.reshape(q.shape)
 
 
 def explicit(

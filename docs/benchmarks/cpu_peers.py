@@ -1,7 +1,7 @@
 """Enginery beside transformers on the same machine in the same run: `python docs/benchmarks/cpu_peers.py --output FILE`.
 
-The 125M Llama with random weights, 128 tokens in, 128 out, greedy. The engines take turns, so that a machine whose speed drifts treats them
-alike; of each, the best and the median of all rounds are kept.
+The 125M Llama with random weights, 128 tokens in, 128 out, greedy. The engines take turns, so that a machine whose speed drifts
+treats them alike; of each, the best and the median of all rounds are kept.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def measure(dtype: str, rounds: int) -> list[dict[str, object]]:
                     "seconds": [round(one, 3) for one in taken],
                 }
                 rows.append(row)
-                print(f"{load:13} {dtype:9} {name:33} best {row['best_tokens_per_s']:8} median {row['median_tokens_per_s']:8}", flush=True)
+                print(*(str(value).ljust(34) for value in list(row.values())[:5]), flush=True)
         return rows
 
 

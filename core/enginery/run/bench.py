@@ -66,5 +66,6 @@ def report(llm: LLM, workload: Workload, runs: list[BenchRun]) -> Mapping[str, A
         "attention": llm.facts.attn_backend,
         "decisions": [list(decision) for decision in llm.facts.decisions],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {"enginery": importlib.metadata.version("enginery"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in ("enginery", "torch")}
+        | {"python": platform.python_version()},
     }

@@ -103,6 +103,7 @@ def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
     if asked.num_threads is not None:
         torch.set_num_threads(asked.num_threads)
     choice = choose(asked, registry)
+    ops = op_table(choice)
     clock.lap("choose")
     record, stored = check_weights(choice)
     geometry = KVGeometry(num_pages=0, page_size=asked.page_size, layers=choice.facts.layers, dtype=choice.settings.dtype)
@@ -113,7 +114,6 @@ def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
     clock.lap("weights")
     pool = PagedKVPool(dataclasses.replace(geometry, num_pages=memory.num_pages), choice.device)
     backend = create_backend(choice, registry, pool)
-    ops = op_table(choice)
     with torch.inference_mode(), inside(choice.family, "build the model"):
         model = choice.family.spec.build(
             model_context(choice, weights, ops=ops, attend=backend.attend, write_kv=pool.write, device=choice.device)

@@ -24,6 +24,7 @@ from enginery.serve.app import build_app  # noqa: E402
 from enginery.serve.engine_client import EngineClient  # noqa: E402
 from enginery.serve.served_model import ServedModel  # noqa: E402
 from enginery.serve.service import Service  # noqa: E402
+from enginery.text.text_side import TextSide  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -76,15 +77,15 @@ async def live(folder: Path, log: Path, **options: object) -> AsyncIterator[Live
     registry = Registry.load(no_plugins=True)
     engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest(), command=fake_engine.COMMAND)
     loaded = asyncio.get_running_loop().create_future()
+    text = TextSide.load(folder)
     service = Service(engine=engine, loaded=loaded)
     try:
-        loaded.set_result(ServedModel.load(await engine.ready(registry.manifest().digest())))
+        loaded.set_result(ServedModel(facts=await engine.ready(registry.manifest().digest()), text=text))
         transport = httpx.ASGITransport(app=build_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Live(service, http, log)
     finally:
-        if loaded.done():
-            loaded.result().template.close()
+        text.template.close()
         await engine.stop()
 
 

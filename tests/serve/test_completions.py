@@ -32,7 +32,7 @@ def test_sixteen_tokens_are_the_default(with_server):
 
 def test_prompts_come_as_texts_and_as_tokens(with_server):
     async def scenario(live):
-        tokenizer = live.service.model().tokenizer
+        tokenizer = live.service.model().text.tokenizer
         ids = [tokenizer.encode(text, add_special_tokens=True) for text in ("one", "two three")]
         for prompt in (["one", "two three"], ids):
             reply = (await live.complete(prompt)).json()
@@ -143,7 +143,7 @@ def test_usage_may_come_with_every_chunk(with_server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs_covers_the_prompt_as_lm_eval_needs_it(with_server, stream, as_ids):
     async def scenario(live):
-        ids = live.service.model().tokenizer.encode("hello world", add_special_tokens=True)
+        ids = live.service.model().text.tokenizer.encode("hello world", add_special_tokens=True)
         prompt = ids if as_ids else "hello world"
         body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
         if stream:

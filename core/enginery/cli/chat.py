@@ -89,24 +89,20 @@ class LocalPartner:
     """An engine in this process."""
 
     def __init__(self, engine: EngineLike, sampling: dict[str, Any]) -> None:
-        from enginery.text.generation_defaults import GenerationDefaults
-        from enginery.text.template import ChatTemplate
-        from enginery.text.tokenizer import Tokenizer
+        from enginery.text.text_side import TextSide
 
-        folder = engine.facts.folder
         self._engine = engine
-        self._tokenizer = Tokenizer.from_folder(folder)
-        self._template = ChatTemplate.from_folder(folder, self._tokenizer)
-        self._sampling = GenerationDefaults.from_folder(folder).given() | sampling
+        self._text = TextSide.load(engine.facts.folder)
+        self._sampling = self._text.defaults.given() | sampling
         self._ids = itertools.count()
 
     def reply(self, messages: Sequence[Message]) -> Generator[str, None, None]:
-        text = self._template.render(messages)
-        token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        text = self._text.template.render(messages)
+        token_ids = tuple(self._text.tokenizer.encode(text, add_special_tokens=False))
         room = max(1, self._engine.facts.max_model_len - len(token_ids))
         params = SamplingParams(**{"max_tokens": room, **self._sampling})
         request = GenerationRequest(request_id=str(next(self._ids)), prompt_token_ids=token_ids, params=params)
-        yield from stream_text(self._engine, self._tokenizer, request)
+        yield from stream_text(self._engine, self._text.tokenizer, request)
 
 
 class ServerPartner:

@@ -27,8 +27,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input if it is left out.")] = None,
 ) -> None:
     """Continue a text."""
-    from enginery.text.generation_defaults import GenerationDefaults
-    from enginery.text.tokenizer import Tokenizer
+    from enginery.text.text_side import TextSide
 
     try:
         text = sys.stdin.read() if prompt is None else prompt
@@ -37,11 +36,10 @@ def generate(
     if not text:
         raise ConfigError("there is no prompt; give it as an argument or on standard input")
     engine = build_engine(options)
-    folder = engine.facts.folder
-    tokenizer = Tokenizer.from_folder(folder)
-    params = SamplingParams(**(GenerationDefaults.from_folder(folder).given() | sampling))
-    token_ids = tuple(tokenizer.encode(text, add_special_tokens=True))
-    for piece in stream_text(engine, tokenizer, GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)):
+    side = TextSide.load(engine.facts.folder)
+    params = SamplingParams(**(side.defaults.given() | sampling))
+    token_ids = tuple(side.tokenizer.encode(text, add_special_tokens=True))
+    for piece in stream_text(engine, side.tokenizer, GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)):
         print(piece, end="", flush=True)
     print()
 

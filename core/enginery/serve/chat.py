@@ -36,8 +36,8 @@ async def chat(service: Service, http: Request) -> Response:
     )
     heading = Heading.new("chatcmpl", model)
     jobs = model.jobs(asked, [prompt], params, heading.id)
-    deltas = choice_deltas(service.engine, model.tokenizer, jobs)
-    layout = _Layout(model.tokenizer, with_logprobs=bool(asked.logprobs))
+    deltas = choice_deltas(service.engine, model.text.tokenizer, jobs)
+    layout = _Layout(model.text.tokenizer, with_logprobs=bool(asked.logprobs))
 
     def chunk(choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
         return event(ChatChunk(**dataclasses.asdict(heading), choices=choices, usage=usage))
@@ -48,7 +48,7 @@ async def chat(service: Service, http: Request) -> Response:
     choices, usage = await unless_disconnected(http.receive, collect(deltas, jobs))
     reported: object = msgspec.UNSET
     if asked.prompt_logprobs is not None:
-        reported = by_token_id(model.tokenizer, choices[0].prompt_logprobs or ())
+        reported = by_token_id(model.text.tokenizer, choices[0].prompt_logprobs or ())
     reply = ChatReply(
         **dataclasses.asdict(heading),
         choices=[

@@ -35,8 +35,8 @@ async def complete(service: Service, http: Request) -> Response:
     )
     heading = Heading.new("cmpl", model)
     jobs = model.jobs(asked, await model.completion_prompts(asked), params, heading.id)
-    deltas = choice_deltas(service.engine, model.tokenizer, jobs)
-    layouts = [_ChoiceLayout(job, asked, model.tokenizer) for job in jobs]
+    deltas = choice_deltas(service.engine, model.text.tokenizer, jobs)
+    layouts = [_ChoiceLayout(job, asked, model.text.tokenizer) for job in jobs]
 
     def chunk(choices: list[CompletionChoice], usage: Usage | None) -> bytes:
         return event(CompletionReply(**dataclasses.asdict(heading), choices=choices, usage=usage))

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from enginery.contracts.engine import EngineFacts
@@ -14,9 +13,7 @@ from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import RequestError
 from enginery.serve.faults import NoSuchModel
 from enginery.serve.schemas import MAX_PROMPTS, ChatRequest, CommonRequest, CompletionRequest
-from enginery.text.generation_defaults import GenerationDefaults
-from enginery.text.template import ChatTemplate
-from enginery.text.tokenizer import Tokenizer
+from enginery.text.text_side import TextSide
 
 _INLINE_CHARS: Final = 4096
 _SAME_NAME: Final = (
@@ -48,17 +45,7 @@ class ServedModel:
     """Complete once the engine is ready."""
 
     facts: EngineFacts
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    defaults: GenerationDefaults
-
-    @classmethod
-    def load(cls, facts: EngineFacts, *, use_generation_config: bool = True) -> ServedModel:
-        """Read the text side of the engine's checkpoint. Raises `CheckpointError`."""
-        tokenizer = Tokenizer.from_folder(facts.folder)
-        defaults = GenerationDefaults.from_folder(Path(facts.folder)) if use_generation_config else GenerationDefaults()
-        template = ChatTemplate.from_folder(facts.folder, tokenizer)
-        return cls(facts=facts, tokenizer=tokenizer, template=template, defaults=defaults)
+    text: TextSide
 
     def check_name(self, model: str | None) -> None:
         """Raises `NoSuchModel`. A request that names none gets this one."""
@@ -81,7 +68,7 @@ class ServedModel:
         """The conversation as the template writes it. The template writes the special tokens too."""
         messages = [message.for_template() for message in asked.messages]
         add_prompt = asked.add_generation_prompt is not False
-        text = await asyncio.to_thread(self.template.render, messages, add_generation_prompt=add_prompt)
+        text = await asyncio.to_thread(self.text.template.render, messages, add_generation_prompt=add_prompt)
         return await self._prompt(text, add_special_tokens=asked.add_special_tokens is True)
 
     def jobs(self, asked: CommonRequest, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> list[Job]:
@@ -118,7 +105,7 @@ class ServedModel:
             raise RequestError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
         self._check_ids("logit_bias", asked.logit_bias or ())
         self._check_ids("stop_token_ids", asked.stop_token_ids or ())
-        given: dict[str, Any] = self.defaults.given()
+        given: dict[str, Any] = self.text.defaults.given()
         given |= {field: value for field in _SAME_NAME if (value := getattr(asked, field)) is not None}
         if asked.top_k is not None:
             given["top_k"] = 0 if asked.top_k == -1 else asked.top_k  # -1 is what others call all of them
@@ -139,13 +126,13 @@ class ServedModel:
         if not isinstance(given, str):
             self._check_ids("prompt", given)
             return Prompt(token_ids=tuple(given))
-        if len(given) > limit * self.tokenizer.num_chars_max:
+        if len(given) > limit * self.text.tokenizer.num_chars_max:
             message = f"the prompt has {len(given):,} characters, which cannot fit into the context of {limit:,} tokens"
             raise RequestError(message, param="prompt")
         if len(given) > _INLINE_CHARS:
-            ids = await asyncio.to_thread(self.tokenizer.encode, given, add_special_tokens=add_special_tokens)
+            ids = await asyncio.to_thread(self.text.tokenizer.encode, given, add_special_tokens=add_special_tokens)
         else:
-            ids = self.tokenizer.encode(given, add_special_tokens=add_special_tokens)
+            ids = self.text.tokenizer.encode(given, add_special_tokens=add_special_tokens)
         return Prompt(token_ids=tuple(ids), text=given)
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:

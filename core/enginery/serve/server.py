@@ -13,6 +13,7 @@ from typing import Final
 import uvicorn
 from fastapi import APIRouter
 
+from enginery.config.checkpoint_folder import find_folder
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
@@ -20,6 +21,7 @@ from enginery.serve.app import build_app
 from enginery.serve.engine_client import ENGINE_COMMAND, EngineClient
 from enginery.serve.served_model import ServedModel
 from enginery.serve.service import Service
+from enginery.text.text_side import TextSide
 
 _LAST_ANSWERS_S: Final = 1.0
 _KEEP_ALIVE_S: Final = 75
@@ -70,6 +72,7 @@ class _Http(uvicorn.Server):
 
 async def _serve(options: EngineOptions, registry: Registry, settings: ServeSettings, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
+    text = await asyncio.to_thread(_text_side, options, registry, settings)
     engine = await EngineClient.start(options, registry.manifest(), command=settings.engine_command)
     service = Service(engine=engine, loaded=loop.create_future())
     try:
@@ -78,7 +81,7 @@ async def _serve(options: EngineOptions, registry: Registry, settings: ServeSett
         http = _http(service, routes, settings)
         stopping = _stop_on_signals(http)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        starting = asyncio.create_task(_start(service, registry, settings, listener))
+        starting = asyncio.create_task(_start(service, registry, text, listener))
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and starting.exception() is None:
             await asyncio.wait((engine.died, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -93,8 +96,7 @@ async def _serve(options: EngineOptions, registry: Registry, settings: ServeSett
             raise engine.death()
     finally:
         await engine.stop()
-        if service.loaded.done():
-            service.loaded.result().template.close()
+        text.template.close()
 
 
 def _http(service: Service, routes: APIRouter, settings: ServeSettings) -> _Http:
@@ -127,10 +129,15 @@ def _stop_on_signals(http: _Http) -> asyncio.Future[None]:
     return stopping
 
 
-async def _start(service: Service, registry: Registry, settings: ServeSettings, listener: socket.socket) -> None:
+def _text_side(options: EngineOptions, registry: Registry, settings: ServeSettings) -> TextSide:
+    """Read here and now, so that a missing tokenizer is said before the weights are read."""
+    model = registry.default_checkpoint().name if options.model is None else options.model
+    return TextSide.load(find_folder(model, registry), use_generation_config=settings.use_generation_config)
+
+
+async def _start(service: Service, registry: Registry, text: TextSide, listener: socket.socket) -> None:
     facts = await service.engine.ready(registry.manifest().digest())
-    model = await asyncio.to_thread(ServedModel.load, facts, use_generation_config=settings.use_generation_config)
-    service.loaded.set_result(model)
+    service.loaded.set_result(ServedModel(facts=facts, text=text))
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     for setting, value, reason in facts.decisions:

@@ -137,6 +137,16 @@ def test_prompt_logprobs_are_whole_when_the_prompt_is_cut_into_chunks() -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+def test_a_chat_is_the_template_s_text_continued() -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    with LLM(num_pages=64) as model:
+        answer = model.chat([{"role": "user", "content": "Hi"}], params)
+        text = "<|begin|><|turn|>user\nHi<|done|>\n<|turn|>assistant\n"
+        assert model.tokenizer is not None
+        assert answer.prompt_token_ids == tuple(model.tokenizer.encode(text, add_special_tokens=False))
+        assert answer.token_ids == model.generate(list(answer.prompt_token_ids), params)[0].token_ids
+
+
 def test_wrong_use_says_what_to_do(echo: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean page_size"):
         LLM(pagesize=3)
@@ -155,3 +165,24 @@ def test_wrong_use_says_what_to_do(echo: Path) -> None:
     model.close()
     with pytest.raises(EnginError, match="closed"):
         model.generate([1])
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
+    echo: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    model = llm(echo)
+    assert model._engine is not None
+    backend = model._engine._runner.backend
+    with monkeypatch.context() as patch:
+
+        def fail(**_: object) -> None:
+            raise kind("the kernel failed")
+
+        patch.setattr(backend, "plan_forward_metadata", fail)
+        with pytest.raises(kind, match="the kernel failed") as error:
+            model.generate([[1, 2], [3]], GREEDY)
+        assert "attention echo" in error.value.__notes__[0]
+        assert "enginery-echo==0.1.0" in error.value.__notes__[0]
+    model._engine._scheduler.check_idle()
+    assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from enum import StrEnum
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from enginery.cli.engine_flags import with_engine_flags
 from enginery.config.schema import EngineOptions
+from enginery.errors import ConfigError
 
 _SERVER = "Server"
 
@@ -24,6 +26,7 @@ class GenerationConfig(StrEnum):
 def serve(
     options: EngineOptions,
     *,
+    named: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
     generation_config: Annotated[
@@ -41,6 +44,10 @@ def serve(
     from enginery.serve.server import ServeSettings
     from enginery.serve.server import serve as run
 
+    if named is not None:
+        if options.model not in (None, named):
+            raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
+        options = dataclasses.replace(options, model=named)
     registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
     settings = ServeSettings(
         host=host,

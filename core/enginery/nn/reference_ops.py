@@ -51,4 +51,4 @@ def qk_norm_rotary(qk: torch.Tensor, weight: torch.Tensor | None, eps: float, co
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate, arXiv:2002.05202."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)

@@ -93,10 +93,14 @@ class Engine:
         return outputs
 
     def _run(self, step: ScheduledStep) -> StepResult:
-        """What fails here is a bug of a plugin or of ours, and ends the engine; the note says whose code ran."""
+        """What fails here is a bug of a plugin or of ours, and is raised with a note that says whose code ran.
+
+        The step's requests are given up, interrupted ones too, so that the memory stays whole for a caller that goes on.
+        """
         try:
             return self._runner.run(step)
-        except Exception as error:
+        except BaseException as error:
+            self._scheduler.fail(step)
             used = "; ".join(f"{setting} {value} {reason}" for setting, value, reason in self.facts.decisions)
             error.add_note(
                 f"in step {self._num_steps} with {len(step.items)} requests and {step.num_tokens} tokens, running {used}"

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from enginery.errors import CheckpointError, ConfigError, EnginError, RequestErr
 from enginery.plugin.registry import Registry
 from enginery.run.engine import Engine
 from enginery.text.detokenize import CompletionText
+from enginery.text.text_side import TextSide
 from enginery.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -110,7 +111,7 @@ class LLM:
         registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
         self._engine: Engine | None = Engine.build(asked, registry)
         self.facts = self._engine.facts
-        self.tokenizer = _tokenizer(self.facts.folder)
+        self.text = _text_side(self.facts.folder)
         self._ids = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -119,9 +120,25 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a checkpoint that has none."""
+        return None if self.text is None else self.text.tokenizer
+
     def close(self) -> None:
         """Free weights and KV memory. Generating afterwards raises `EnginError`."""
         self._engine = None
+        if self.text is not None:
+            self.text.template.close()
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, progress: bool | None = None
+    ) -> Generation:
+        """Answer one conversation, a list of {"role": ..., "content": ...}, by the checkpoint's chat template."""
+        if self.text is None:
+            raise CheckpointError(f"{self.facts.folder} has no tokenizer.json, which chats need; use generate with token ids")
+        prompt = self.text.tokenizer.encode(self.text.template.render(messages), add_special_tokens=False)
+        return self.generate(prompt, params, progress=progress)[0]
 
     def generate(
         self,
@@ -200,10 +217,10 @@ class LLM:
                 engine.abort(output.request_id)
 
 
-def _tokenizer(folder: str) -> Tokenizer | None:
-    """None for a checkpoint without one, which can be used with token ids."""
+def _text_side(folder: str) -> TextSide | None:
+    """None for a checkpoint without a tokenizer, which can be used with token ids."""
     try:
-        return Tokenizer.from_folder(folder)
+        return TextSide.load(folder)
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from enginery.api import LinearFn
 
 PACK_FOR_ROWS = 16  # the batch size that oneDNN lays the weight out for; other sizes run from the same layout
-LEAST_ROWS = 4  # oneDNN's kernels for one to three rows take a quarter longer than the one for four: docs/log.md
 
 
 def bind_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
@@ -24,12 +23,8 @@ def bind_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
     no_args: list[float] = []
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.shape[0]
-        if num_rows >= LEAST_ROWS:
-            result: torch.Tensor = product(x, packed, bias, "none", no_args, "")
-            return result
-        padded: torch.Tensor = product(F.pad(x, (0, 0, 0, LEAST_ROWS - num_rows)), packed, bias, "none", no_args, "")
-        return padded[:num_rows]
+        result: torch.Tensor = product(x, packed, bias, "none", no_args, "")
+        return result
 
     return linear
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ def _refuse(needs: OpNeeds) -> list[Reason]:
 
 
 def _load(needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:
-    # Weights in huge pages stream a third faster; torch reads this when it first allocates memory, which is after this.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from enginery_ops_cpu import ops
 
     return {"bind_linear": ops.bind_linear, "rms_norm": ops.rms_norm, "add_rms_norm": ops.add_rms_norm}

@@ -178,3 +178,18 @@ def test_ignored_patterns_are_not_unexpected(folder: Path) -> None:
     check(record, scan_checkpoint(folder), ("*.inv_freq",), folder=folder)
     with pytest.raises(CheckpointError, match="inv_freq"):
         check(record, scan_checkpoint(folder), (), folder=folder)
+
+
+def test_the_memory_plan_is_told_before_anything_is_allocated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr("enginery.run.build.random_weights", allocate)
+    monkeypatch.setattr("enginery.run.build.PagedKVPool", allocate)
+    with caplog.at_level("INFO", "enginery"), pytest.raises(AssertionError, match="allocated"):
+        build(folder, load_format="dummy")
+    (plan,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory plan")]
+    for part in ("weights", "KV", "workspace"):
+        assert part in plan

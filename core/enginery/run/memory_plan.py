@@ -10,7 +10,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.model import ModelFacts
 from enginery.errors import OutOfMemory
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_HOST_KV_BYTES = 4 * GIB  # a CPU's memory is shared with everything else on the machine
 LOGITS_COPIES = 4  # in float32: the logits, their softmax or sort, and what sampling makes of them
 
@@ -33,10 +33,15 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         parts = (("weights", self.weights_bytes), ("KV", self.kv_bytes), ("workspace", self.workspace_bytes))
-        sizes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts)
+        sizes = ", ".join(f"{name} {_readable(size)}" for name, size in parts)
         tokens = self.num_pages * self.page_size
-        budget = f"{self.budget_bytes / GIB:.2f} GiB"
-        return f"{sizes} of {budget}; KV holds {tokens:,} tokens in {self.num_pages:,} pages of {self.page_size}"
+        return (
+            f"{sizes} of {_readable(self.budget_bytes)}; KV holds {tokens:,} tokens in {self.num_pages:,} pages of {self.page_size}"
+        )
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int) -> int:

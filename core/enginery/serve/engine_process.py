@@ -6,6 +6,7 @@ It ends when told to, when the engine breaks, and when its parent is gone, howev
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -86,6 +87,7 @@ def run(build: BuildEngine) -> int:
     """The whole life of the process; returns its exit code. Tests give a `build` that makes a fake."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     _die_with_parent()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(message)s")
     boot = _read_boot()
     threading.Thread(target=_exit_when_stdin_ends, name="parent-watch", daemon=True).start()
     context = zmq.Context()

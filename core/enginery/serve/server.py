@@ -142,8 +142,6 @@ async def _start(service: Service, registry: Registry, text: TextSide, listener:
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     for setting, value, reason in facts.decisions:
         print(f"{setting} {value}: {reason}")
-    if facts.memory_plan:
-        print(facts.memory_plan)
     if facts.phases_s:
         print("loaded in " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in facts.phases_s.items()))
     body = f'{{"model": "{facts.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

@@ -173,13 +173,13 @@ def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
 ) -> None:
     model = llm(echo)
     assert model._engine is not None
-    backend = model._engine._runner.backend
+    echo_model = model._engine._runner.model
     with monkeypatch.context() as patch:
 
-        def fail(**_: object) -> None:
+        def fail(_: object) -> None:
             raise kind("the kernel failed")
 
-        patch.setattr(backend, "plan_forward_metadata", fail)
+        patch.setattr(echo_model, "forward", fail)
         with pytest.raises(kind, match="the kernel failed") as error:
             model.generate([[1, 2], [3]], GREEDY)
         assert "attention echo" in error.value.__notes__[0]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from enginery.attention.hookspecs import BackendHooks
 from enginery.plugin.hookspecs import EngineHooks
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,9 @@ def untested(scope: type, tests: str) -> list[str]:
 
 
 def test_every_hook_is_in_the_manual_with_its_signature() -> None:
-    assert undocumented(EngineHooks, (ROOT / "docs" / "hooks.md").read_text()) == []
+    page = (ROOT / "docs" / "hooks.md").read_text()
+    assert undocumented(EngineHooks, page) == []
+    assert undocumented(BackendHooks, page) == []
 
 
 def test_every_hook_has_a_test() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
@@ -79,3 +80,14 @@ class ForwardBatch:
             return True
         planned = (self.plan.key.num_requests, self.plan.key.num_tokens)
         return self.replan_equivalent and planned != (self.num_requests, self.num_tokens)
+
+
+def stated_axes(batch_type: type) -> Mapping[str, Axis]:
+    """The axis of each field. Raises TypeError for a field that states none, so that none can be forgotten."""
+    for each in fields(batch_type):
+        if not isinstance(each.metadata.get("axis"), Axis):
+            raise TypeError(f"{batch_type.__name__}.{each.name} states no axis; declare it with along(Axis.TOKEN), REQUEST or NONE")
+    return {each.name: each.metadata["axis"] for each in fields(batch_type)}
+
+
+AXES: Final = stated_axes(ForwardBatch)

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from enginery.attention.relay import BackendRelay
 from enginery.config.checkpoint_folder import find_folder, read_config
 from enginery.config.needs import attn_needs
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
-from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, KVGeometry, ParallelFacts
+from enginery.contracts.attention import AttnBackendSpec, BackendContext, KVGeometry, ParallelFacts
 from enginery.contracts.model import AttendFn, Model, ModelContext, ModelFacts, ModelSpec, WeightSource, WriteKVFn
 from enginery.contracts.ops import OpNeeds, OpSpec, OpTable
 from enginery.errors import CheckpointError
@@ -78,7 +79,7 @@ class BuiltParts:
 
     choice: Choice
     memory: MemoryPlan
-    backend: AttnBackend
+    relay: BackendRelay
     model: Model
     phases_s: Mapping[str, float]
 
@@ -113,13 +114,13 @@ def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
     weights = random_weights(record, choice.device, seed=asked.seed) if stored is None else load(record, stored, choice.device)
     clock.lap("weights")
     pool = PagedKVPool(dataclasses.replace(geometry, num_pages=memory.num_pages), choice.device)
-    backend = create_backend(choice, registry, pool)
+    relay = create_backend(choice, registry, pool)
     with torch.inference_mode(), inside(choice.family, "build the model"):
         model = choice.family.spec.build(
-            model_context(choice, weights, ops=ops, attend=backend.attend, write_kv=pool.write, device=choice.device)
+            model_context(choice, weights, ops=ops, attend=relay.backend.attend, write_kv=pool.write, device=choice.device)
         )
     clock.lap("build")
-    return BuiltParts(choice=choice, memory=memory, backend=backend, model=model, phases_s=clock.phases_s)
+    return BuiltParts(choice=choice, memory=memory, relay=relay, model=model, phases_s=clock.phases_s)
 
 
 def choose(asked: EngineOptions, registry: Registry) -> Choice:
@@ -224,8 +225,8 @@ def plan(asked: EngineOptions, choice: Choice, *, weights_bytes: int, geometry: 
     )
 
 
-def create_backend(choice: Choice, registry: Registry, pool: PagedKVPool) -> AttnBackend:
-    """The chosen attention backend over the pool."""
+def create_backend(choice: Choice, registry: Registry, pool: PagedKVPool) -> BackendRelay:
+    """The chosen attention backend over the pool, registered and checked."""
     name = choice.attention.spec.name
     context = BackendContext(
         instance=f"{name}#0",
@@ -236,7 +237,7 @@ def create_backend(choice: Choice, registry: Registry, pool: PagedKVPool) -> Att
         arena=DeviceArena(choice.device),
         options=registry.options_for(name),
     )
-    return registry.create_attn_backend(name, context)
+    return BackendRelay(registry.create_attn_backend(name, context), choice.attention.source)
 
 
 def op_table(choice: Choice) -> OpTable:

@@ -50,7 +50,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
         )
         self._runner = Runner(
-            parts.model, parts.backend, page_size=asked.page_size, device=choice.device, eos_token_ids=eos_token_ids
+            parts.model, parts.relay, page_size=asked.page_size, device=choice.device, eos_token_ids=eos_token_ids
         )
 
     @classmethod

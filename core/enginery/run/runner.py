@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from enginery.contracts.attention import AttnBackend
+from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.request import TokenLogprob
@@ -37,10 +37,10 @@ class Runner:
     """Owns the model and its backend; remembers nothing between steps."""
 
     def __init__(
-        self, model: Model, backend: AttnBackend, *, page_size: int, device: torch.device, eos_token_ids: frozenset[int]
+        self, model: Model, relay: BackendRelay, *, page_size: int, device: torch.device, eos_token_ids: frozenset[int]
     ) -> None:
         self.model = model
-        self.backend = backend
+        self.relay = relay
         self.page_size = page_size
         self.device = device
         self.eos_token_ids = eos_token_ids
@@ -50,8 +50,7 @@ class Runner:
         """Run the step and wait for its tokens."""
         began = time.perf_counter()
         batch = build_batch(step, page_size=self.page_size, device=self.device)
-        if batch.needs_plan(self.backend.backend_id):
-            batch.mark_planned(self.backend.plan_forward_metadata(batch=batch, capture=False))
+        self.relay.plan(batch)
         planned = time.perf_counter()
         hidden = self.model.forward(batch)  # [T, C]
         token_ids, logprobs, prompt_logprobs = self._sample(step.items, batch, hidden)

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from enginery.api import BackendContext, ForwardBatch, LayerSpec, PlanKey, covering_plan
+from enginery.api import BackendContext, ForwardBatch, LayerSpec, PlanKey, covering_plan, hookimpl
 from enginery_attn_torch.kernels import explicit, fused
 from enginery_attn_torch.plan import DecodeGroup, Planner, RequestPart, TorchPlan
 
@@ -23,6 +23,7 @@ class TorchAttention:
         windows = tuple({layer.sliding_window for layer in context.geometry.layers})
         self.planner = Planner(page_size=context.geometry.page_size, windows=windows, device=context.device)
 
+    @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TorchPlan:
         """Decide what each request reads. Several decoding requests become one padded group; see `TorchPlan`."""
         q_lens = batch.q_lens_cpu.tolist()

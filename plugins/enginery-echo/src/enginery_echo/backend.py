@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from enginery.api import BackendContext, ForwardBatch, ForwardPlan, LayerSpec, PlanKey, covering_plan
+from enginery.api import BackendContext, ForwardBatch, ForwardPlan, LayerSpec, PlanKey, covering_plan, hookimpl
 
 MODULUS = 65_521  # the largest prime below 2^16: checksums stay exact in float32
 
@@ -26,6 +26,7 @@ class EchoAttention:
         self.pool = context.pool
         self.page_size = context.geometry.page_size
 
+    @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> EchoPlan:
         """Copy out of the page table what each request owns."""
         q_lens, kv_lens = batch.q_lens_cpu.tolist(), batch.kv_lens_cpu.tolist()

@@ -1,0 +1,49 @@
+"""Batches, a backend that only plans, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.plan import ForwardPlan, PlanKey
+from enginery.plugin.hookspecs import hookimpl
+
+
+def make_batch(q_lens: list[int], *, phase: Phase = Phase.MIXED) -> ForwardBatch:
+    """Requests of so many new tokens, each after three that are cached, with a page of sixteen for each."""
+    total, count = sum(q_lens), len(q_lens)
+    owner = torch.repeat_interleave(torch.arange(count), torch.tensor(q_lens, dtype=torch.int64))
+    return ForwardBatch(
+        phase=phase,
+        input_ids=torch.arange(100, 100 + total),
+        positions=torch.cat([torch.arange(3, 3 + length) for length in q_lens]) if count else torch.zeros(0, dtype=torch.int64),
+        slots=owner * 16 + 3,
+        q_lens_cpu=torch.tensor(q_lens, dtype=torch.int32),
+        kv_lens_cpu=torch.tensor([length + 3 for length in q_lens], dtype=torch.int32),
+        page_table_cpu=torch.arange(count, dtype=torch.int32)[:, None].repeat(1, 2),
+        num_logits_cpu=torch.ones(count, dtype=torch.int32),
+    )
+
+
+class Planner:
+    """Plans, and counts how often."""
+
+    def __init__(self, backend_id: str = "planner#0", *, epoch: int = 0) -> None:
+        self.backend_id = backend_id
+        self.epoch = epoch
+        self.num_plans = 0
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch) -> ForwardPlan:
+        self.num_plans += 1
+        key = PlanKey(
+            backend=self.backend_id,
+            phase=batch.phase,
+            num_requests=batch.num_requests,
+            num_tokens=batch.num_tokens,
+            epoch=self.epoch,
+        )
+        return ForwardPlan(key=key)
+
+    def attend(self, *tensors: object) -> None:
+        raise AssertionError("only plans")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from enginery import LLM, SamplingParams
 from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
@@ -150,11 +152,21 @@ def test_a_chat_is_the_template_s_text_continued() -> None:
 def test_wrong_use_says_what_to_do(echo: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean page_size"):
         LLM(pagesize=3)
+    for wrong in ({"page_size": "16"}, {"prefix_cache": "no"}, {"blocked_plugins": "echo"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            LLM(**wrong)
     model = llm(echo)
     with pytest.raises(CheckpointError, match="token ids"):
         model.generate("text without a tokenizer")
     with pytest.raises(RequestError, match="token id 97, but the vocabulary has ids 0 to 96"):
         model.generate([[1, 97]])
+    for prompts in ({"prompt": "a"}, 7, [[1.5]], [None], [[True]]):
+        with pytest.raises(RequestError, match="token ids"):
+            model.generate(prompts)
+    with pytest.raises(RequestError, match="SamplingParams"):
+        model.generate([1], {"max_tokens": 3})
+    with pytest.raises(RequestError, match="role and content"):
+        model.chat("hello")
     with pytest.raises(RequestError, match="logit_bias"):
         model.generate([[1]], SamplingParams(logit_bias={100: 1.0}))
     with pytest.raises(RequestError):
@@ -186,3 +198,19 @@ def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
         assert "enginery-echo==0.1.0" in error.value.__notes__[0]
     model._engine._scheduler.check_idle()
     assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
+
+
+def test_token_ids_may_come_from_numpy_torch_or_a_generator(echo: Path) -> None:
+    model = llm(echo)
+    expected = continued([7, 8, 9], 20)
+    for prompts in (np.array([7, 8, 9]), torch.tensor([7, 8, 9]), np.array([[7, 8, 9]]), (ids for ids in [[7, 8, 9]])):
+        assert model.generate(prompts, GREEDY)[0].token_ids == expected
+
+
+def test_no_longer_context_is_promised_than_the_pages_hold(echo: Path) -> None:
+    model = llm(echo, num_pages=2, page_size=16)
+    assert model.facts.max_model_len == 32
+    assert ("max_model_len", "32") in {(setting, value) for setting, value, _ in model.facts.decisions}
+    with pytest.raises(RequestError, match="32"):
+        model.generate([list(range(40))])
+    assert len(model.generate([[1, 2]], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))[0].token_ids) == 30

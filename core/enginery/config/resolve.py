@@ -63,9 +63,17 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
 
 
 def _check(asked: EngineOptions) -> None:
-    positive = ("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens", "num_pages", "max_model_len")
+    positive = (
+        "page_size",
+        "max_batch_requests",
+        "max_queued_requests",
+        "max_batch_tokens",
+        "num_pages",
+        "max_model_len",
+        "num_threads",
+    )
     for name in positive:
-        value = vars(asked)[name]
+        value = getattr(asked, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, but must be at least 1")
     if not 0 < asked.memory_fraction <= 1:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from enginery.errors import RequestError
 
@@ -25,6 +28,8 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Checked when built; raises `RequestError` with the field's name.
+
+    max_tokens: at the most; the context and the KV memory may end a completion sooner. stop: one text or several.
 
     temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: shares of probability. Penalties follow OpenAI (presence, frequency:
     subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over prompt and output).
@@ -53,6 +58,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._normalise()
         _check_range("max_tokens", self.max_tokens, 1, math.inf)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_range("temperature", self.temperature, 0, 100)
@@ -72,11 +78,45 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty string, which would end every completion at once; leave it out", param="stop")
 
+    def _normalise(self) -> None:
+        """Take lists for tuples, one stop string for a tuple of one, and any kind of whole number; refuse other types by name."""
+        numbers_given = {name: getattr(self, name) for name in _WHOLE_NUMBERS}
+        whole = {name: _whole(name, value) for name, value in numbers_given.items() if value is not None or name not in _OPTIONAL}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) for text in stop):
+            raise RequestError(f"stop is {self.stop!r}, but must be a text or a list of them", param="stop")
+        ends = tuple(_whole("stop_token_ids", token) for token in self.stop_token_ids)
+        bias = {_whole("logit_bias", token): _real("logit_bias", value) for token, value in self.logit_bias.items()}
+        real = {name: _real(name, getattr(self, name)) for name in _REAL_NUMBERS}
+        for name, value in (whole | real | {"stop": stop, "stop_token_ids": ends, "logit_bias": bias}).items():
+            object.__setattr__(self, name, value)
+
+
+_OPTIONAL: Final = ("seed", "logprobs", "prompt_logprobs")
+_WHOLE_NUMBERS: Final = ("max_tokens", "min_tokens", "top_k", "n", *_OPTIONAL)
+_REAL_NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]  # raises for what is none
+    except TypeError:
+        raise RequestError(f"{name} is {value!r}, but must be a whole number", param=name) from None
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise RequestError(f"{name} is {value!r}, but must be a number", param=name)
+    return float(value)
+
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     """NaN fails too: it is in no range."""
     if not low <= value <= high:
-        raise RequestError(f"{name} is {value}, but must lie between {low:g} and {high:g}", param=name.split("[")[0].split(" ")[0])
+        wanted = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+        raise RequestError(f"{name} is {value}, but must {wanted}", param=name.split("[")[0].split(" ")[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,15 +101,16 @@ class PhaseClock:
 def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
     """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible."""
     clock = PhaseClock()
+    choice = choose(asked, registry)
     if asked.num_threads is not None:
         torch.set_num_threads(asked.num_threads)
-    choice = choose(asked, registry)
     ops = op_table(choice)
     clock.lap("choose")
     record, stored = check_weights(choice)
     geometry = KVGeometry(num_pages=0, page_size=asked.page_size, layers=choice.facts.layers, dtype=choice.settings.dtype)
     memory = plan(asked, choice, weights_bytes=record.num_bytes(), geometry=geometry)
     log.info("memory plan: %s", memory)
+    choice = fit_context(choice, memory)
     clock.lap("check and plan")
     weights = random_weights(record, choice.device, seed=asked.seed) if stored is None else load(record, stored, choice.device)
     clock.lap("weights")
@@ -223,6 +224,19 @@ def plan(asked: EngineOptions, choice: Choice, *, weights_bytes: int, geometry: 
         workspace=workspace_bytes(choice.settings, choice.facts, backend_bytes=backend_bytes, itemsize=choice.dtype.itemsize),
         page_bytes=page_bytes(geometry),
     )
+
+
+def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:
+    """A context longer than all KV pages together could never be filled: promise no more than they hold."""
+    held = memory.num_pages * memory.page_size
+    if held >= choice.settings.max_model_len:
+        return choice
+    decision = Decision(
+        setting="max_model_len", value=str(held), reason="all that the KV pages hold; more memory or --num-pages raise it"
+    )
+    kept = tuple(made for made in choice.decisions if made.setting != decision.setting)
+    settings = dataclasses.replace(choice.settings, max_model_len=held)
+    return dataclasses.replace(choice, settings=settings, decisions=(*kept, decision))
 
 
 def create_backend(choice: Choice, registry: Registry, pool: PagedKVPool) -> BackendRelay:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from rich.progress import Progress
 
 from enginery.config.schema import EngineOptions
@@ -107,7 +109,11 @@ class LLM:
                 near = difflib.get_close_matches(name, known, n=3)
                 hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}"
                 raise ConfigError(f"LLM has no option {name!r}; {hint}")
-        asked = EngineOptions(model=None if model is None else str(model), **{"max_queued_requests": UNBOUNDED, **options})
+        given = {"model": None if model is None else str(model), "max_queued_requests": UNBOUNDED, **options}
+        try:
+            asked = msgspec.convert(given, EngineOptions)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"LLM has an option of a wrong type: {error}") from error
         registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
         self._engine: Engine | None = Engine.build(asked, registry)
         self.facts = self._engine.facts
@@ -135,6 +141,8 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, progress: bool | None = None
     ) -> Generation:
         """Answer one conversation, a list of {"role": ..., "content": ...}, by the checkpoint's chat template."""
+        if isinstance(messages, str | Mapping) or not messages or not all(isinstance(one, Mapping) for one in messages):
+            raise RequestError(f"messages are {messages!r}, but must be a list of role and content", param="messages")
         if self.text is None:
             raise CheckpointError(f"{self.facts.folder} has no tokenizer.json, which chats need; use generate with token ids")
         prompt = self.text.tokenizer.encode(self.text.template.render(messages), add_special_tokens=False)
@@ -142,7 +150,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
@@ -155,6 +163,8 @@ class LLM:
         if self._engine is None:
             raise EnginError("this LLM was closed; build a new one")
         batch = _as_batch(prompts)
+        if params is not None and not isinstance(params, SamplingParams | Sequence):
+            raise RequestError(f"params are {params!r}, but must be SamplingParams, or one for each prompt", param="params")
         each = [params or SamplingParams()] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):
             raise RequestError(
@@ -166,7 +176,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            return tuple(prompt)
+            return tuple(operator.index(token) for token in prompt)
         if self.tokenizer is None:
             raise CheckpointError(f"{self.facts.folder} has no tokenizer.json; give prompts as lists of token ids")
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
@@ -227,13 +237,27 @@ def _text_side(folder: str) -> TextSide | None:
         raise
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt, text or ids, is a batch of one."""
+def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """A single prompt, text or ids, is a batch of one. Ids may be whole numbers of any kind."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # a sequence of ids
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts are {prompts!r}, but must be texts or lists of token ids", param="prompt")
+    batch: list[Any] = list(prompts)
+    if batch and _is_whole(batch[0]):
+        batch = [batch]
+    for prompt in batch:
+        if not isinstance(prompt, str) and not (isinstance(prompt, Iterable) and all(map(_is_whole, prompt))):
+            raise RequestError(f"the prompt {prompt!r:.80} is neither text nor a list of token ids", param="prompt")
+    return batch
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _generation(prompt: tuple[int, ...], parts: Sequence[_Growing]) -> Generation:

@@ -15,6 +15,7 @@ from enginery.contracts.request import SamplingParams, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 _NOTHING = float("-inf")
+LEAST_TEMPERATURE = 1e-5  # dividing logits by less overflows, and the best token has all of the probability long before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: fro
         logits = logits.to(torch.float32, copy=True)
         for index in adjusted:
             _adjust(logits[index], rows[index], eos_token_ids)
-    random = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    random = [index for index, row in enumerate(rows) if row.params.temperature >= LEAST_TEMPERATURE]
     if not random:
         return logits.argmax(-1)
     chosen = logits.argmax(-1) if len(random) < len(rows) else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -95,11 +96,16 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(weights: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Inverse transform sampling: the first column whose cumulative weight exceeds u times the total. [N, V] -> [N, 1]."""
+    """Inverse transform sampling: the first column whose cumulative weight exceeds u times the total. [N, V] -> [N, 1].
+
+    A u that rounds to 1 would end beyond the last column, or on one without weight; it gets the last one that has some.
+    """
     cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    last = torch.searchsorted(cumulative, total)  # the first column to reach it
     drawn = _column([uniform(row.params.seed or 0, len(row.token_ids)) for row in rows], weights)
-    target = drawn * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
+    target = drawn * total
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
 
 def _draw_whole(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -64,6 +64,7 @@ def test_what_does_not_fit_names_the_flags_and_the_sizes(asked: EngineOptions) -
         EngineOptions(dtype="int8"),
         EngineOptions(load_format="gguf"),
         EngineOptions(max_batch_tokens=0),
+        EngineOptions(num_threads=0),
     ],
 )
 def test_a_value_that_cannot_be_honoured_is_refused(asked: EngineOptions) -> None:

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,6 +139,30 @@ def test_logprobs_are_those_of_the_plain_softmax() -> None:
     assert second.top[0][1] == pytest.approx(float(expected[1].max()), abs=1e-5)
 
 
+def test_a_number_that_rounds_to_one_never_takes_an_excluded_token() -> None:
+    seed = 48117297
+    assert torch.tensor(uniform(seed, 5), dtype=torch.float32) == 1
+    values = logits(t3=9.0)
+    values[7:] = -1e4
+    asked = dict(prompt=(1, 2, 3, 4, 5), seed=seed)
+    for cut in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.9}, {"logit_bias": {11: -100}}):
+        token = pick(values, row(**asked, **cut))
+        assert token == 3 or ("logit_bias" in cut and token < 7)
+    wide = sample(values.expand(2, -1), [row(**asked, top_k=1), row(top_k=9)], frozenset())
+    assert wide[0] == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 5e-324])
+def test_the_tiniest_temperatures_are_greedy(temperature: float) -> None:
+    assert pick(logits(t3=1.0, t5=1.001), row(temperature=temperature)) == 5
+
+
+def test_one_stop_string_lists_and_numpy_numbers_are_taken() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[1, 2], max_tokens=np.int64(3), logit_bias={np.int32(4): 1})
+    assert (params.stop, params.stop_token_ids, params.max_tokens, params.logit_bias) == (("END",), (1, 2), 3, {4: 1.0})
+    assert type(params.max_tokens) is int
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -157,6 +182,14 @@ def test_logprobs_are_those_of_the_plain_softmax() -> None:
         {"stop": ("x",) * 17},
         {"logit_bias": {3: math.inf}},
         {"presence_penalty": 3},
+        {"max_tokens": 2.5},
+        {"max_tokens": None},
+        {"max_tokens": "5"},
+        {"seed": 1.5},
+        {"logprobs": True},
+        {"temperature": "hot"},
+        {"stop": (3,)},
+        {"logit_bias": {"5": 1.0}},
     ],
 )
 def test_a_senseless_parameter_is_refused_by_name(wrong: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""The whole server over the fake engine: FOLDER PORT [max_queued_requests]. Prints what `engine serve` prints."""
+"""The whole server over the fake engine: FOLDER PORT [device [drain_s]]. Prints what `engine serve` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from enginery.serve.server import ServeSettings, serve
 if __name__ == "__main__":
     folder, port, *rest = sys.argv[1:]
     options = EngineOptions(model=folder, device=rest[0] if rest else "auto")
-    settings = ServeSettings(port=int(port), engine_command=fake_engine.COMMAND, drain_s=1.0)
+    settings = ServeSettings(port=int(port), engine_command=fake_engine.COMMAND, drain_s=float(rest[1]) if rest[1:] else 1.0)
     try:
         serve(options, Registry.load(no_plugins=True), settings)
     except EnginError as error:

@@ -48,6 +48,11 @@ HUGE = 10**30
         ({"logprobs": 10**9}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"stop": ["s"] * 100_000}, "stop"),
+        ({"stop": ["s"] * 17}, "stop"),
+        ({"stop": "s" * 1025}, "stop"),
+        ({"stop": ["s", "s" * 1025]}, "stop"),
+        ({"stop_token_ids": [3] * 1025}, "stop_token_ids"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
         ({"stop": ""}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"temperature": -1}, "temperature"),
@@ -103,6 +108,14 @@ def test_a_body_that_is_no_request_is_refused(shared_server, body):
     response = shared_server("/v1/completions", body)
     assert response.status_code == 400, response.text
     assert len(response.content) < 2000
+
+
+def test_bounds_are_told_in_numbers(shared_server):
+    for field, value in (("stop", ["s"] * 17), ("stop_token_ids", [3] * 1025), ("logit_bias", {str(n): 1 for n in range(1025)})):
+        error = shared_server("/v1/completions", {"prompt": "x", field: value}).json()["error"]
+        assert ("16" if field == "stop" else "1024") in error["message"]
+    most = {"stop": ["s" * 1024] * 16, "stop_token_ids": [3] * 1024, "logit_bias": {str(number): 1 for number in range(600)}}
+    assert shared_server("/v1/completions", {"prompt": "x", **most}).status_code == 200
 
 
 def test_a_prompt_too_long_is_told_both_numbers(shared_server):

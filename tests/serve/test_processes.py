@@ -21,6 +21,7 @@ from enginery.errors import ConfigError, EngineDied, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve import messages
 from enginery.serve.engine_client import EngineClient, EngineState
+from enginery.serve.faults import Fault
 from enginery.serve.stream import ClientGone, unless_disconnected
 
 
@@ -80,7 +81,7 @@ def test_an_engine_that_cannot_start_says_why_with_its_exit_code(folder, capfd):
 
 def test_a_command_that_dies_at_once_is_reported_with_its_last_words(folder):
     async def scenario(client):
-        with pytest.raises(EngineDied, match="exit code 3; the last it said was\nno such luck"):
+        with pytest.raises(EngineDied, match="exit code 3\nThe last it said:\nno such luck"):
             await client.ready()
 
     with_client(scenario, folder, command=(sys.executable, "-c", "import sys; print('no such luck', file=sys.stderr); sys.exit(3)"))
@@ -179,6 +180,24 @@ def test_leaving_a_group_aborts_what_is_open(folder):
             assert [output.token_ids async for output in outputs] == [(5,), (6,)]
 
     with_client(scenario, folder)
+
+
+def test_a_request_may_end_after_the_engine_was_stopped(folder):
+    async def scenario(client):
+        await client.ready()
+        async with client.generate([request(ignore_eos=True, seed=SLOW)]):
+            await client.stop()
+
+    with_client(scenario, folder)
+
+
+def test_what_clients_are_told_of_a_death_is_whole(folder):
+    async def scenario(client):
+        with pytest.raises(EngineDied) as caught:
+            await client.ready()
+        assert Fault.of(caught.value).message == "the engine's process ended with exit code 3"
+
+    with_client(scenario, folder, command=(sys.executable, "-c", "import sys; print('one\\ntwo', file=sys.stderr); sys.exit(3)"))
 
 
 def test_rejection_is_told_from_failure(folder):

@@ -29,10 +29,9 @@ UNICODE = "naïve 日本語 👩‍👩‍👧‍👦😀"
 
 
 @contextlib.contextmanager
-def started(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen, str]]:
-    process = subprocess.Popen(
-        [sys.executable, SERVER, str(folder), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def started(folder: Path, port: int = 0, *, drain_s: float = 1.0) -> Iterator[tuple[subprocess.Popen, str]]:
+    command = [sys.executable, SERVER, str(folder), str(port), "auto", str(drain_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         url = ""
         for line in process.stdout:
@@ -182,16 +181,54 @@ def test_a_running_request_is_finished_before_the_end(folder):
         assert process.wait(10) == 0
 
 
-def test_requests_that_outlast_the_drain_are_cut(folder):
-    with started(folder) as (process, url):
-        body = {"prompt": "a", "seed": SLOW, "max_tokens": 500, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
-            next(response.iter_bytes())
-            child = child_of(process)
+@pytest.mark.parametrize(("drain_s", "num_signals", "least_s"), [(0.5, 1, 0.5), (0, 1, 0), (60, 2, 0)])
+def test_clients_that_outlast_the_drain_are_told_why(folder, drain_s, num_signals, least_s):
+    body = {"prompt": "a", "seed": SLOW, "max_tokens": 500, "ignore_eos": True}
+    whole, streamed = [], []
+
+    def stream(url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response:
+            streamed.extend(response.iter_lines())
+
+    with started(folder, drain_s=drain_s) as (process, url):
+        child = child_of(process)
+        threads = [
+            threading.Thread(target=lambda: whole.append(httpx.post(f"{url}/v1/completions", json=body))),
+            threading.Thread(target=stream, args=(url,)),
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        began = time.monotonic()
+        for _ in range(num_signals):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+        assert least_s <= time.monotonic() - began < 2.5
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert not is_running(child)
+    error = whole[0].json()["error"]
+    assert (whole[0].status_code, error["code"], error["type"]) == (503, "shutting_down", "unavailable_error")
+    assert "shutting down" in error["message"]
+    *_, last_event, done = [line.removeprefix("data: ") for line in streamed if line]
+    assert (json.loads(last_event), done) == ({"error": error}, "[DONE]")
+
+
+def test_while_draining_new_requests_are_refused(folder):
+    running = {"prompt": "a", "seed": SLOW, "max_tokens": 50, "ignore_eos": True, "stream": True}
+    with started(folder, drain_s=10) as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=running) as response:
             process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=10)
-        assert (process.returncode, "Traceback" in err) == (0, False)
-        assert not is_running(child)
+            time.sleep(0.1)
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            assert refused.headers["retry-after"] == "1"
+            assert httpx.get(f"{url}/health").json() == {"status": "stopping"}
+            response.read()
+        assert '"finish_reason":"length"' in response.text
+        assert process.wait(5) == 0
 
 
 def test_a_killed_engine_ends_the_server_with_the_cause_last(folder):

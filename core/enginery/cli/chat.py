@@ -54,6 +54,10 @@ def converse(partner: Partner, opening: Sequence[Message]) -> None:
     while True:
         try:
             said = input("> ").strip()
+            said.encode()  # some terminals hide bad bytes in the text
+        except UnicodeError:
+            print("(this is no UTF-8 text)")
+            continue
         except (EOFError, KeyboardInterrupt):
             print()
             return
@@ -109,7 +113,7 @@ class ServerPartner:
     """A server with OpenAI's API. Without a name its first model is used."""
 
     def __init__(self, url: str, model: str | None, sampling: dict[str, Any]) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._sampling = sampling
         with self._open("/v1/models", None) as response:
             self._model = model or str(json.load(response)["data"][0]["id"])

@@ -15,6 +15,7 @@ import typer
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import engine_options
 from enginery.contracts.request import SamplingParams
+from enginery.errors import ConfigError, RequestError
 from enginery.plugin.discovery import blocked_names
 
 _MODEL: Final = "Model"
@@ -92,7 +93,7 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a flag for each way of sampling; its first parameter takes those that were given, as a dict."""
+    """Give a command a flag for each way of sampling; its first parameter takes those that were given, as a dict, checked."""
     kinds = get_type_hints(SamplingParams)
     flags = [
         _parameter(name, kinds[name], flag, default=None).replace(name=f"sampling_{name}") for name, flag in _SAMPLING_FLAGS.items()
@@ -100,7 +101,12 @@ def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     def sampling(given: dict[str, Any]) -> dict[str, Any]:
         asked = {name.removeprefix("sampling_"): value for name, value in given.items() if value is not None}
-        return asked | ({"stop": tuple(asked["stop"])} if "stop" in asked else {})
+        asked |= {"stop": tuple(asked["stop"])} if "stop" in asked else {}
+        try:
+            SamplingParams(**asked)
+        except RequestError as error:
+            raise ConfigError(str(error)) from error
+        return asked
 
     return _with_flags(command, flags, sampling)
 

@@ -30,7 +30,7 @@ def generate(
     from enginery.text.text_side import TextSide
 
     try:
-        text = sys.stdin.read() if prompt is None else prompt
+        text = sys.stdin.buffer.read().decode() if prompt is None else prompt
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is no UTF-8 text: {error}") from error
     if not text:

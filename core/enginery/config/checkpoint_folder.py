@@ -13,7 +13,7 @@ from enginery.plugin.near import did_you_mean, known_names
 if TYPE_CHECKING:
     from enginery.plugin.registry import Registry
 
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 _UNWANTED: Final = ["*/*", "consolidated*"]
 
@@ -42,6 +42,8 @@ def find_folder(model: str, registry: Registry) -> Path:
 
     A path that exists comes first, then a checkpoint. HF_HUB_OFFLINE=1 keeps to what is in the cache. Raises `CheckpointError`.
     """
+    if not model:
+        raise CheckpointError("the name of the model is empty; give a folder, an installed checkpoint or a Hugging Face id")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -66,6 +66,8 @@ def discover(wanted: Wanted) -> list[Found]:
     """Every installed plugin in order of name and distribution, with what its metadata says about its status."""
     found = sorted(_installed(), key=lambda item: (item.record.name, item.record.distribution, item.record.version))
     known = {item.record.name for item in found}
+    if CORE in wanted.blocked - known:
+        raise ConfigError(f"{CORE} is no plugin and cannot be blocked; leave out -p no:{CORE}")
     for name in sorted(wanted.blocked - known):
         hint = did_you_mean(name, known)
         raise ConfigError(f"plugin {name!r}, to be blocked, is not installed{hint or '.'} Installed: {known_names(known)}.")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.errors import ConfigError, EngineDied, EnginError, QueueFull, RequestError
 from enginery.plugin.manifest import Manifest
 from enginery.serve import messages
+from enginery.serve.faults import ShuttingDown
 
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine_process")
 _SILENCE_S: Final = 60.0
@@ -34,11 +35,12 @@ _log = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """Of the engine's process. SILENT: it lives, but its loop has not gone round for a minute."""
+    """Of the engine's process. SILENT: it lives, but its loop has not gone round for a minute. STOPPING: no request is taken."""
 
     LOADING = "loading"
     READY = "ready"
     SILENT = "silent"
+    STOPPING = "stopping"
     DEAD = "dead"
 
 
@@ -80,7 +82,10 @@ class Outputs:
 
 
 class EngineClient:
-    """One engine in a process of its own. Made and used inside one event loop, on a thread that outlives it."""
+    """One engine in a process of its own. Made and used inside one event loop, on a thread that outlives it.
+
+    is_stopping: set it, and no more requests are taken; those that run go on.
+    """
 
     def __init__(self, directory: Path, process: subprocess.Popen[bytes], link: zmq.asyncio.Socket) -> None:
         self._directory = directory
@@ -88,6 +93,7 @@ class EngineClient:
         self._link = link
         self._groups: dict[str, Outputs] = {}
         self._stderr_tail = ""
+        self.is_stopping = False
         self._failed: messages.Failed | None = None
         self._heard_s = time.monotonic()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
@@ -120,6 +126,8 @@ class EngineClient:
         """What `/health` answers by."""
         if self.died.done():
             return EngineState.DEAD
+        if self.is_stopping:
+            return EngineState.STOPPING
         if not self._ready.done():
             return EngineState.LOADING
         return EngineState.READY if time.monotonic() - self._heard_s < _SILENCE_S else EngineState.SILENT
@@ -143,10 +151,12 @@ class EngineClient:
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Outputs]:
         """Send requests; inside, all are queued. On leaving, whatever has not finished is aborted.
 
-        Raises `RequestError`, `QueueFull` if one is rejected (then none runs), and `EngineDied`.
+        Raises `RequestError`, `QueueFull` if one is rejected (then none runs), `EngineDied` and `ShuttingDown`.
         """
         if self.died.done():
             raise self.death()
+        if self.is_stopping:
+            raise ShuttingDown
         group = Outputs(self, requests)
         self._groups |= dict.fromkeys(group.open, group)
         try:
@@ -163,8 +173,15 @@ class EngineClient:
 
     async def send(self, message: messages.ToEngine) -> None:
         """Never waits: the queue is unbounded, and the engine bounds the requests. Without a peer there is nobody to tell."""
-        with contextlib.suppress(zmq.Again):
-            await self._link.send(messages.encode(message), zmq.NOBLOCK)
+        if not self._link.closed:  # as it is for a request that outlives `stop`
+            with contextlib.suppress(zmq.Again):
+                await self._link.send(messages.encode(message), zmq.NOBLOCK)
+
+    def fail_requests(self, error: Callable[[], EnginError]) -> None:
+        """End everything that runs, each with an error of its own."""
+        for group in set(self._groups.values()):
+            group.answers.put_nowait(error())
+            group.outputs.put_nowait(error())
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process, by force after `grace_s`, and clean up. May be called twice."""
@@ -173,10 +190,10 @@ class EngineClient:
                 await self.send(messages.Stop())
             else:
                 self._process.terminate()
-            await self._wait(grace_s)
+            await _ended(self._process, grace_s)
         if self._process.poll() is None:
             self._process.kill()
-            await self._wait(grace_s)
+            await _ended(self._process, grace_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -235,9 +252,7 @@ class EngineClient:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.1)  # its last words are on the way
         self.died.set_result(self._epitaph())
-        for group in set(self._groups.values()):
-            group.answers.put_nowait(self.death())
-            group.outputs.put_nowait(self.death())
+        self.fail_requests(self.death)
 
     def death(self) -> EngineDied:
         """The error to raise now that the process is dead; a fresh one for each who raises it."""
@@ -251,9 +266,10 @@ class EngineClient:
         code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         tail = self._stderr_tail.strip()
-        return f"the engine's process {how}" + (f"; the last it said was\n{tail}" if tail else " without a word")
+        return f"the engine's process {how}" + (f"\nThe last it said:\n{tail}" if tail else " without a word")
 
-    async def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+
+async def _ended(process: subprocess.Popen[bytes], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)

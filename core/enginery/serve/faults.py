@@ -21,6 +21,13 @@ class NotReady(EnginError):
     """The engine is loading."""
 
 
+class ShuttingDown(EnginError):
+    """The server was told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down; send the request again when it is back")
+
+
 class NoSuchModel(RequestError):
     """Another model is served here."""
 
@@ -55,6 +62,8 @@ class Fault:
                 return cls(status=400, message=message, type="invalid_request_error", param=error.param)
             case NotReady():
                 return cls(status=503, message=message, type="unavailable_error", code="loading", headers=_RETRY)
+            case ShuttingDown():
+                return cls(status=503, message=message, type="unavailable_error", code="shutting_down", headers=_RETRY)
             case EngineDied():
                 first_line = message.split("\n", maxsplit=1)[0]
                 return cls(status=503, message=first_line, type="unavailable_error", code="engine_died")

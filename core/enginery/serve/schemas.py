@@ -12,14 +12,17 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
+from enginery.contracts.request import MAX_STOP_STRINGS
 from enginery.errors import RequestError
 from enginery.plugin.near import did_you_mean
 
 MAX_BODY_BYTES: Final = 32 << 20
 MAX_PROMPTS: Final = 1024
 MAX_MESSAGES: Final = 8192
+MAX_TOKEN_IDS: Final = 1024
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, msgspec.Meta(max_length=1024)]
 Id = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -47,11 +50,11 @@ class CommonRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     n: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Int, float] | None = None
+    logit_bias: Annotated[dict[Int, float], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None = None
     best_of: Int | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -63,7 +66,7 @@ class CommonRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Annotated[list[Int], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None

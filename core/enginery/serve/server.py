@@ -19,11 +19,12 @@ from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 from enginery.serve.app import build_app
 from enginery.serve.engine_client import ENGINE_COMMAND, EngineClient
+from enginery.serve.faults import ShuttingDown
 from enginery.serve.served_model import ServedModel
 from enginery.serve.service import Service
 from enginery.text.text_side import TextSide
 
-_LAST_ANSWERS_S: Final = 1.0
+_LAST_ANSWERS_S: Final = 1
 _KEEP_ALIVE_S: Final = 75
 
 
@@ -78,8 +79,8 @@ async def _serve(options: EngineOptions, registry: Registry, settings: ServeSett
     try:
         routes = APIRouter()
         registry.register_routes(settings.routes, routes, engine)
-        http = _http(service, routes, settings)
-        stopping = _stop_on_signals(http)
+        http = _http(service, routes)
+        stopping, hurrying = _signals()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         starting = asyncio.create_task(_start(service, registry, text, listener))
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -87,6 +88,8 @@ async def _serve(options: EngineOptions, registry: Registry, settings: ServeSett
             await asyncio.wait((engine.died, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.died.done():
                 await asyncio.sleep(_LAST_ANSWERS_S)
+        if stopping.done():
+            await _drain(http, engine, hurrying, drain_s=settings.drain_s)
         http.should_exit = True
         starting.cancel()
         await asyncio.gather(serving, starting, return_exceptions=True)
@@ -99,7 +102,17 @@ async def _serve(options: EngineOptions, registry: Registry, settings: ServeSett
         text.template.close()
 
 
-def _http(service: Service, routes: APIRouter, settings: ServeSettings) -> _Http:
+async def _drain(http: _Http, engine: EngineClient, hurrying: asyncio.Future[None], *, drain_s: float) -> None:
+    """Let open requests end, until the time is up or there is a hurry; then fail what is left, so that every client is told."""
+    engine.is_stopping = True
+    if open_requests := set(http.server_state.tasks):
+        ending = asyncio.create_task(asyncio.wait(open_requests))
+        await asyncio.wait((ending, hurrying, engine.died), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+    engine.fail_requests(ShuttingDown)
+
+
+def _http(service: Service, routes: APIRouter) -> _Http:
     config = uvicorn.Config(
         build_app(service, plugin_routes=routes),
         log_level="critical",
@@ -107,26 +120,27 @@ def _http(service: Service, routes: APIRouter, settings: ServeSettings) -> _Http
         lifespan="off",
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        timeout_graceful_shutdown=_LAST_ANSWERS_S,
         server_header=False,
     )
     return _Http(config)
 
 
-def _stop_on_signals(http: _Http) -> asyncio.Future[None]:
-    """Done at the first SIGINT or SIGTERM; the second does not wait for running requests."""
+def _signals() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
+    """Done at the first SIGINT or SIGTERM, and at the second, which does not wait for running requests."""
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
+    hurrying: asyncio.Future[None] = loop.create_future()
 
     def stop() -> None:
-        if stopping.done():
-            http.force_exit = True
-        else:
+        if not stopping.done():
             stopping.set_result(None)
+        elif not hurrying.done():
+            hurrying.set_result(None)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    return stopping
+    return stopping, hurrying
 
 
 def _text_side(options: EngineOptions, registry: Registry, settings: ServeSettings) -> TextSide:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from enginery.serve.engine_client import EngineClient, EngineState
-from enginery.serve.faults import BodyTooLarge, NotReady
+from enginery.serve.faults import BodyTooLarge, NotReady, ShuttingDown
 from enginery.serve.schemas import MAX_BODY_BYTES, RequestT, decode_request
 from enginery.serve.served_model import ServedModel
 
@@ -29,9 +29,11 @@ class Service:
         return EngineState.LOADING if is_loading else self.engine.state
 
     def model(self) -> ServedModel:
-        """Raises `EngineDied` and `NotReady`."""
+        """Raises `EngineDied`, `ShuttingDown` and `NotReady`."""
         if self.engine.state is EngineState.DEAD:
             raise self.engine.death()
+        if self.engine.state is EngineState.STOPPING:
+            raise ShuttingDown
         if not self.loaded.done():
             raise NotReady("the engine is loading the model; try again in a moment")
         return self.loaded.result()

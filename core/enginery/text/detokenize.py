@@ -49,15 +49,18 @@ class CompletionText:
             raw = "" if is_last and hides_last else self._pieces.add(token_id)
             raw += self._pieces.rest() if is_last and finished else ""
             self._num_tokens += 1
-            text, stopped_by = self._stops.add(raw) if self._num_tokens >= self._min_tokens else (raw, None)
+            text, stopped_by = self._add(raw)
             texts.append(text)
             if stopped_by is not None:
                 return TextDelta(text="".join(texts), num_tokens=place + 1, stopped_by=stopped_by)
         stopped_by = None
         if finished:
-            text, stopped_by = self._stops.add(self._pieces.rest())
+            text, stopped_by = self._add(self._pieces.rest())
             texts += [text, "" if stopped_by else self._stops.rest()]
         return TextDelta(text="".join(texts), num_tokens=len(token_ids), stopped_by=stopped_by)
+
+    def _add(self, raw: str) -> tuple[str, str | None]:
+        return self._stops.add(raw, may_stop=self._num_tokens >= self._min_tokens)
 
 
 class StopStrings:
@@ -69,13 +72,15 @@ class StopStrings:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
-    def add(self, text: str) -> tuple[str, str | None]:
-        """(text that is final, the stop string that ended it)."""
+    def add(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """(text that is final, the stop string that ended it). may_stop False: a stop string that ends in `text` is plain text."""
         if not self._stops or not text:
             return text, None
+        old = len(self._held)
         self._held += text
-        found = [(self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
-        if found:
+        places = {stop: self._held.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops}  # those that end in `text`
+        found = [(place + len(stop), -len(stop), stop) for stop, place in places.items() if place >= 0]
+        if found and may_stop:
             end, minus_length, stop = min(found)
             return self._held[: end if self._include_stop else end + minus_length], stop
         first = max(0, len(self._held) - self._longest + 1)
@@ -90,7 +95,7 @@ class StopStrings:
         return final
 
     def _may_begin(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stops)
+        return any(stop.startswith(text) and stop != text for stop in self._stops)
 
 
 class _Pieces:

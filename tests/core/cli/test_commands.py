@@ -70,10 +70,31 @@ def test_generate_reads_standard_input(console, monkeypatch, tmp_path):
         assert console("generate", "--stop", "pipe")[0] == "from a \n"
 
 
-def test_generate_refuses_wrong_sampling_without_a_traceback(console):
-    out, err, code = console("generate", "x", "--top-p", "7")
-    assert (out, code) == ("", 1)
-    assert err == "engine: top_p is 7.0, but must lie between 1e-06 and 1\n"
+def test_a_prompt_that_is_no_utf_8_is_refused(console, monkeypatch, tmp_path):
+    path = tmp_path / "prompt"
+    path.write_bytes(b"\xff")
+    with path.open(errors="surrogateescape") as file:  # as in the C locale
+        monkeypatch.setattr("sys.stdin", file)
+        out, err, code = console("generate")
+    assert (out, code) == ("", 2)
+    assert err.startswith("engine: standard input is no UTF-8 text")
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--top-p", "7"), "top_p is 7.0"),
+        (("--max-tokens", "0"), "max_tokens is 0"),
+        (("--temperature", "nan"), "temperature is nan"),
+        (("--stop", ""), "stop has an empty string"),
+    ],
+)
+def test_wrong_sampling_is_refused_before_an_engine_is_built(console, monkeypatch, command, flags, words):
+    monkeypatch.setattr(f"enginery.cli.{command[0]}.build_engine", None)
+    out, err, code = console(*command, *flags)
+    assert (out, code) == ("", 2)
+    assert err.startswith(f"engine: {words}")
 
 
 def test_chat_keeps_the_conversation(console):
@@ -91,6 +112,16 @@ def test_chat_says_what_is_wrong_and_goes_on(console):
     out, _, code = console("chat", lines=("x " * 2000, "hi", "/exit"))
     assert code == 0
     assert out.splitlines()[-1] == "<user>hi"
+
+
+def test_chat_takes_no_bad_bytes(console):
+    out, _, code = console("chat", lines=("\udcff", "hi", "/exit"))
+    assert code == 0
+    assert out.splitlines()[1:] == ["(this is no UTF-8 text)", "<user>hi"]
+
+
+def test_a_server_s_address_needs_no_scheme(console):
+    assert "http://127.0.0.1:9 cannot be reached" in console("chat", "--url", "127.0.0.1:9")[1]
 
 
 def test_chat_with_an_absent_server_is_an_error(console):
@@ -116,3 +147,9 @@ def test_a_wrong_setting_exits_with_two(console):
     out, err, code = console("plugins", "-p", "no:absent")
     assert (out, code) == ("", 2)
     assert err.startswith("engine: plugin 'absent'")
+
+
+def test_the_core_cannot_be_blocked(console):
+    out, err, code = console("plugins", "-p", "no:core")
+    assert (out, code) == ("", 2)
+    assert err.startswith("engine: core is no plugin and cannot be blocked")

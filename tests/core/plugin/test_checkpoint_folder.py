@@ -42,6 +42,17 @@ def test_a_file_is_refused(site, tmp_path) -> None:
         find_folder(str(tmp_path / "model.gguf"), Registry.load())
 
 
+@pytest.mark.parametrize("path", ["./nope", "../x", "nope/.hidden", "-/x"])
+def test_a_path_that_is_not_there_is_taken_for_no_hub_id(site, path: str) -> None:
+    with pytest.raises(CheckpointError, match="is no folder"):
+        find_folder(path, Registry.load())
+
+
+def test_an_empty_name_is_refused(site) -> None:
+    with pytest.raises(CheckpointError, match="empty"):
+        find_folder("", Registry.load())
+
+
 def test_a_hub_id_is_downloaded_without_what_is_not_needed(site, monkeypatch) -> None:
     asked = {}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **patterns: asked.update(patterns) or "there")

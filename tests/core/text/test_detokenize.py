@@ -115,6 +115,58 @@ def test_min_tokens_lets_a_stop_string_pass(made):
     assert "".join(feed(made["byte_level"], ids, stop=(".",), min_tokens=4)[0]) == "a. b"
 
 
+class Words:
+    """A tokenizer whose tokens are these words, numbered by their places."""
+
+    special_ids = frozenset()
+    cleans_up = False
+
+    def __init__(self, words):
+        self._words = words
+
+    def is_token(self, token_id):
+        return True
+
+    def is_byte(self, token_id):
+        return False
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join(self._words[number] for number in ids)
+
+
+def stopped_naively(words, stops, min_tokens, *, include_stop):
+    """(text, tokens that count): the whole text is looked at after each token."""
+    text = ""
+    for count, word in enumerate(words, start=1):
+        old, text = len(text), text + word
+        ends = [(end, -len(stop)) for stop in stops for end in range(old + 1, len(text) + 1) if text[:end].endswith(stop)]
+        if ends and count >= min_tokens:
+            end, minus_length = min(ends)
+            return text[: end if include_stop else end + minus_length], count
+    return text, len(words)
+
+
+@given(
+    words=st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 12),
+    include_stop=st.booleans(),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+)
+@settings(max_examples=500, deadline=None)
+def test_an_output_stops_where_a_stop_string_ends_after_min_tokens(words, stops, min_tokens, include_stop, sizes):
+    params = {"stop": tuple(stops), "min_tokens": min_tokens, "include_stop": include_stop}
+    pieces, count, _ = feed(Words(words), range(len(words)), sizes, **params)
+    assert ("".join(pieces), count) == stopped_naively(words, stops, min_tokens, include_stop=include_stop)
+
+
+@pytest.mark.parametrize(("stop", "text", "count"), [(("e", "kahs"), "wwp", 7), (("p", "ka"), "wwp", 5)])
+def test_a_stop_string_may_begin_before_min_tokens(stop, text, count):
+    words = "wwpkahsxon"
+    pieces, num_tokens, stopped_by = feed(Words(words), range(len(words)), stop=stop, min_tokens=5)
+    assert ("".join(pieces), num_tokens, stopped_by) == (text, count, stop[1])
+
+
 def test_the_token_that_ended_an_output_adds_no_text(made):
     tokenizer = made["byte_level"]
     ids = tokenizer.encode("go!", add_special_tokens=False)

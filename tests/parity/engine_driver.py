@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from parity.oracle import NUM_GREEDY, Oracle
 
@@ -9,6 +11,8 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts
 from enginery.run.engine import Engine
 
 
@@ -49,3 +53,13 @@ def generate(engine: Engine, prompts: list[list[int]], **changes: object) -> lis
         engine.submit(greedy(str(index), prompt, **changes))
     tokens = drain(engine, {})
     return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def last_logits(registry: Registry, asked: EngineOptions, prompt: list[int]) -> torch.Tensor:
+    """What the engine computes after the prompt: [vocabulary] float32, host."""
+    parts = build_parts(asked, registry)
+    recording = RecordingModel(parts.model)
+    engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
+    engine.submit(greedy("a", prompt, max_tokens=1))
+    drain(engine, {})
+    return recording.recorded[-1][-1].float().cpu()

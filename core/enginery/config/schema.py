@@ -7,7 +7,6 @@ configuration file, and a keyword argument of `LLM`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -65,17 +64,3 @@ class ScheduleSettings:
     max_batch_requests: int
     max_queued_requests: int
     prefix_cache: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """Which checkpoint, of which family, and how to load it."""
-
-    folder: Path
-    name: str
-    family: str
-    note: str
-    random_weights: bool
-    dtype: Dtype
-    device: str
-    seed: int

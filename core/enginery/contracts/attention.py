@@ -5,7 +5,7 @@ H query heads, K KV heads, D head dim, T tokens, B requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NewType, Protocol
 
@@ -189,7 +189,6 @@ class AttnBackendSpec:
     summary: str
     refuse_also: Callable[[AttnNeeds], list[Reason]] = _refuses_nothing
     options: type[Any] | None = None
-    extra: Mapping[str, str] = field(default_factory=dict)
 
     def refuse(self, needs: AttnNeeds) -> list[Reason]:
         """Every reason why this backend cannot serve `needs`; empty if it can."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -30,7 +30,6 @@ class SamplingParams:
     """How to choose tokens and when to stop. Checked when built; raises `RequestError` with the field's name.
 
     max_tokens: at the most; the context and the KV memory may end a completion sooner. stop: one text or several.
-
     temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: shares of probability. Penalties follow OpenAI (presence, frequency:
     subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over prompt and output).
     logprobs: how many alternatives to report beside each sampled token; None reports nothing. prompt_logprobs: the same for the
@@ -117,6 +116,13 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         wanted = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
         raise RequestError(f"{name} is {value}, but must {wanted}", param=name.split("[")[0].split(" ")[0])
+
+
+def check_token_ids(name: str, ids: Collection[int], *, vocab_size: int) -> None:
+    """Raise `RequestError` for the first id of field `name` that is outside of the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestError(f"{name} has token id {wrong}, but the vocabulary has ids 0 to {vocab_size - 1}", param=name)
 
 
 @dataclass(frozen=True, kw_only=True)

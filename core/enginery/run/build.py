@@ -7,7 +7,6 @@ coordinator -> arena -> attention backend -> model bound to it. What can be refu
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -25,7 +24,6 @@ from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, BackendContext, KVGeometry, ParallelFacts
 from enginery.contracts.model import AttendFn, Model, ModelContext, ModelFacts, ModelSpec, WeightSource, WriteKVFn
 from enginery.contracts.ops import OpNeeds, OpSpec, OpTable
-from enginery.errors import CheckpointError
 from enginery.memory.arena import DeviceArena
 from enginery.memory.pool import PagedKVPool, page_bytes
 from enginery.nn.reference_ops import reference_ops
@@ -36,6 +34,7 @@ from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint
 from enginery.run.device import device_facts, torch_device
 from enginery.run.memory_plan import MemoryPlan, plan_memory, workspace_bytes
 from enginery.run.weights import WeightRecord, check, load, random_weights
+from enginery.text.tokenizer import read_json
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +62,7 @@ class Choice:
     device: torch.device
     settings: Settings
     attention: Offer[AttnBackendSpec]
+    op_needs: OpNeeds
     ops: tuple[Offer[OpSpec], ...]
     decisions: tuple[Decision, ...]
 
@@ -137,7 +137,8 @@ def choose(asked: EngineOptions, registry: Registry) -> Choice:
     for candidate in selection.candidates:
         log.info("attention backend %s", candidate)
     attention = selection.winner
-    ops = registry.select_ops(OpNeeds(**where))
+    op_needs = OpNeeds(**where)
+    ops = registry.select_ops(op_needs)
     reason = "asked for" if asked.attention_backend != "auto" else "highest priority that refuses nothing"
     return Choice(
         checkpoint=checkpoint,
@@ -147,6 +148,7 @@ def choose(asked: EngineOptions, registry: Registry) -> Choice:
         device=torch_device(asked.device),
         settings=settings,
         attention=attention,
+        op_needs=op_needs,
         ops=ops,
         decisions=(
             Decision(setting="model", value=checkpoint.name, reason=checkpoint.note or str(checkpoint.folder)),
@@ -180,13 +182,7 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """generation_config.json states it, else config.json; one id or several."""
-    generation = folder / "generation_config.json"
-    stated: Any = None
-    if generation.exists():
-        try:
-            stated = json.loads(generation.read_text()).get("eos_token_id")
-        except ValueError as error:
-            raise CheckpointError(f"{generation} is no valid JSON ({error}); fetch it again or delete it") from error
+    stated = read_json(folder / "generation_config.json").get("eos_token_id")
     stated = config.get("eos_token_id") if stated is None else stated
     if stated is None:
         return frozenset()
@@ -256,15 +252,10 @@ def create_backend(choice: Choice, registry: Registry, pool: PagedKVPool) -> Bac
 
 def op_table(choice: Choice) -> OpTable:
     """The references, overridden by what the chosen plugins load, the highest priority last."""
-    needs = OpNeeds(
-        device=choice.device_facts.kind,
-        dtype=choice.settings.dtype,
-        compute_capability=choice.device_facts.compute_capability,
-    )
     table = reference_ops()
     for offer in reversed(choice.ops):
         with inside(offer, f"load the operations {offer.name!r}"):
-            table = dataclasses.replace(table, **offer.spec.load(needs))
+            table = dataclasses.replace(table, **offer.spec.load(choice.op_needs))
     return table
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.errors import CheckpointError
+from enginery.text.tokenizer import read_json
 
 READABLE = ("F64", "F32", "F16", "BF16")
 
@@ -30,7 +31,7 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
     """All tensors of `folder` by name. Raises `CheckpointError` with the file and the tensor that is missing or cut off."""
     stored: dict[str, StoredTensor] = {}
     index = folder / "model.safetensors.index.json"
-    weight_map: dict[str, str] = _read_json(index)["weight_map"] if index.exists() else {}
+    weight_map: dict[str, str] = read_json(index)["weight_map"] if index.exists() else {}
     files = sorted({folder / name for name in weight_map.values()}) or [folder / "model.safetensors"]
     for file in files:
         if not file.exists():
@@ -45,13 +46,6 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
         if name not in stored or stored[name].file.name != file_name:
             raise CheckpointError(f"{index} says that tensor {name!r} is in {file_name}, but it is not; fetch that file again")
     return stored
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is no valid JSON ({error}); fetch it again") from error
 
 
 def _scan_file(file: Path) -> dict[str, StoredTensor]:

@@ -8,9 +8,8 @@ import time
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.engine import EngineFacts
-from enginery.contracts.request import GenerationRequest, RequestOutput, TokenLogprob
+from enginery.contracts.request import GenerationRequest, RequestOutput, TokenLogprob, check_token_ids
 from enginery.contracts.schedule import StepReport
-from enginery.errors import RequestError
 from enginery.memory.pages import PageAllocator
 from enginery.memory.prefix import NoPrefixCache, RadixPrefixCache
 from enginery.plugin.registry import Registry
@@ -33,7 +32,7 @@ class Engine:
         self._num_steps = 0
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         allocator = PageAllocator(memory.num_pages)
-        cache = RadixPrefixCache(asked.page_size, allocator) if asked.prefix_cache else NoPrefixCache()
+        cache = RadixPrefixCache(memory.page_size, allocator) if asked.prefix_cache else NoPrefixCache()
         self._scheduler = Scheduler(
             ScheduleSettings(
                 page_size=asked.page_size,
@@ -108,15 +107,9 @@ class Engine:
             raise
 
     def _check_token_ids(self, request: GenerationRequest) -> None:
-        size = self.facts.vocab_size
-        for name, ids in (
-            ("prompt", request.prompt_token_ids),
-            ("logit_bias", tuple(request.params.logit_bias)),
-            ("stop_token_ids", request.params.stop_token_ids),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < size):
-                wrong = next(token for token in ids if not 0 <= token < size)
-                raise RequestError(f"{name} has token id {wrong}, but the vocabulary has ids 0 to {size - 1}", param=name)
+        check_token_ids("prompt", request.prompt_token_ids, vocab_size=self.facts.vocab_size)
+        check_token_ids("logit_bias", request.params.logit_bias, vocab_size=self.facts.vocab_size)
+        check_token_ids("stop_token_ids", request.params.stop_token_ids, vocab_size=self.facts.vocab_size)
 
     def _publish(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         for item, reported in zip(step.items, result.prompt_logprobs, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import operator
 import sys
@@ -18,6 +17,7 @@ from rich.progress import Progress
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
 from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
+from enginery.plugin.near import did_you_mean, known_names
 from enginery.plugin.registry import Registry
 from enginery.run.engine import Engine
 from enginery.text.detokenize import CompletionText
@@ -106,9 +106,7 @@ class LLM:
         known = {option.name for option in dataclasses.fields(EngineOptions)}
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=3)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}"
-                raise ConfigError(f"LLM has no option {name!r}; {hint}")
+                raise ConfigError(f"LLM has no option {name!r}{did_you_mean(name, known) or f'; known are {known_names(known)}'}")
         given = {"model": None if model is None else str(model), "max_queued_requests": UNBOUNDED, **options}
         try:
             asked = msgspec.convert(given, EngineOptions)

@@ -74,7 +74,7 @@ class Runner:
             if item.samples:
                 sampling.append(index)
                 last_rows.append(end - 1)
-            if item.request.asked.params.prompt_logprobs is not None and item.num_logits:
+            if item.request.wants_prompt_logits:
                 prompt_logprobs[index] = self._prompt_logprobs(item, wanted[start:end])
         token_ids: list[int | None] = [None] * len(items)
         logprobs: list[TokenLogprob | None] = [None] * len(items)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from enginery.contracts.engine import EngineFacts
-from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.request import GenerationRequest, SamplingParams, check_token_ids
 from enginery.errors import RequestError
 from enginery.serve.faults import NoSuchModel
 from enginery.serve.schemas import MAX_PROMPTS, ChatRequest, CommonRequest, CompletionRequest
@@ -135,11 +135,8 @@ class ServedModel:
             ids = self.text.tokenizer.encode(given, add_special_tokens=add_special_tokens)
         return Prompt(token_ids=tuple(ids), text=given)
 
-    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
-        size = self.facts.vocab_size
-        for token_id in ids:
-            if not 0 <= token_id < size:
-                raise RequestError(f"{field} has token id {token_id}, but the vocabulary has ids 0 to {size - 1}", param=field)
+    def _check_ids(self, field: str, ids: Collection[int]) -> None:
+        check_token_ids(field, ids, vocab_size=self.facts.vocab_size)
 
     def _check_length(self, prompt: Prompt, asked: CommonRequest, max_tokens: int) -> None:
         limit, length = self.facts.max_model_len, len(prompt.token_ids)

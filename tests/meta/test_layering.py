@@ -29,8 +29,8 @@ RANKS = [
     {"speculate"},
     {"run"},
     {"serve"},
-    {"cli"},
     {"testing"},
+    {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 TOP = {"", "__main__"}  # the package itself is lazy, and above everything

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import DeepseekV2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 NUM_GREEDY = 64
 PROMPT_LENGTHS = (5, 33, 1, 16, 47, 64, 20)
@@ -29,6 +29,10 @@ LONGROPE = dict(
     original_max_position_embeddings=512,
 )
 
+LATENT_YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707
+)
+
 
 def shape(**changes: object) -> dict[str, object]:
     plain: dict[str, object] = dict(
@@ -46,7 +50,23 @@ def shape(**changes: object) -> dict[str, object]:
     return plain | changes
 
 
+def latent_shape(**changes: object) -> dict[str, object]:
+    """DeepSeek-V2's, dense in every layer; no two of its dims are equal."""
+    latent: dict[str, object] = dict(
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        first_k_dense_replace=4,
+        rope_parameters=LATENT_YARN,
+    )
+    return shape(**latent, **changes)
+
+
 FAMILIES: dict[str, PretrainedConfig] = {
+    "deepseek-v2": DeepseekV2Config(**latent_shape(q_lora_rank=48)),
+    "deepseek-v2-lite": DeepseekV2Config(**latent_shape(q_lora_rank=None)),
     "llama": LlamaConfig(**shape()),
     "llama-3-rope": LlamaConfig(**shape(head_dim=16, rope_parameters=LLAMA3_ROPE)),
     "llama-tied": LlamaConfig(**shape(tie_word_embeddings=True)),

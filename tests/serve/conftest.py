@@ -75,12 +75,12 @@ class Live:
 @contextlib.asynccontextmanager
 async def live(folder: Path, log: Path, **options: object) -> AsyncIterator[Live]:
     registry = Registry.load(no_plugins=True)
-    engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest(), command=fake_engine.COMMAND)
+    engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest, command=fake_engine.COMMAND)
     loaded = asyncio.get_running_loop().create_future()
     text = TextSide.load(folder)
     service = Service(engine=engine, loaded=loaded)
     try:
-        loaded.set_result(ServedModel(facts=await engine.ready(registry.manifest().digest()), text=text))
+        loaded.set_result(ServedModel(facts=await engine.ready(registry.manifest.digest()), text=text))
         transport = httpx.ASGITransport(app=build_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Live(service, http, log)

@@ -31,7 +31,7 @@ def request(name="r", prompt=(5, 6, 7), **params):
 
 def with_client(scenario, folder, *, command=COMMAND, **options):
     async def main():
-        manifest = Registry.load(no_plugins=True).manifest()
+        manifest = Registry.load(no_plugins=True).manifest
         client = await EngineClient.start(EngineOptions(model=str(folder), **options), manifest, command=command)
         try:
             async with asyncio.timeout(30):
@@ -231,7 +231,7 @@ def test_an_engine_never_outlives_its_parent(folder, is_stopped):
         "from enginery.plugin.registry import Registry\n"
         "from enginery.serve.engine_client import EngineClient\n"
         "async def main():\n"
-        "    manifest = Registry.load(no_plugins=True).manifest()\n"
+        "    manifest = Registry.load(no_plugins=True).manifest\n"
         f"    client = await EngineClient.start(EngineOptions(model={str(folder)!r}), manifest, command={COMMAND!r})\n"
         "    await client.ready()\n"
         "    print(client.pid, flush=True)\n"

@@ -8,22 +8,66 @@ What is cut or padded has no plan: plans are made last.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from enginery.contracts.batch import AXES, Axis, ForwardBatch
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import AXES, Axis, ForwardBatch, Phase
+
+_TENSORS: Final = tuple(name for name, axis in AXES.items() if axis is not Axis.NONE)
+_READ: Final = operator.attrgetter(*_TENSORS)
+
+
+def unplanned(batch: ForwardBatch) -> ForwardBatch:
+    """The same batch without its plan, so that another backend can plan it too."""
+    return dataclasses.replace(batch, plan=None, replan_equivalent=False)
+
+
+class Cut(NamedTuple):
+    """Requests of a batch and their rows in it."""
+
+    rows: slice
+    batch: ForwardBatch
+
+
+def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase, Phase]) -> list[Cut]:
+    """The first `count` requests, which have `num_tokens` tokens, and the rest, each in its phase; those that there are; unplanned.
+
+    Tokens that only pad the batch go with the rest.
+    """
+    requests = ((0, count), (count, batch.num_requests))
+    rows = (slice(0, num_tokens), slice(num_tokens, batch.num_tokens))
+    return [
+        Cut(part, _sliced(batch, slice(first, last), part, phase))
+        for (first, last), part, phase in zip(requests, rows, phases, strict=True)
+        if first < last
+    ]
 
 
 def slice_requests(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
     """Requests [first, last) with their tokens, as views; unplanned."""
-    ends = batch.q_lens_cpu.long().cumsum(0)
-    start = int(ends[first - 1]) if first else 0
-    stop = int(ends[last - 1]) if last else 0
-    ranges = {Axis.TOKEN: slice(start, stop), Axis.REQUEST: slice(first, last)}
-    kept: dict[str, Any] = {name: getattr(batch, name)[ranges[axis]] for name, axis in AXES.items() if axis in ranges}
-    return ForwardBatch(phase=batch.phase, **kept)
+    start = int(batch.q_lens_cpu[:first].sum())
+    rows = slice(start, start + int(batch.q_lens_cpu[first:last].sum()))
+    return _sliced(batch, slice(first, last), rows, batch.phase)
+
+
+def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> ForwardBatch:
+    ranges = {Axis.TOKEN: rows, Axis.REQUEST: requests}
+    kept: dict[str, Any] = {name: values[ranges[AXES[name]]] for name, values in _tensors(batch)}
+    return ForwardBatch(phase=phase, **kept)
+
+
+def num_decoding(batch: ForwardBatch) -> int:
+    """How many requests at the front of the batch decode: all, none, or in a mixed batch those before the first longer one."""
+    if batch.phase is not Phase.MIXED:
+        return 0 if batch.phase is Phase.PREFILL else batch.num_requests
+    longer = (batch.q_lens_cpu != 1).nonzero()
+    return int(longer[0]) if len(longer) else batch.num_requests
 
 
 def split_requests(batch: ForwardBatch, *sizes: int) -> list[ForwardBatch]:
@@ -34,7 +78,7 @@ def split_requests(batch: ForwardBatch, *sizes: int) -> list[ForwardBatch]:
     return [slice_requests(batch, first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 
 
-def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, scratch_page: int, page_size: int) -> ForwardBatch:
+def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, geometry: KVGeometry) -> ForwardBatch:
     """The batch with more rows, which write to the scratch page and whose results nobody reads; unplanned.
 
     With as many new tokens as new requests, each of those decodes one token (graphs of fixed batch size); otherwise the new
@@ -46,12 +90,21 @@ def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, scratch_page
             f"{num_requests=} and {num_tokens=} are less than the {batch.num_requests} and {batch.num_tokens} there are"
         )
     length = 1 if more_tokens == more_requests else 0
-    fill = {"slots": scratch_page * page_size, "page_table_cpu": scratch_page, "q_lens_cpu": length, "kv_lens_cpu": length}
-    more = {Axis.TOKEN: more_tokens, Axis.REQUEST: more_requests}
-    padded: dict[str, Any] = {
-        name: _grow(getattr(batch, name), more[axis], fill.get(name, 0)) for name, axis in AXES.items() if axis in more
+    fill = {
+        "slots": geometry.num_pages * geometry.page_size,
+        "page_table_cpu": geometry.num_pages,
+        "state_slots_cpu": geometry.num_states,
+        "q_lens_cpu": length,
+        "kv_lens_cpu": length,
     }
+    more = {Axis.TOKEN: more_tokens, Axis.REQUEST: more_requests}
+    padded: dict[str, Any] = {name: _grow(values, more[AXES[name]], fill.get(name, 0)) for name, values in _tensors(batch)}
     return ForwardBatch(phase=batch.phase, **padded)
+
+
+def _tensors(batch: ForwardBatch) -> Iterator[tuple[str, Any]]:
+    """Each field that has an axis, with its name."""
+    return zip(_TENSORS, _READ(batch), strict=True)
 
 
 def _grow(values: torch.Tensor, count: int, fill: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.latent import ChunkPlan, Denied, KVPiece
 from enginery.contracts.plan import ForwardPlan
 from enginery.plugin.hookspecs import hookspec
 
@@ -24,8 +25,15 @@ class BackendHooks:
         """
 
     @hookspec(firstresult=True)
-    def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: Any, disable_ragged: bool) -> Any:
-        """Plan an MLA prefill over a cached prefix, cut into `chunks`. Absent: the backend denies that strategy."""
+    def init_mha_chunk_metadata(
+        self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool
+    ) -> ChunkPlan | Denied | None:
+        """Plan an MLA prefill over keys and values that the core makes from latents, piece by piece; once per batch, if at all.
+
+        chunks: pieces of the cached prefix, or one piece with everything. disable_ragged: that one piece holds the step's own
+        tokens too; otherwise plan a causal pass over them as well, whose piece is run first and has the index after the chunks'.
+        Absent, or `Denied`: the core takes another strategy before it computes anything.
+        """
 
     @hookspec(firstresult=True)
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool | None:
@@ -52,5 +60,8 @@ class BackendHooks:
         """What a sparse layer's indexer needs for this batch. Absent: the backend is not sparse."""
 
     @hookspec(firstresult=True)
-    def draft_steps_plan(self, batch: ForwardBatch, num_steps: int) -> Any:
-        """Plan several draft steps at once. Absent: each step is planned alone."""
+    def draft_steps_plan(self, batch: ForwardBatch, num_steps: int) -> tuple[ForwardPlan, ...] | None:
+        """Plan the next `num_steps` decoding steps at once, of which `batch` is the first. Absent: each step is planned alone.
+
+        The batches of the later steps have one token more per request each, on the pages of `batch`.
+        """

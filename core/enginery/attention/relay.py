@@ -1,11 +1,17 @@
 """The way to a backend's hooks: a plugin manager of its own, with one live backend in it.
 
-pluggy hands each implementation the arguments it takes, so a backend that needs fewer than a hook offers is called with fewer.
+pluggy finds out which arguments each implementation takes, so a backend that needs fewer than a hook offers is called with fewer.
+A relay has one backend for good, so what pluggy found is bound once: its general call, for many plugins that come and go, takes
+two microseconds, and the deepest nest of composites makes fourteen calls a step (`engine bench hooks`).
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Final
+
+import pluggy
 
 from enginery.attention.hookspecs import BackendHooks
 from enginery.contracts.attention import AttnBackend
@@ -15,6 +21,7 @@ from enginery.errors import PluginError
 from enginery.plugin.manager import StrictPluginManager
 
 PLANNING: Final = "plan_forward_metadata"
+HOOKS: Final = tuple(name for name, _ in inspect.getmembers(BackendHooks, inspect.isfunction))
 
 
 class BackendRelay:
@@ -22,24 +29,33 @@ class BackendRelay:
 
     def __init__(self, backend: AttnBackend, source: str) -> None:
         self.backend = backend
-        self._manager = StrictPluginManager(BackendHooks)
-        self._manager.register(backend, name=backend.backend_id)
-        self._manager.freeze()
-        self.hook: Any = self._manager.hook
-        if not self.implements(PLANNING):
+        manager = StrictPluginManager(BackendHooks)
+        manager.register(backend, name=backend.backend_id)
+        manager.freeze()
+        self._bound = {hook: bound for hook in HOOKS if (bound := _bind(manager.subset_hook_caller(hook, ()))) is not None}
+        if PLANNING not in self._bound:
             raise PluginError(
                 f"{source}: {type(backend).__name__} has no @hookimpl {PLANNING}(batch, capture); every backend plans"
             )
 
-    def implements(self, hook: str) -> bool:
-        """Whether the backend has this hook; what its absence means is in `BackendHooks`."""
-        return self._manager.implements(self.backend.backend_id, hook)
+    def ask(self, hook: str, **arguments: Any) -> Any:
+        """The backend's answer to the hook of that name. None if it has not got it: what that means is in `BackendHooks`."""
+        bound = self._bound.get(hook)
+        return None if bound is None else bound(arguments)
 
     def plan(self, batch: ForwardBatch, *, capture: bool = False) -> None:
         """Let the backend plan and mark the batch, unless a plan of its own is there already."""
         if not batch.needs_plan(self.backend.backend_id):
             return
-        plan: ForwardPlan | None = self.hook.plan_forward_metadata(batch=batch, capture=capture)
+        plan: ForwardPlan | None = self.ask(PLANNING, batch=batch, capture=capture)
         if plan is None:
             raise PluginError(f"{self.backend.backend_id} answered {PLANNING} with None; a plan is needed for every batch")
         batch.mark_planned(plan)
+
+
+def _bind(caller: pluggy.HookCaller) -> Callable[[dict[str, Any]], Any] | None:
+    """A call of the one implementation with those of the hook's arguments that pluggy found it to take; None if there is none."""
+    for implementation in caller.get_hookimpls():
+        function, names = implementation.function, implementation.argnames
+        return lambda arguments: function(*[arguments[name] for name in names])
+    return None

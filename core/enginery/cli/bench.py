@@ -54,3 +54,21 @@ def offline(
         rates = (f"{entry[key]:,.1f}" for key in ("total_s", "output_tokens_per_s", "prompt_tokens_per_s"))
         table.add_row(entry["workload"], f"{entry['shape']}: {entry['summary']}", entry["dtype"], *rates)
     Console().print(table)
+
+
+@bench_app.command()
+def hooks(
+    repeats: Annotated[int, typer.Option(min=1, help="Steps that are planned of each kind.")] = 2000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers.")] = False,
+) -> None:
+    """Plan steps through the deepest nest of attention composites, and print what its hooks cost: microseconds per step."""
+    from enginery.run.bench_hooks import measure_hooks
+
+    measured = measure_hooks(repeats=repeats)
+    if as_json:
+        typer.echo(json.dumps(measured, indent=1))
+        return
+    table = Table("step", "planned through hooks", "planned directly", "hooks")
+    for step, times in measured.items():
+        table.add_row(step, *(f"{times[name]:.1f} us" for name in ("through_hooks_us", "directly_us", "hooks_us")))
+    Console().print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -42,16 +42,17 @@ def list_backends(
     """Show the attention backends on offer. With --why MODEL, exits with 1 if none of them serves the model."""
     registry = load_registry(block, no_plugins=no_plugins)
     asked = EngineOptions(model=why, device=device, dtype=dtype, page_size=page_size)
-    candidates = None if why is None else weigh(_needs(why, asked, registry), registry.attn_backends)
+    candidates = {} if why is None else {kind: weigh(needs, registry.attn_backends) for kind, needs in _needs(why, asked, registry)}
     if as_json:
         print(json.dumps(_as_data(registry, candidates), indent=2))
     else:
         _show(registry, candidates)
-    if candidates is not None and not any(candidate.chosen for candidate in candidates):
+    if not all(any(candidate.chosen for candidate in weighed) for weighed in candidates.values()):
         raise typer.Exit(1)
 
 
-def _needs(model: str, asked: EngineOptions, registry: Registry) -> AttnNeeds:
+def _needs(model: str, asked: EngineOptions, registry: Registry) -> Iterator[tuple[str, AttnNeeds]]:
+    """Of each kind of attention layers that the model has."""
     best = "cuda" if "cuda" in present_devices() else "cpu"
     device = best if asked.device == "auto" else asked.device
     if device not in ("cpu", "cuda"):
@@ -61,7 +62,17 @@ def _needs(model: str, asked: EngineOptions, registry: Registry) -> AttnNeeds:
     capability = _compute_capability() if device == "cuda" else None
     where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
     settings = resolve(asked, where, facts, config=config)
-    return attn_needs(facts, dtype=settings.dtype, device=device, page_size=asked.page_size, compute_capability=capability)
+    for kind, recurrent in (("softmax", False), ("recurrent", True)):
+        needs = attn_needs(
+            facts,
+            dtype=settings.dtype,
+            device=device,
+            page_size=asked.page_size,
+            compute_capability=capability,
+            recurrent=recurrent,
+        )
+        if needs.layers:
+            yield kind, needs
 
 
 def _compute_capability() -> tuple[int, int] | None:
@@ -75,8 +86,7 @@ def _compute_capability() -> tuple[int, int] | None:
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
 
 
-def _as_data(registry: Registry, candidates: Sequence[Candidate] | None) -> dict[str, Any]:
-    by_name = {candidate.name: candidate for candidate in candidates or ()}
+def _as_data(registry: Registry, candidates: Mapping[str, Sequence[Candidate]]) -> dict[str, Any]:
     backends = []
     for offer in ranked(registry.attn_backends):
         row: dict[str, Any] = {
@@ -91,8 +101,12 @@ def _as_data(registry: Registry, candidates: Sequence[Candidate] | None) -> dict
             "dtypes": sorted(offer.spec.capabilities.dtypes),
             "summary": offer.spec.summary,
         }
-        if offer.name in by_name:
-            row |= {"chosen": by_name[offer.name].chosen, "reasons": [asdict(reason) for reason in by_name[offer.name].reasons]}
+        for kind, weighed in candidates.items():
+            row[kind] = next(
+                {"chosen": candidate.chosen, "reasons": [asdict(reason) for reason in candidate.reasons]}
+                for candidate in weighed
+                if candidate.name == offer.name
+            )
         backends.append(row)
     return {"backends": backends, "absent_plugins": [asdict(record) for record in registry.records if not record.is_live]}
 
@@ -101,17 +115,19 @@ def _status(registry: Registry, offer: Offer[AttnBackendSpec]) -> str:
     return next(str(record.status) for record in registry.records if record.is_live and record.name == offer.plugin)
 
 
-def _show(registry: Registry, candidates: Sequence[Candidate] | None) -> None:
+def _show(registry: Registry, candidates: Mapping[str, Sequence[Candidate]]) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in ("backend", "distribution", "status", "priority", "devices", "dtypes", "summary"):
         table.add_column(column, overflow="fold")
-    for row in _as_data(registry, None)["backends"]:
+    for row in _as_data(registry, {})["backends"]:
         texts = [f"{row['distribution']} {row['version']}", row["status"], str(row["priority"])]
         table.add_row(row["name"], *texts, " ".join(row["devices"]), " ".join(row["dtypes"]), row["summary"])
     console.print(table)
     if not registry.attn_backends:
         console.print("There is no attention backend; install a plugin that offers one.")
     print_reasons(console, [record for record in registry.records if not record.is_live])
-    for candidate in candidates or ():
-        console.print(("-> " if candidate.chosen else "   ") + str(candidate), markup=False, soft_wrap=True)
+    for kind, weighed in candidates.items():
+        console.print(f"for its {kind} attention layers:")
+        for candidate in weighed:
+            console.print(("-> " if candidate.chosen else "   ") + str(candidate), markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from enginery.config.schema import Decision, Dtype, EngineOptions
+from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.model import ModelFacts
 from enginery.errors import ConfigError
 
@@ -33,12 +34,16 @@ class Settings:
     max_model_len: int
     max_batch_tokens: int
     max_batch_requests: int
+    prefix_cache: bool
+    mla_prefill: PrefillStrategy | None
+    mla_chunk_tokens: int
     decisions: tuple[Decision, ...]
 
 
 def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, config: Mapping[str, Any]) -> Settings:
     """Settle every "auto" and None. Raises `ConfigError` for values that cannot be honoured."""
     _check(asked)
+    _check_layers(asked, model)
     dtype = _dtype(asked, device, config)
     length = _max_model_len(asked, model)
     default_tokens = DEFAULT_BATCH_TOKENS[device.kind]
@@ -53,13 +58,23 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         max_model_len=int(length.value),
         max_batch_tokens=int(tokens.value),
         max_batch_requests=requests,
+        prefix_cache=asked.prefix_cache and not model.has_states,
+        mla_prefill=None if asked.mla_prefill == "auto" else PrefillStrategy(asked.mla_prefill),
+        mla_chunk_tokens=asked.mla_chunk_tokens or int(tokens.value),
         decisions=(
             Decision(setting="device", value=device.kind, reason=device.name),
             dtype,
             length,
             tokens,
+            *_without_prefix_cache(asked, model),
         ),
     )
+
+
+def _without_prefix_cache(asked: EngineOptions, model: ModelFacts) -> tuple[Decision, ...]:
+    if not (asked.prefix_cache and model.has_states):
+        return ()
+    return (Decision(setting="prefix_cache", value="off", reason="a cached prefix has no recurrent states"),)
 
 
 def _check(asked: EngineOptions) -> None:
@@ -71,6 +86,7 @@ def _check(asked: EngineOptions) -> None:
         "num_pages",
         "max_model_len",
         "num_threads",
+        "mla_chunk_tokens",
     )
     for name in positive:
         value = getattr(asked, name)
@@ -80,8 +96,26 @@ def _check(asked: EngineOptions) -> None:
         raise ConfigError(f"memory_fraction is {asked.memory_fraction}, but must lie in (0, 1]")
     if asked.kv_memory_gib is not None and asked.kv_memory_gib <= 0:
         raise ConfigError(f"kv_memory_gib is {asked.kv_memory_gib}, but must be positive")
+    if asked.mla_prefill not in ("auto", *PrefillStrategy):
+        raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
+
+
+def _check_layers(asked: EngineOptions, model: ModelFacts) -> None:
+    """What is asked for layers that the model has not got would be ignored."""
+    has_softmax = any(layer.recurrent is None for layer in model.layers)
+    needed_by = {
+        "mla_prefill": (model.has_latents, "MLA layers"),
+        "mla_chunk_tokens": (model.has_latents, "MLA layers"),
+        "linear_attention_backend": (model.has_states, "recurrent layers"),
+        "prefill_attention_backend": (has_softmax, "softmax-attention layers"),
+        "decode_attention_backend": (has_softmax, "softmax-attention layers"),
+    }
+    for name, (has_them, layers) in needed_by.items():
+        value = vars(asked)[name]
+        if value not in (None, "auto") and not has_them:
+            raise ConfigError(f"{name} is {value!r}, but the model has no {layers}; leave it out")
 
 
 def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, Any]) -> Decision:

@@ -17,6 +17,8 @@ class EngineOptions:
     """What a user may ask for. None and "auto" leave the choice to `resolve`.
 
     max_batch_tokens: token budget of a step. max_batch_requests: requests in a step. max_model_len: longest context in tokens.
+    prefill_attention_backend, decode_attention_backend: instead of one for both. micro_batches: each batch in two halves.
+    mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.
     num_pages: KV pages, instead of what memory_fraction leaves. memory_fraction: share of the device's free memory (of the host's
     available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.
     """
@@ -27,6 +29,13 @@ class EngineOptions:
     device: str = "auto"
     load_format: str = "auto"
     attention_backend: str = "auto"
+    prefill_attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+    linear_attention_backend: str = "auto"
+    sparse_coordinator: str = "off"
+    micro_batches: bool = False
+    mla_prefill: str = "auto"
+    mla_chunk_tokens: int | None = None
     schedule_policy: str = "auto"
     page_size: int = 16
     num_pages: int | None = None

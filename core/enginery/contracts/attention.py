@@ -1,6 +1,6 @@
 """The attention contract: what a backend can do, what is asked of it, and what it is built from.
 
-H query heads, K KV heads, D head dim, T tokens, B requests.
+H query heads, K KV heads, D head dim, T tokens, B requests, R latent rank, N, P: head dims without and with rotary position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from enginery.contracts.batch import ForwardBatch
-    from enginery.contracts.memory import KVPool, WorkspaceArena
+    from enginery.contracts.memory import KVPool, StatePool, WorkspaceArena
     from enginery.contracts.plan import ForwardPlan
 
 GlobalLayerId = NewType("GlobalLayerId", int)
@@ -32,8 +32,36 @@ class Reason:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentFacts:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): memory has one row of R + P values per token, for all heads.
+
+    rank: `kv_lora_rank`, R. rope_dim: `qk_rope_head_dim`, P. nope_dim: `qk_nope_head_dim`, N. value_dim: `v_head_dim`.
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentFacts:
+    """Gated linear attention (arXiv:2312.06635): S_t = exp(g_t) S_(t-1) + k_t v_t^T, o_t = scale q_t S_t, g_t <= 0 for each head.
+
+    A request has one state [H, D, value_dim], float32, and no pages. `attend` is given q [T, H, D], k [T, H, D + 1], whose last
+    column is g_t, v and out [T, H, value_dim].
+    """
+
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttnLayerFacts:
-    """One attention layer as its model's configuration states it."""
+    """One attention layer as its model's configuration states it.
+
+    latent: of an MLA layer, which a backend sees as one KV head of R + P dims, whose first R are the value too. recurrent: of a
+    layer with a state in place of keys and values.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -41,6 +69,22 @@ class AttnLayerFacts:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    latent: LatentFacts | None = None
+    recurrent: RecurrentFacts | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Dims of a head's value, as the backend sees it."""
+        if self.recurrent is not None:
+            return self.recurrent.value_dim
+        return self.head_dim if self.latent is None else self.latent.rank
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatentWeights:
+    """`kv_b_proj` of an MLA layer, [H, N + value_dim, R]: from a latent to each head's key without position, and value."""
+
+    kv_b: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +93,7 @@ class LayerSpec:
 
     global_id counts over the whole model, local_id over the layers of this pipeline stage; pools are indexed by local_id only.
     scale multiplies q . k. sliding_window: a token sees itself and the window - 1 before it. softcap: s -> c tanh(s / c) before the
-    mask. sinks: [H] float32, one more logit per head in the softmax's denominator.
+    mask. sinks: [H] float32, one more logit per head in the softmax's denominator. latent: for MLA layers.
     """
 
     global_id: GlobalLayerId
@@ -57,14 +101,17 @@ class LayerSpec:
     facts: AttnLayerFacts
     scale: float
     sinks: torch.Tensor | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What an attention backend can do, as data. A set that is None allows everything.
 
-    min_compute_capability, max_compute_capability: of CUDA devices, inclusive. lse_base: of the log-sum-exp it can return, None if
-    it returns none. needs_jit: compiles on first use. workspace_bytes: what it takes from the arena at the most.
+    min_compute_capability, max_compute_capability: of CUDA devices, inclusive. causal: softmax attention over keys and values.
+    linear: recurrent layers. mla: paged attention over latents. latent_dims: the (rank, rope_dim) it takes. mla_ragged: attention
+    of MLA prefills over keys and values it is given (`init_mha_chunk_metadata`). lse_base: of the log-sum-exp it can return, None
+    if it returns none. needs_jit: compiles on first use. workspace_bytes: what it takes from the arena at the most.
     """
 
     devices: frozenset[str]
@@ -80,6 +127,8 @@ class Capabilities:
     softcap: bool = False
     sinks: bool = False
     mla: bool = False
+    mla_ragged: bool = False
+    latent_dims: frozenset[tuple[int, int]] | None = None
     sparse: bool = False
     linear: bool = False
     graphs: bool = False
@@ -91,7 +140,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class AttnNeeds:
-    """What a model on a device with given settings asks of an attention backend."""
+    """What a model on a device with given settings asks of an attention backend. layers: those that the backend will run."""
 
     device: str
     dtype: str
@@ -100,23 +149,25 @@ class AttnNeeds:
     layers: tuple[AttnLayerFacts, ...]
     phases: frozenset[Phase] = frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED})
     compute_capability: tuple[int, int] | None = None
-    mla: bool = False
     sparse: bool = False
-    linear: bool = False
+    mla_ragged: bool = False
+    lse: bool = False
     batch_invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVGeometry:
-    """The shape of the paged KV memory of one stage: per layer [num_pages + 1, page_size, K, D], keys and values.
+    """The shape of the memory of one stage's attention layers, indexed by `LocalLayerId`.
 
-    Page number `num_pages` belongs to nobody: padding writes there.
+    Paged: [num_pages + 1, page_size, K, D], keys and values; MLA layers: [num_pages + 1, page_size, 1, R + P]. States of recurrent
+    layers: [num_states + 1, H, D, value_dim]. The last page and the last state belong to nobody: padding writes there.
     """
 
     num_pages: int
     page_size: int
     layers: tuple[AttnLayerFacts, ...]
     dtype: str
+    num_states: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +180,24 @@ class ParallelFacts:
     num_stages: int = 1
 
 
+class SparseCoordinator(Protocol):
+    """Decides which of a sparse model's keys and values are on the device. What else it offers is between it and its backends."""
+
+    coordinator_id: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CoordinatorContext:
+    """All that a sparse coordinator is built from; the pools are there, backends are not yet."""
+
+    instance: str
+    geometry: KVGeometry
+    pool: KVPool
+    device: torch.device
+    parallel: ParallelFacts = field(default_factory=ParallelFacts)
+    options: object | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackendContext:
     """All that a backend is built from. coordinator None means that sparse KV is configured off, never "not yet"."""
@@ -136,11 +205,12 @@ class BackendContext:
     instance: str
     geometry: KVGeometry
     pool: KVPool
+    states: StatePool
     device: torch.device
     dtype: torch.dtype
     arena: WorkspaceArena
     parallel: ParallelFacts = field(default_factory=ParallelFacts)
-    coordinator: object | None = None
+    coordinator: SparseCoordinator | None = None
     options: object | None = None
 
 
@@ -164,8 +234,8 @@ class AttnBackend(Protocol):
     ) -> None:
         """Attend causally over the pool and write to `out`. The step's own keys and values are in the pool already.
 
-        q, out: [T, H, D]; k, v: [T, K, D]; all in the model's dtype on the device. Raises `StalePlan` if `batch.plan` is not this
-        backend's plan for this batch.
+        q: [T, H, D]; k: [T, K, D]; v: [T, K, value_dim]; out: [T, H, value_dim]; all in the model's dtype on the device. Raises
+        `StalePlan` if `batch.plan` is not this backend's plan for this batch. Recurrent layers: see `RecurrentFacts`.
         """
         ...
 
@@ -210,22 +280,31 @@ def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
     member("page size", needs.page_size, can.page_sizes)
     for phase in sorted(needs.phases):
         member("phase", phase, can.phases)
-    for head_dim in sorted({layer.head_dim for layer in needs.layers}):
+    for head_dim in sorted({layer.head_dim for layer in needs.layers if layer.latent is None}):
         member("head dim", head_dim, can.head_dims)
+    for dims in sorted({(layer.latent.rank, layer.latent.rope_dim) for layer in needs.layers if layer.latent is not None}):
+        member("latent rank and rope dim", dims, can.latent_dims)
     reasons += _compute_capability_refusals(can, needs)
-    asked_and_offered = {
-        "sliding window": (any(layer.sliding_window is not None for layer in needs.layers), can.sliding_window),
-        "soft cap": (any(layer.softcap is not None for layer in needs.layers), can.softcap),
-        "attention sinks": (any(layer.sinks for layer in needs.layers), can.sinks),
-        "MLA": (needs.mla, can.mla),
-        "sparse attention": (needs.sparse, can.sparse),
-        "linear attention": (needs.linear, can.linear),
-        "batch invariance": (needs.batch_invariant, can.batch_invariant),
-    }
-    for rule, (asked, offered) in asked_and_offered.items():
+    for rule, (asked, offered) in _asked_and_offered(can, needs).items():
         if asked and not offered:
             reasons.append(Reason(rule=rule, text=f"{rule} is needed and not offered"))
     return reasons
+
+
+def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[bool, bool]]:
+    layers = needs.layers
+    return {
+        "softmax attention": (any(layer.recurrent is None for layer in layers), can.causal),
+        "sliding window": (any(layer.sliding_window is not None for layer in layers), can.sliding_window),
+        "soft cap": (any(layer.softcap is not None for layer in layers), can.softcap),
+        "attention sinks": (any(layer.sinks for layer in layers), can.sinks),
+        "MLA": (any(layer.latent is not None for layer in layers), can.mla),
+        "ragged MLA prefill": (needs.mla_ragged, can.mla_ragged),
+        "a log-sum-exp": (needs.lse, can.lse_base is not None),
+        "linear attention": (any(layer.recurrent is not None for layer in layers), can.linear),
+        "sparse attention": (needs.sparse, can.sparse),
+        "batch invariance": (needs.batch_invariant, can.batch_invariant),
+    }
 
 
 def _compute_capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:

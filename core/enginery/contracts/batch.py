@@ -52,6 +52,7 @@ class ForwardBatch:
     kv_lens_cpu: torch.Tensor = along(Axis.REQUEST)  # [B] int32: tokens of each request after this step
     page_table_cpu: torch.Tensor = along(Axis.REQUEST)  # [B, P] int32: page numbers; what lies past the last page is not read
     num_logits_cpu: torch.Tensor = along(Axis.REQUEST)  # [B] int32: how many of the last rows of each request need logits
+    state_slots_cpu: torch.Tensor = along(Axis.REQUEST)  # [B] int32: where each request's recurrent state is
     plan: ForwardPlan | None = field(default=None, metadata={"axis": Axis.NONE})
     replan_equivalent: bool = field(default=False, metadata={"axis": Axis.NONE})
 

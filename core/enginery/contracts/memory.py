@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class LayerKV(NamedTuple):
-    """One layer's paged keys and values: [num_pages + 1, page_size, K, D] each, device. Views of the pool, never copies."""
+    """One layer's paged keys and values: [num_pages + 1, page_size, K, D] each, device. Views of the pool, never copies.
+
+    Of an MLA layer, k are the latents [num_pages + 1, page_size, 1, R + P] and v their first R dims.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -27,7 +30,18 @@ class KVPool(Protocol):
         ...
 
     def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store this step's keys and values, [T, K, D] each, at `slots` [T] int64 (page * page_size + offset)."""
+        """Store this step's keys and values, [T, K, D] each, at `slots` [T] int64 (page * page_size + offset).
+
+        An MLA layer keeps k alone, [T, 1, R + P].
+        """
+        ...
+
+
+class StatePool(Protocol):
+    """The states of one stage's recurrent layers."""
+
+    def layer(self, layer: LocalLayerId) -> torch.Tensor:
+        """[num_states + 1, H, D, value_dim] float32, device; a request's is at its `state_slots_cpu`."""
         ...
 
 

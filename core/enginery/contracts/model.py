@@ -30,7 +30,16 @@ class ModelFacts:
     max_positions: int
     activation_width: int
     layers: tuple[AttnLayerFacts, ...]
-    mla: bool = False
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether it has MLA layers."""
+        return any(layer.latent is not None for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it has recurrent layers."""
+        return any(layer.recurrent is not None for layer in self.layers)
 
 
 class WeightSource(Protocol):

@@ -3,55 +3,72 @@
     layer 0   k [page 0][page 1] ... [page n-1][scratch]      a page: [page_size, K, D]
               v [page 0][page 1] ... [page n-1][scratch]      slot s = page s // page_size, offset s % page_size
 
-The scratch page, number `num_pages`, belongs to no request: rows that only pad a batch write there.
+The scratch page, number `num_pages`, belongs to no request: rows that only pad a batch write there. An MLA layer has one row of
+latents per token in place of keys and values; a recurrent layer has none of it (`states.py`).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 import torch
 
-from enginery.contracts.attention import KVGeometry, LocalLayerId
+from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LocalLayerId
 from enginery.contracts.memory import LayerKV
+
+TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def page_bytes(geometry: KVGeometry) -> int:
     """What one page takes over all layers."""
-    itemsize = getattr(torch, geometry.dtype).itemsize
-    return sum(2 * geometry.page_size * layer.num_kv_heads * layer.head_dim * itemsize for layer in geometry.layers)
+    itemsize = TORCH_DTYPES[geometry.dtype].itemsize
+    return sum(geometry.page_size * _values_per_token(layer) * itemsize for layer in geometry.layers)
+
+
+def _values_per_token(layer: AttnLayerFacts) -> int:
+    if layer.recurrent is not None:
+        return 0
+    return layer.head_dim if layer.latent is not None else 2 * layer.num_kv_heads * layer.head_dim
 
 
 class PagedKVPool:
-    """Keys and values of full-attention layers. Implements `enginery.contracts.memory.KVPool`.
+    """Keys and values, or latents, of softmax-attention layers. Implements `enginery.contracts.memory.KVPool`.
 
     Cleared at the start, because a masked-out slot is still multiplied, by zero, and must not hold a NaN.
     """
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self.geometry = geometry
-        dtype: torch.dtype = getattr(torch, geometry.dtype)
-        self._layers: list[LayerKV] = []
-        self._by_slot: list[LayerKV] = []
-        for layer in geometry.layers:
-            shape = (geometry.num_pages + 1, geometry.page_size, layer.num_kv_heads, layer.head_dim)
-            pages = LayerKV(*(_cleared(shape, dtype, device) for _ in range(2)))
-            self._layers.append(pages)
-            self._by_slot.append(LayerKV(*(part.view(-1, *shape[2:]) for part in pages)))
+        pages = [_pages(geometry, layer, device) for layer in geometry.layers]
+        self._layers = pages
+        self._by_slot = [tuple(part.view(-1, *part.shape[2:]) for part in stored) for stored in pages]
 
     def layer(self, layer: LocalLayerId) -> LayerKV:
-        """[num_pages + 1, page_size, K, D], twice."""
-        return self._layers[layer]
+        """[num_pages + 1, page_size, K, D], twice; of an MLA layer the second is a part of the first."""
+        stored = self._layers[layer]
+        if len(stored) == 2:
+            return LayerKV(*stored)
+        (latents,) = stored
+        latent = self.geometry.layers[layer].latent
+        assert latent is not None
+        return LayerKV(latents, latents[..., : latent.rank])
 
     def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """k, v: [T, K, D]; slots: [T] int64."""
-        keys, values = self._by_slot[layer]
-        keys.index_copy_(0, slots, k)
-        values.index_copy_(0, slots, v)
+        for stored, values in zip(self._by_slot[layer], (k, v), strict=False):
+            stored.index_copy_(0, slots, values)
 
 
-def _cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _pages(geometry: KVGeometry, layer: AttnLayerFacts, device: torch.device) -> tuple[torch.Tensor, ...]:
+    if layer.recurrent is not None:
+        return ()
+    shape = (geometry.num_pages + 1, geometry.page_size, layer.num_kv_heads, layer.head_dim)
+    return tuple(cleared(shape, TORCH_DTYPES[geometry.dtype], device) for _ in range(1 if layer.latent is not None else 2))
+
+
+def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU by numpy, whose zeros cost no time and no memory until they are written to."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,9 +1,12 @@
 """A dense pre-norm decoder from its shape: what Llama, Mistral and Qwen have in common.
 
-T tokens, C hidden size, V vocabulary. A family that differs in a block writes its own layer and reuses the rest.
+T tokens, C hidden size, R rotary dim, V vocabulary. A family that differs in a block brings its own layers and reuses the rest.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,29 +36,30 @@ class GatedMLP:
         return self.down(self.gated_silu(self.gate_up(x)))
 
 
+class AttentionBlock(Protocol):
+    """A layer's attention: x [T, C], cos_sin [T, R] -> [T, C]."""
+
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor: ...
+
+
 class DecoderLayer:
     """Attention and MLP, each on the norm of the residual stream and added back to it."""
 
-    def __init__(self, context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> None:
-        spec = LayerSpec(
-            global_id=GlobalLayerId(index),
-            local_id=LocalLayerId(index),
-            facts=context.facts.layers[index],
-            scale=shape.head_dim**-0.5,
-        )
+    def __init__(
+        self,
+        context: ModelContext,
+        weights: WeightSource,
+        *,
+        shape: DecoderShape,
+        attention: AttentionBlock,
+        mlp: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         self.eps = shape.rms_eps
         self.add_rms_norm = context.ops.add_rms_norm
         self.attention_norm = weights.take("input_layernorm.weight", (shape.hidden_size,))
         self.mlp_norm = weights.take("post_attention_layernorm.weight", (shape.hidden_size,))
-        self.attention = SelfAttention(
-            context,
-            weights.scope("self_attn"),
-            spec=spec,
-            qkv_bias=shape.qkv_bias,
-            out_bias=shape.out_bias,
-            qk_norm_eps=shape.rms_eps if shape.qk_norm else None,
-        )
-        self.mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
+        self.attention = attention
+        self.mlp = mlp
 
     def __call__(self, delta: torch.Tensor, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Adds `delta`, the last block's output, to the residual stream in place and returns this layer's own: all [T, C]."""
@@ -65,18 +69,42 @@ class DecoderLayer:
         return self.mlp(x)
 
 
+class LayerFactory(Protocol):
+    """Builds layer `index`, whose tensors `weights` has without a prefix."""
+
+    def __call__(self, context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer: ...
+
+
+def dense_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
+    """A layer as `DecoderShape` describes it: grouped-query attention and a gated MLP."""
+    attention = SelfAttention(
+        context,
+        weights.scope("self_attn"),
+        spec=LayerSpec(
+            global_id=GlobalLayerId(index),
+            local_id=LocalLayerId(index),
+            facts=context.facts.layers[index],
+            scale=shape.head_dim**-0.5,
+        ),
+        qkv_bias=shape.qkv_bias,
+        out_bias=shape.out_bias,
+        qk_norm_eps=shape.rms_eps if shape.qk_norm else None,
+    )
+    mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
+    return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)
+
+
 class Decoder:
     """Embedding, layers, last norm, head. Implements `enginery.contracts.model.Model`."""
 
-    def __init__(self, context: ModelContext, shape: DecoderShape) -> None:
+    def __init__(self, context: ModelContext, shape: DecoderShape, *, layer: LayerFactory = dense_layer) -> None:
         weights = context.weights
         table = (shape.vocab_size, shape.hidden_size)
         self.eps = shape.rms_eps
         self.add_rms_norm = context.ops.add_rms_norm
         self.embedding = weights.take("model.embed_tokens.weight", table)
         self.layers = [
-            DecoderLayer(context, weights.scope(f"model.layers.{index}"), shape=shape, index=index)
-            for index in range(len(shape.windows))
+            layer(context, weights.scope(f"model.layers.{index}"), shape=shape, index=index) for index in range(len(shape.windows))
         ]
         self.norm = weights.take("model.norm.weight", (shape.hidden_size,))
         self.head = context.ops.bind_linear(self.embedding if shape.tied else weights.take("lm_head.weight", table), None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
-from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext
+from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, CoordinatorContext, SparseCoordinator
 from enginery.contracts.model import ModelSpec
 from enginery.contracts.offers import (
     CheckpointSpec,
@@ -55,7 +55,7 @@ class EngineHooks:
         raise NotImplementedError
 
     @hookspec(firstresult=True)
-    def create_sparse_coordinator(self, context: Any) -> object | None:
+    def create_sparse_coordinator(self, context: CoordinatorContext) -> SparseCoordinator | None:
         """Build this plugin's sparse-KV coordinator.
 
         Called in each worker process once, after the pools and before the arena and the attention backends; only on the plugin that

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from enginery.contracts.attention import AttnBackend, AttnBackendSpec, AttnNeeds, BackendContext
+from enginery.contracts.attention import (
+    AttnBackend,
+    AttnBackendSpec,
+    AttnNeeds,
+    BackendContext,
+    CoordinatorContext,
+    SparseCoordinator,
+)
 from enginery.contracts.model import ModelSpec
 from enginery.contracts.offers import (
     CheckpointSpec,
@@ -43,7 +50,8 @@ _log = logging.getLogger(__name__)
 class Registry:
     """What is installed (`records`), what is on offer, sorted by name, and the calls into plugins.
 
-    options: of each descriptor that has some, by its name. manager: frozen; registering with it raises.
+    options: of each descriptor that has some, by its name. manager: frozen; registering with it raises. manifest: what is live
+    here; `replay` it in every child, and compare the digests.
     """
 
     records: tuple[PluginRecord, ...]
@@ -60,7 +68,7 @@ class Registry:
     manager: StrictPluginManager
     observers: Observers
     options: Mapping[str, object]
-    asked: Manifest
+    manifest: Manifest
 
     @classmethod
     def load(cls, *, blocked: Sequence[str] = (), no_plugins: bool = False, options: Sequence[str] = ()) -> Registry:
@@ -79,10 +87,6 @@ class Registry:
         manifest.check(loaded.records)
         return _build(cls, loaded, options=manifest.options, blocked=manifest.blocked)
 
-    def manifest(self) -> Manifest:
-        """What is live here; `replay` it in every child, and compare the digests."""
-        return self.asked
-
     def select_attn_backend(self, wanted: str, needs: AttnNeeds) -> Selection:
         """The backend named `wanted`, or for "auto" the best that refuses nothing, with every candidate's reasons.
 
@@ -96,10 +100,14 @@ class Registry:
         backend: AttnBackend = _create(self.manager, offer, "create_attn_backend", name=name, context=context)
         return backend
 
-    def create_sparse_coordinator(self, name: str, context: Any) -> object:
+    def sparse_coordinator(self, name: str) -> Offer[SparseCoordinatorSpec]:
+        """The coordinator of that name. Raises `PluginError` with the near matches."""
+        return _named(self.sparse_coordinators, name, "sparse coordinator", self.records)
+
+    def create_sparse_coordinator(self, name: str, context: CoordinatorContext) -> SparseCoordinator:
         """Build the coordinator `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
-        offer = _named(self.sparse_coordinators, name, "sparse coordinator", self.records)
-        built: object = _create(self.manager, offer, "create_sparse_coordinator", context=context)
+        offer = self.sparse_coordinator(name)
+        built: SparseCoordinator = _create(self.manager, offer, "create_sparse_coordinator", context=context)
         return built
 
     def find_model(self, architectures: Sequence[str]) -> Offer[ModelSpec]:
@@ -212,5 +220,5 @@ def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blo
         manager=loaded.manager,
         observers=Observers(observers),
         options=parse_options(options, [offer for found in offers.values() for offer in found], loaded.records),
-        asked=Manifest.of(loaded.records, options=options, blocked=blocked),
+        manifest=Manifest.of(loaded.records, options=options, blocked=blocked),
     )

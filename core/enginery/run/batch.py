@@ -32,6 +32,7 @@ def build_batch(step: ScheduledStep, *, page_size: int, device: torch.device) ->
         kv_lens_cpu=torch.from_numpy(kv_lens.astype(np.int32)),
         page_table_cpu=torch.from_numpy(page_table),
         num_logits_cpu=torch.tensor([item.num_logits for item in items], dtype=torch.int32),
+        state_slots_cpu=torch.tensor([item.request.state_slot for item in items], dtype=torch.int32),
     )
 
 

@@ -32,7 +32,7 @@ class Engine:
         self._num_steps = 0
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         allocator = PageAllocator(memory.num_pages)
-        cache = RadixPrefixCache(memory.page_size, allocator) if asked.prefix_cache else NoPrefixCache()
+        cache = RadixPrefixCache(memory.page_size, allocator) if settings.prefix_cache else NoPrefixCache()
         self._scheduler = Scheduler(
             ScheduleSettings(
                 page_size=asked.page_size,
@@ -41,7 +41,7 @@ class Engine:
                 max_batch_tokens=settings.max_batch_tokens,
                 max_batch_requests=settings.max_batch_requests,
                 max_queued_requests=asked.max_queued_requests,
-                prefix_cache=asked.prefix_cache,
+                prefix_cache=settings.prefix_cache,
             ),
             registry.schedule_policy(asked.schedule_policy).spec,
             cache=cache,
@@ -165,7 +165,7 @@ def _facts(parts: BuiltParts) -> EngineFacts:
         max_model_len=choice.settings.max_model_len,
         vocab_size=choice.facts.vocab_size,
         dtype=choice.settings.dtype,
-        attn_backend=choice.attention.spec.name,
+        attn_backend=choice.attention.name,
         num_pages=memory.num_pages,
         page_size=memory.page_size,
         eos_token_ids=tuple(sorted(choice.checkpoint.eos_token_ids)),

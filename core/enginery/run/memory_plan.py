@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from enginery.config.resolve import DeviceFacts, Settings
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnLayerFacts
 from enginery.contracts.model import ModelFacts
 from enginery.errors import OutOfMemory
 
@@ -17,7 +18,7 @@ LOGITS_COPIES = 4  # in float32: the logits, their softmax or sort, and what sam
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """All sizes in bytes. budget_bytes is what the three parts may take together."""
+    """All sizes in bytes. budget_bytes is what all parts may take together. state_bytes: of all recurrent states."""
 
     budget_bytes: int
     weights_bytes: int
@@ -25,6 +26,7 @@ class MemoryPlan:
     page_bytes: int
     num_pages: int
     page_size: int
+    state_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -32,8 +34,8 @@ class MemoryPlan:
         return (self.num_pages + 1) * self.page_bytes
 
     def __str__(self) -> str:
-        parts = (("weights", self.weights_bytes), ("KV", self.kv_bytes), ("workspace", self.workspace_bytes))
-        sizes = ", ".join(f"{name} {_readable(size)}" for name, size in parts)
+        parts = {"weights": self.weights_bytes, "KV": self.kv_bytes, "states": self.state_bytes, "workspace": self.workspace_bytes}
+        sizes = ", ".join(f"{name} {_readable(size)}" for name, size in parts.items() if size)
         tokens = self.num_pages * self.page_size
         return (
             f"{sizes} of {_readable(self.budget_bytes)}; KV holds {tokens:,} tokens in {self.num_pages:,} pages of {self.page_size}"
@@ -45,29 +47,44 @@ def _readable(num_bytes: int) -> str:
 
 
 def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int) -> int:
-    """Activations of the largest step, its logits, and the backend's scratch memory."""
+    """Activations of the largest step, its logits, keys and values made from latents, and the backends' scratch memory."""
     activations = settings.max_batch_tokens * model.activation_width * itemsize
     logits = settings.max_batch_requests * model.vocab_size * 4 * LOGITS_COPIES
-    return activations + logits + backend_bytes
+    made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
+    return activations + logits + made + backend_bytes
+
+
+def _made_values(layer: AttnLayerFacts) -> int:
+    """Values made from one latent: each head's key and value in one piece, then its key with the rotary part."""
+    if layer.latent is None:
+        return 0
+    return layer.num_heads * (2 * layer.latent.nope_dim + layer.latent.rope_dim + layer.latent.value_dim)
 
 
 def plan_memory(
-    asked: EngineOptions, settings: Settings, device: DeviceFacts, *, weights: int, workspace: int, page_bytes: int
+    asked: EngineOptions,
+    settings: Settings,
+    device: DeviceFacts,
+    *,
+    weights: int,
+    workspace: int,
+    page_bytes: int,
+    states: int = 0,
 ) -> MemoryPlan:
-    """Give the KV memory what weights and workspace leave, up to what could ever be used. Raises `OutOfMemory`.
+    """Give the KV memory what weights, states and workspace leave, up to what could ever be used. Raises `OutOfMemory`.
 
-    weights, workspace, page_bytes: in bytes.
+    weights, workspace, page_bytes, states: in bytes. A model whose layers are all recurrent has pages that take nothing.
     """
     budget = int(device.available_bytes * asked.memory_fraction)
     pages_per_request = math.ceil(settings.max_model_len / asked.page_size)
     useful = settings.max_batch_requests * pages_per_request
-    left = budget - weights - workspace
+    left = budget - weights - workspace - states
     bound = left
     if asked.kv_memory_gib is not None:
         bound = int(asked.kv_memory_gib * GIB)
     elif device.kind == "cpu":
         bound = min(left, DEFAULT_HOST_KV_BYTES)
-    num_pages = asked.num_pages or min(bound // page_bytes - 1, useful)
+    num_pages = asked.num_pages or min(bound // max(page_bytes, 1) - 1, useful)
     plan = MemoryPlan(
         budget_bytes=budget,
         weights_bytes=weights,
@@ -75,6 +92,7 @@ def plan_memory(
         page_bytes=page_bytes,
         num_pages=max(num_pages, 0),
         page_size=asked.page_size,
+        state_bytes=states,
     )
     if num_pages < 1 or plan.kv_bytes > left:
         wanted = f"{asked.num_pages:,} pages" if asked.num_pages else "a single page"

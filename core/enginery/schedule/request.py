@@ -31,8 +31,8 @@ class Request:
     asked: what its sender said. token_ids: array of int32, prompt and output. limit: it ends when it has so many tokens. stop_ids:
     tokens that end it. order: its place among all requests, smallest first. pages: in the order of the tokens; the first of them,
     on the path to `node`, belong to the prefix cache and are locked. announced: the page of its prompt that it computes next.
-    in_flight: steps not completed yet that it is in. num_cached_tokens: of its prompt, found in the prefix cache when it was first
-    admitted.
+    in_flight: steps not completed yet that it is in. state_slot: where its recurrent state is, while it may have pages.
+    num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted.
     """
 
     asked: GenerationRequest
@@ -49,6 +49,7 @@ class Request:
     num_computed: int = 0
     num_written: int = 0
     in_flight: int = 0
+    state_slot: int = -1
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 

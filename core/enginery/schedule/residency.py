@@ -10,13 +10,15 @@ from enginery.schedule.request import Request
 class Residency:
     """Moves requests in and out of KV memory.
 
-    The slot of a token: `pages[position // page_size] * page_size + position % page_size`.
+    The slot of a token: `pages[position // page_size] * page_size + position % page_size`. Each request also holds one of
+    `num_states` slots for the state of recurrent layers.
     """
 
-    def __init__(self, page_size: int, cache: PrefixCache, allocator: PageAllocator) -> None:
+    def __init__(self, page_size: int, cache: PrefixCache, allocator: PageAllocator, *, num_states: int) -> None:
         self.page_size = page_size
         self.cache = cache
         self.allocator = allocator
+        self.free_states = list(range(num_states - 1, -1, -1))
 
     @property
     def available(self) -> int:
@@ -36,6 +38,8 @@ class Residency:
 
         Also False while its next page is just being computed for another request: it waits for that.
         """
+        if not self.free_states:
+            return False
         node, pages = self.cache.root, list[int]()
         if not request.wants_prompt_logits:
             node, pages, next_announced = self.cache.match(request.token_ids, request.asked.cache_salt)
@@ -46,6 +50,7 @@ class Residency:
         if self.num_missing(request, len(request.token_ids)) + reserved > self.available:
             self._let_go(request)
             return False
+        request.state_slot = self.free_states.pop()
         request.num_computed = request.num_written = len(pages) * self.page_size
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
@@ -75,6 +80,7 @@ class Residency:
         self._withdraw(request)
         duplicates = self._insert(request)
         self.allocator.give_back(duplicates + request.pages[request.num_written // self.page_size :])
+        self.free_states.append(request.state_slot)
         self._let_go(request)
 
     def _insert(self, request: Request) -> list[int]:

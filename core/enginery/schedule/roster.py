@@ -90,6 +90,8 @@ class Roster:
         resident = {*self.running, *self.leaving}
         owned = [page for request in resident for page in request.pages if page not in cached]
         assert len(set(owned)) == len(owned), "two requests own one page"
+        states = [*self.residency.free_states, *(request.state_slot for request in resident)]
+        assert sorted(states) == list(range(len(states))), "two requests own one state, or nobody does"
         assert all(allocator.is_taken(page) for page in owned), "a request's page is free"
         assert len(owned) + len(cached) + allocator.num_free == allocator.num_pages, "a page has no owner and is not free"
         for request in resident:

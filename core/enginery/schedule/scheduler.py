@@ -40,7 +40,7 @@ class Scheduler:
         self._settings = settings
         self._clock = clock
         self._intake = RequestIntake(settings, policy, eos_token_ids)
-        self._residency = Residency(settings.page_size, cache, allocator)
+        self._residency = Residency(settings.page_size, cache, allocator, num_states=settings.max_batch_requests)
         self._roster = Roster(self._residency, max_waiting=settings.max_queued_requests)
         self._in_flight: deque[ScheduledStep] = deque()
 

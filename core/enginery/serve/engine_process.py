@@ -97,7 +97,7 @@ def run(build: BuildEngine) -> int:
     try:
         registry = Registry.replay(boot.manifest)
         engine = build(boot.options, registry)
-        link.send(messages.encode(messages.Ready(facts=engine.facts, manifest_digest=registry.manifest().digest())))
+        link.send(messages.encode(messages.Ready(facts=engine.facts, manifest_digest=registry.manifest.digest())))
         EngineLoop(engine, link).run()
         return 0
     except Exception as error:  # the boundary of the process

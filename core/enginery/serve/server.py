@@ -74,7 +74,7 @@ class _Http(uvicorn.Server):
 async def _serve(options: EngineOptions, registry: Registry, settings: ServeSettings, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     text = await asyncio.to_thread(_text_side, options, registry, settings)
-    engine = await EngineClient.start(options, registry.manifest(), command=settings.engine_command)
+    engine = await EngineClient.start(options, registry.manifest, command=settings.engine_command)
     service = Service(engine=engine, loaded=loop.create_future())
     try:
         routes = APIRouter()
@@ -150,7 +150,7 @@ def _text_side(options: EngineOptions, registry: Registry, settings: ServeSettin
 
 
 async def _start(service: Service, registry: Registry, text: TextSide, listener: socket.socket) -> None:
-    facts = await service.engine.ready(registry.manifest().digest())
+    facts = await service.engine.ready(registry.manifest.digest())
     service.loaded.set_result(ServedModel(facts=facts, text=text))
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

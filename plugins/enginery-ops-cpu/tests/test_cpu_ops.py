@@ -24,6 +24,8 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 300])
 @pytest.mark.parametrize(("columns", "outputs"), [(64, 96), (17, 5), (128, 1)])
 def test_packed_linear_equals_the_reference(dtype: torch.dtype, bias: bool, rows: int, columns: int, outputs: int) -> None:
+    if CPU.refuse(OpNeeds(device="cpu", dtype=str(dtype).removeprefix("torch."))):
+        pytest.skip("this CPU has no instructions for it, and the plugin says so")
     torch.manual_seed(0)
     weight = (torch.randn(outputs, columns) * columns**-0.5).to(dtype)
     offset = torch.randn(outputs).to(dtype) if bias else None
@@ -53,3 +55,11 @@ def test_it_refuses_everything_but_a_cpu_and_gives_what_it_promises() -> None:
     needs = OpNeeds(device="cpu", dtype="float32")
     assert CPU.refuse(needs) == []
     assert sorted(CPU.load(needs)) == sorted(CPU.provides)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bfloat16_is_refused_where_the_cpu_cannot_pack_it(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginery_ops_cpu.spec._packs_bfloat16", lambda: supported)
+    reasons = CPU.refuse(OpNeeds(device="cpu", dtype="bfloat16"))
+    assert [reason.rule for reason in reasons] == ([] if supported else ["dtype"])
+    assert CPU.refuse(OpNeeds(device="cpu", dtype="float32")) == []

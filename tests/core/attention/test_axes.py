@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from enginery.attention.axes import pad, slice_requests, split_requests
 from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import AXES, Axis, ForwardBatch, along, stated_axes
 
+GEOMETRY = KVGeometry(num_pages=9, page_size=16, layers=(), dtype="float32", num_states=5)
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 TENSORS = [name for name, axis in AXES.items() if axis is not Axis.NONE]
 
@@ -47,20 +49,21 @@ def test_parts_put_together_are_the_whole(q_lens: list[int], data: st.DataObject
 @given(LENGTHS, st.integers(0, 3), st.integers(0, 7))
 def test_padding_keeps_every_real_row_and_sends_the_others_to_the_scratch_page(q_lens: list[int], more: int, tokens: int) -> None:
     batch = make_batch(q_lens)
-    padded = pad(batch, num_requests=batch.num_requests + more, num_tokens=batch.num_tokens + tokens, scratch_page=9, page_size=16)
+    padded = pad(batch, num_requests=batch.num_requests + more, num_tokens=batch.num_tokens + tokens, geometry=GEOMETRY)
     assert (padded.num_requests, padded.num_tokens) == (batch.num_requests + more, batch.num_tokens + tokens)
     real = slice_requests(padded, 0, batch.num_requests)
     for name in TENSORS:
         assert torch.equal(getattr(real, name), getattr(batch, name)), name
     assert set(padded.slots[batch.num_tokens :].tolist()) <= {9 * 16}
     assert set(padded.page_table_cpu[batch.num_requests :].flatten().tolist()) <= {9}
+    assert set(padded.state_slots_cpu[batch.num_requests :].tolist()) <= {5}
     assert set(padded.kv_lens_cpu[batch.num_requests :].tolist()) <= {1 if more == tokens else 0}
 
 
 def test_a_batch_cannot_shrink_by_padding_and_parts_must_be_the_whole() -> None:
     batch = make_batch([1, 2])
     with pytest.raises(ValueError, match="num_requests=1"):
-        pad(batch, num_requests=1, num_tokens=3, scratch_page=0, page_size=16)
+        pad(batch, num_requests=1, num_tokens=3, geometry=GEOMETRY)
     with pytest.raises(ValueError, match="not the 2"):
         split_requests(batch, 1, 2)
 
@@ -69,6 +72,6 @@ def test_what_is_cut_or_padded_is_unplanned() -> None:
     batch = make_batch([1, 1, 2])
     relay = BackendRelay(Planner(), "a test")
     relay.plan(batch)
-    parts = [*split_requests(batch, 1, 2), pad(batch, num_requests=4, num_tokens=5, scratch_page=0, page_size=16)]
+    parts = [*split_requests(batch, 1, 2), pad(batch, num_requests=4, num_tokens=5, geometry=GEOMETRY)]
     assert [part.needs_plan("planner#0") for part in parts] == [True] * 3
     assert not batch.needs_plan("planner#0")

@@ -38,8 +38,7 @@ def test_hook_init_mha_chunk_metadata_takes_as_many_arguments_as_the_backend_wan
     answers = []
     for backend in (TakesBatch(), TakesFlag(), Planner()):
         relay = BackendRelay(backend, "a test")
-        has = relay.implements("init_mha_chunk_metadata")
-        answers.append(relay.hook.init_mha_chunk_metadata(batch=make_batch([2]), chunks=(), disable_ragged=True) if has else None)
+        answers.append(relay.ask("init_mha_chunk_metadata", batch=make_batch([2]), chunks=(), disable_ragged=True))
     assert answers == [("batch",), ("batch", True), None]
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from enginery.config.checkpoint_folder import find_folder, read_config
-from enginery.config.needs import attn_needs
-from enginery.contracts.attention import AttnLayerFacts
-from enginery.contracts.model import ModelFacts
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
 
@@ -90,11 +87,3 @@ def test_a_config_is_read(tmp_path) -> None:
     config = {"architectures": ["A"], "x": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path) == config
-
-
-def test_the_needs_of_a_model_are_its_facts_and_the_settings() -> None:
-    layer = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=8)
-    facts = ModelFacts(vocab_size=8, hidden_size=8, max_positions=64, activation_width=8, layers=(layer,), mla=True)
-    needs = attn_needs(facts, dtype="bfloat16", device="cuda", page_size=32, compute_capability=(9, 0))
-    assert (needs.dtype, needs.kv_dtype, needs.page_size, needs.layers, needs.mla) == ("bfloat16", "bfloat16", 32, (layer,), True)
-    assert needs.compute_capability == (9, 0)

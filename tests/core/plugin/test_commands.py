@@ -112,7 +112,7 @@ def test_list_backends_says_why(site, cli, tmp_path) -> None:
     assert "plain (priority 9): sliding window is needed and not offered" in shown
     assert "-> wide (priority 1): chosen" in shown
     rows = json.loads(cli("list-backends", "--why", windowed, "--device", "cpu", "--json"))["backends"]
-    assert [(row["name"], row["chosen"], [reason["rule"] for reason in row["reasons"]]) for row in rows] == [
+    assert [(row["name"], row["softmax"]["chosen"], [reason["rule"] for reason in row["softmax"]["reasons"]]) for row in rows] == [
         ("plain", False, ["sliding window"]),
         ("wide", True, []),
     ]

@@ -22,7 +22,7 @@ try:
     registry = Registry.replay(msgspec.json.decode({text!r}, type=Manifest))
 except EnginError as error:
     sys.exit(str(error))
-print(registry.manifest().digest())
+print(registry.manifest.digest())
 print(sorted(name for name in sys.modules if name in ("one", "two", "torch")))
 """
 
@@ -34,28 +34,28 @@ def child_of(site, manifest: Manifest):
 def test_a_child_process_loads_what_the_parent_did_and_reports_the_same_digest(site) -> None:
     site.install("one", site.backend("a"))
     site.install("two", site.backend("b"))
-    parent = Registry.load(blocked=["two"]).manifest()
+    parent = Registry.load(blocked=["two"]).manifest
     done = child_of(site, parent)
     assert done.stdout.splitlines() == [parent.digest(), "['one']"], done.stderr
 
 
 def test_a_child_process_is_not_swayed_by_its_environment(site, monkeypatch) -> None:
     site.install("one", site.backend("a"))
-    parent = Registry.load().manifest()
+    parent = Registry.load().manifest
     monkeypatch.setenv("ENGINERY_BLOCKED_PLUGINS", "one")
-    assert Registry.replay(parent).manifest() == parent
+    assert Registry.replay(parent).manifest == parent
 
 
 def test_options_are_replayed(site) -> None:
     options = "from dataclasses import dataclass\n@dataclass\nclass Options:\n    size: int = 1\n"
     site.install("one", options + site.backend("a").replace("capabilities=can", "capabilities=can, options=Options"))
     parent = Registry.load(options=["a.size=7"])
-    assert Registry.replay(parent.manifest()).options_for("a") == parent.options_for("a")
-    assert Registry.load().manifest().digest() != parent.manifest().digest()
+    assert Registry.replay(parent.manifest).options_for("a") == parent.options_for("a")
+    assert Registry.load().manifest.digest() != parent.manifest.digest()
 
 
 def test_a_plugin_that_the_manifest_does_not_name_is_not_imported(site) -> None:
-    parent = Registry.load().manifest()
+    parent = Registry.load().manifest
     site.install("one", "raise AssertionError")
     (record,) = (record for record in Registry.replay(parent).records if record.name == "one")
     assert record.status is Status.AVAILABLE
@@ -64,7 +64,7 @@ def test_a_plugin_that_the_manifest_does_not_name_is_not_imported(site) -> None:
 def test_every_difference_is_fatal_and_in_one_report(site) -> None:
     for name in ("gone", "newer", "other", "bad"):
         site.install(name, site.backend(name))
-    parent = Registry.load().manifest()
+    parent = Registry.load().manifest
     shutil.rmtree(site.path / "gone-1.0.dist-info")
     (site.path / "newer-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: newer\nVersion: 1.1\n")
     (site.path / "other" / "__init__.py").write_text(site.backend("renamed"))
@@ -81,7 +81,7 @@ def test_every_difference_is_fatal_and_in_one_report(site) -> None:
 
 
 def test_a_core_of_another_version_is_a_difference(site) -> None:
-    manifest = Registry.load().manifest()
+    manifest = Registry.load().manifest
     (core,) = manifest.plugins
     with pytest.raises(PluginError, match=r"plugin core \(enginery==9\) is enginery=="):
         Registry.replay(replace(manifest, plugins=(replace(core, version="9"),)))
@@ -89,6 +89,6 @@ def test_a_core_of_another_version_is_a_difference(site) -> None:
 
 def test_a_manifest_travels_as_json_and_msgpack(site) -> None:
     site.install("one", site.backend("a"))
-    manifest = Registry.load().manifest()
+    manifest = Registry.load().manifest
     assert msgspec.json.decode(msgspec.json.encode(manifest), type=Manifest) == manifest
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest) == manifest

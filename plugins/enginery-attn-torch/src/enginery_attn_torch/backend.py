@@ -9,19 +9,24 @@ import itertools
 
 import torch
 
-from enginery.api import BackendContext, ForwardBatch, LayerSpec, PlanKey, covering_plan, hookimpl
+from enginery.api import BackendContext, ForwardBatch, KVPiece, LayerSpec, PlanKey, covering_plan, hookimpl
 from enginery_attn_torch.kernels import explicit, fused
 from enginery_attn_torch.plan import DecodeGroup, Planner, RequestPart, TorchPlan
+from enginery_attn_torch.ragged import RaggedAttention, TorchChunkPlan
 
 
 class TorchAttention:
-    """MHA, GQA and MQA over pages, with sliding window, soft cap and sinks. Implements `enginery.api.AttnBackend`."""
+    """MHA, GQA and MQA over pages, with sliding window, soft cap and sinks; MLA over pages and ragged.
+
+    Implements `enginery.api.AttnBackend`.
+    """
 
     def __init__(self, context: BackendContext) -> None:
         self.backend_id = context.instance
         self.pool = context.pool
         windows = tuple({layer.sliding_window for layer in context.geometry.layers})
         self.planner = Planner(page_size=context.geometry.page_size, windows=windows, device=context.device)
+        self.ragged = RaggedAttention(device=context.device)
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TorchPlan:
@@ -38,6 +43,11 @@ class TorchAttention:
         key = PlanKey(backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens)
         return TorchPlan(key=key, group=self.planner.group(batch, grouped) if grouped else None, parts=tuple(parts))
 
+    @hookimpl
+    def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> TorchChunkPlan:
+        """Decide which rows see which of the keys that will be given."""
+        return self.ragged.plan(batch, chunks, own=not disable_ragged)
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
@@ -49,23 +59,30 @@ class TorchAttention:
             self._attend_part(q, part, layer, out)
 
     def _attend_group(self, q: torch.Tensor, group: DecodeGroup, layer: LayerSpec, out: torch.Tensor) -> None:
-        keys, values = self.pool.layer(layer.local_id)
         size, kv_heads, dim = group.size, layer.facts.num_kv_heads, layer.facts.head_dim
-        k, v = (self._gather(pages, group.pages.view(-1)).view(size, -1, kv_heads, dim).transpose(1, 2) for pages in (keys, values))
+        k, v = (
+            self._gather(pages, group.pages.view(-1)).view(size, -1, kv_heads, dim).transpose(1, 2) for pages in self._pages(layer)
+        )
         grouped = q[:size].view(size, kv_heads, -1, 1, dim)  # [B, K, G, 1, D]
         mask = group.masks[layer.facts.sliding_window][:, None]  # [B, 1, L]
-        out[:size] = _attention(grouped, k, v, mask=mask, causal=False, layer=layer).reshape(size, -1, dim)
+        attended = _attention(grouped, k, v, mask=mask, causal=False, layer=layer)  # [B, K, G, 1, D]
+        out[:size] = attended.reshape(size, -1, dim)[..., : layer.facts.value_dim]
 
     def _attend_part(self, q: torch.Tensor, part: RequestPart, layer: LayerSpec, out: torch.Tensor) -> None:
-        keys, values = self.pool.layer(layer.local_id)
-        k, v = (self._in_one_piece(pages, part) for pages in (keys, values))  # [1, K, L, D]
+        k, v = (self._in_one_piece(pages, part) for pages in self._pages(layer))  # [1, K, L, D]
         kv_heads, dim = layer.facts.num_kv_heads, layer.facts.head_dim
         num_queries = part.stop - part.start
         rows = q[part.start : part.stop].view(1, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)  # [1, K, G, S, D]
         mask = part.masks[layer.facts.sliding_window]
         seen = None if mask is None else mask[None]
         attended = _attention(rows, k, v, mask=seen, causal=part.causal, layer=layer)
-        out[part.start : part.stop] = attended.permute(0, 3, 1, 2, 4).reshape(num_queries, -1, dim)
+        whole = attended.permute(0, 3, 1, 2, 4).reshape(num_queries, -1, dim)  # [S, H, D]
+        out[part.start : part.stop] = whole[..., : layer.facts.value_dim]
+
+    def _pages(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, as wide as each other: latents serve as both, and what is beyond the value is cut off at the end."""
+        keys, values = self.pool.layer(layer.local_id)
+        return keys, values if layer.facts.latent is None else keys
 
     @staticmethod
     def _gather(pages: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

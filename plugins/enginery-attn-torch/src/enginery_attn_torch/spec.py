@@ -12,6 +12,14 @@ TORCH = AttnBackendSpec(
     priority=10,
     summary="plain torch: the reference, correct everywhere",
     capabilities=Capabilities(
-        devices=frozenset({"cpu", "cuda"}), dtypes=DTYPES, kv_dtypes=DTYPES, sliding_window=True, softcap=True, sinks=True
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=DTYPES,
+        kv_dtypes=DTYPES,
+        sliding_window=True,
+        softcap=True,
+        sinks=True,
+        mla=True,
+        mla_ragged=True,
+        lse_base="e",
     ),
 )

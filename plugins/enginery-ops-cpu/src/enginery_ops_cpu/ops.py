@@ -14,6 +14,11 @@ from enginery.api import LinearFn
 PACK_FOR_ROWS = 16  # the batch size that oneDNN lays the weight out for; other sizes run from the same layout
 
 
+def packs_bfloat16() -> bool:
+    """Whether this CPU has the instructions."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def bind_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
     """y = x W^T + b over a packed copy of the weight; float16 has no fast kernel and stays as it is."""
     if weight.dtype is torch.float16 or weight.is_meta or not torch._C._has_mkldnn:

@@ -1,0 +1,196 @@
+"""MLA over one backend: absorbed decoding, and prefills by the strategy that is cheapest for their sizes.
+
+S rows, L tokens of a piece; H, R, N, P as in `contracts/attention.py`, V value dim of a head.
+
+Absorbed, a row costs 2 R + P multiply-adds per key and head; over keys and values made from the latents it costs N + P + V, after
+R (N + V) once for each of the request's tokens. So long prefills are ragged, and short ones over a long prefix are absorbed.
+The strategy is chosen when the batch is planned, and what the backend denies is not begun.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from enginery.attention.axes import cut_at, num_decoding, unplanned
+from enginery.attention.composite import Composite, CompositePlan, Part
+from enginery.attention.lse import fold, to_natural_log
+from enginery.attention.prefill_strategy import cut_pieces, strategies_to_try
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import Capabilities, KVGeometry, LayerSpec
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy
+from enginery.contracts.memory import KVPool
+from enginery.contracts.plan import covering_plan
+from enginery.plugin.hookspecs import hookimpl
+
+CHUNKS: Final = "init_mha_chunk_metadata"
+_log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSettings:
+    """strategy: of every prefill, where the backend allows it; None chooses by size. chunk_tokens: keys and values made at once."""
+
+    strategy: PrefillStrategy | None
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RaggedPart(Part):
+    """Prefilling requests whose keys and values are made from latents.
+
+    slots: of each piece's tokens, [L] int64, device; None where they are the step's own, whose latents are at hand.
+    """
+
+    strategy: PrefillStrategy
+    chunk_plan: ChunkPlan
+    pieces: tuple[KVPiece, ...]
+    slots: tuple[torch.Tensor | None, ...]
+
+
+class LatentAttention(Composite):
+    """Absorbs, or makes keys and values, around its one child, which sees latents as one KV head or keys and values as given."""
+
+    kind = "mla"
+
+    def __init__(
+        self, child: BackendRelay, *, capabilities: Capabilities, geometry: KVGeometry, pool: KVPool, settings: LatentSettings
+    ) -> None:
+        super().__init__(child)
+        self.capabilities = capabilities
+        self.page_size = geometry.page_size
+        self.pool = pool
+        self.settings = settings
+        self.facts = next(layer.latent for layer in geometry.layers if layer.latent is not None)
+        self._said: set[str] = set()
+
+    def cut(self, batch: ForwardBatch) -> Iterator[Part]:
+        """Decoding requests, then prefilling ones."""
+        if batch.phase is not Phase.MIXED:
+            yield Part(child=0, rows=None, batch=unplanned(batch))
+            return
+        count = num_decoding(batch)
+        for cut in cut_at(batch, count, count, (Phase.DECODE, Phase.PREFILL)):
+            yield Part(child=0, rows=cut.rows, batch=cut.batch)
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> CompositePlan:
+        """Plan the decoding part, and the prefilling one by the first strategy that the backend does not deny."""
+        parts: list[Part] = []
+        for part in self.cut(batch):
+            ragged = self._plan_ragged(part) if part.batch.phase is Phase.PREFILL and not capture else None
+            if ragged is None:
+                self.children[0].plan(part.batch, capture=capture)
+            parts.append(ragged or part)
+        return CompositePlan(key=self.plan_key(batch), parts=tuple(parts))
+
+    def _plan_ragged(self, part: Part) -> RaggedPart | None:
+        """None: absorbed."""
+        batch = part.batch
+        order = strategies_to_try(
+            self.facts,
+            self.capabilities,
+            asked=self.settings.strategy,
+            chunk_tokens=self.settings.chunk_tokens,
+            q_lens=batch.q_lens_cpu,
+            kv_lens=batch.kv_lens_cpu,
+        )
+        for strategy in order:
+            if strategy is PrefillStrategy.ABSORBED:
+                return None
+            chunks, own = cut_pieces(batch.q_lens_cpu, batch.kv_lens_cpu, strategy, chunk_tokens=self.settings.chunk_tokens)
+            answer = self.children[0].ask(CHUNKS, batch=batch, chunks=chunks, disable_ragged=own is None)
+            if isinstance(answer, ChunkPlan):
+                pieces = chunks if own is None else (own, *chunks)
+                return RaggedPart(
+                    child=0,
+                    rows=part.rows,
+                    batch=batch,
+                    strategy=strategy,
+                    chunk_plan=answer,
+                    pieces=pieces,
+                    slots=tuple(self._slots(piece, batch) for piece in pieces),
+                )
+            self._say_denied(strategy, answer)
+        return None
+
+    def _say_denied(self, strategy: PrefillStrategy, answer: Denied | None) -> None:
+        why = f"it has no {CHUNKS}" if answer is None else answer.reason
+        said = f"{self.children[0].backend.backend_id} denies MLA prefill {strategy}: {why}; another strategy is taken"
+        if said not in self._said:
+            self._said.add(said)
+            _log.warning(said)
+
+    def _slots(self, piece: KVPiece, batch: ForwardBatch) -> torch.Tensor | None:
+        """Where the latents of a piece's tokens are: [L] int64, device; None for the step's own."""
+        if piece.causal and torch.equal(piece.lens_cpu, batch.q_lens_cpu):
+            return None
+        lens = piece.lens_cpu.long()
+        request = torch.repeat_interleave(lens)  # [L]
+        first = lens.cumsum(0) - lens - piece.starts_cpu.long()  # [B]
+        tokens = torch.arange(len(request)) - first[request]
+        slots = batch.page_table_cpu[request, tokens // self.page_size].long() * self.page_size + tokens % self.page_size
+        return slots.to(batch.slots.device, non_blocking=True)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """q: [T, H, N + P]; k: the step's latents [T, 1, R + P]; out: [T, H, V]. `layer.latent` has the layer's projection."""
+        for part in covering_plan(batch, CompositePlan, backend=self.backend_id).parts:
+            rows = part.rows or slice(None)
+            if isinstance(part, RaggedPart):
+                self._attend_ragged(q[rows], k[rows], layer, part, out[rows])
+            else:
+                self._attend_absorbed(q[rows], k[rows], layer, part.batch, out[rows])
+
+    def _attend_absorbed(self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """Multiply the key projection into the query and the value projection into the output; attend over latents between."""
+        facts, kv_b = self.facts, _projection(layer)
+        to_key, to_value = torch.split(kv_b, [facts.nope_dim, facts.value_dim], dim=1)  # [H, N, R], [H, V, R]
+        q_nope, q_rope = torch.split(q, [facts.nope_dim, facts.rope_dim], dim=-1)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), to_key).transpose(0, 1)  # [S, H, R]
+        latent_q = torch.cat((absorbed, q_rope), dim=-1)  # [S, H, R + P]
+        latent_out = torch.empty(absorbed.shape, dtype=q.dtype, device=q.device)
+        self.children[0].backend.attend(latent_q, k, k[..., : facts.rank], layer, batch, latent_out)
+        torch.bmm(latent_out.transpose(0, 1), to_value.transpose(1, 2), out=out.transpose(0, 1))
+
+    def _attend_ragged(self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, part: RaggedPart, out: torch.Tensor) -> None:
+        """Piece by piece; the outputs of several are folded in float32."""
+        attend = part.chunk_plan.attend
+        if len(part.pieces) == 1:
+            attend(q, *self._keys_values(layer, self._latents(k, layer, part.slots[0])), layer, part.pieces[0], out, None)
+            return
+        base = self.capabilities.lse_base
+        assert base is not None
+        whole, whole_lse = torch.zeros(out.shape, device=q.device), torch.full(q.shape[:2], float("-inf"), device=q.device)
+        lse = torch.empty_like(whole_lse)  # [S, H]
+        for piece, slots in zip(part.pieces, part.slots, strict=True):
+            attend(q, *self._keys_values(layer, self._latents(k, layer, slots)), layer, piece, out, lse)
+            whole, whole_lse = fold(whole, whole_lse, out.float(), to_natural_log(lse, base))
+        out.copy_(whole)
+
+    def _latents(self, k: torch.Tensor, layer: LayerSpec, slots: torch.Tensor | None) -> torch.Tensor:
+        """Of a piece's tokens: [L, R + P]."""
+        if slots is None:
+            return k[:, 0]
+        pages = self.pool.layer(layer.local_id).k
+        return pages.view(-1, pages.shape[-1]).index_select(0, slots)
+
+    def _keys_values(self, layer: LayerSpec, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [L, H, N + P] and values [L, H, V], made from latents."""
+        facts, kv_b = self.facts, _projection(layer)
+        made = F.linear(latents[:, : facts.rank], kv_b.reshape(-1, facts.rank)).view(len(latents), *kv_b.shape[:2])  # [L, H, N + V]
+        rope = latents[:, None, facts.rank :].expand(-1, kv_b.shape[0], -1)  # [L, H, P]
+        return torch.cat((made[..., : facts.nope_dim], rope), dim=-1), made[..., facts.nope_dim :]
+
+
+def _projection(layer: LayerSpec) -> torch.Tensor:
+    """[H, N + V, R]."""
+    assert layer.latent is not None, "a model with latents has MLA layers and recurrent ones, no others"
+    return layer.latent.kv_b

@@ -1,0 +1,34 @@
+"""Two halves of a batch, planned before either runs, so that one can compute while the other communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from enginery.attention.axes import cut_at, unplanned
+from enginery.attention.composite import Composite, Part
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.batch import ForwardBatch, Phase
+
+
+class MicroBatches(Composite):
+    """Cuts between requests, where the halves differ least in their number of tokens; one request stays whole."""
+
+    kind = "micro"
+
+    def __init__(self, child: BackendRelay) -> None:
+        super().__init__(child)
+
+    def cut(self, batch: ForwardBatch) -> Iterator[Part]:
+        """Both parts go to the one child: it keeps no plan, so it can hold two."""
+        count = batch.num_requests
+        if count < 2:
+            yield Part(child=0, rows=None, batch=unplanned(batch))
+            return
+        if batch.phase is Phase.DECODE:
+            middle = first_tokens = count // 2
+        else:
+            ends = batch.q_lens_cpu.cumsum(0)  # [B]
+            middle = 1 + int((2 * ends[:-1] - ends[-1]).abs().argmin())
+            first_tokens = int(ends[middle - 1])
+        for cut in cut_at(batch, middle, first_tokens, (batch.phase, batch.phase)):
+            yield Part(child=0, rows=cut.rows, batch=cut.batch)

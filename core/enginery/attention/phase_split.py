@@ -1,0 +1,38 @@
+"""One backend for prefills, another for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from enginery.attention.axes import cut_at, num_decoding, unplanned
+from enginery.attention.composite import Composite, Part
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.batch import ForwardBatch, Phase
+
+_PREFILL: Final = 0
+_DECODE: Final = 1
+
+
+class PhaseSplit(Composite):
+    """Gives each request to the backend of its phase; a mixed batch is cut in two. Verification goes with decoding."""
+
+    kind = "split"
+
+    def __init__(self, *, prefill: BackendRelay, decode: BackendRelay) -> None:
+        super().__init__(prefill, decode)
+
+    def serving_phase(self, phase: Phase) -> Sequence[int]:
+        """Both have their part in a mixed batch."""
+        if phase is Phase.MIXED:
+            return (_PREFILL, _DECODE)
+        return (_PREFILL,) if phase is Phase.PREFILL else (_DECODE,)
+
+    def cut(self, batch: ForwardBatch) -> Iterator[Part]:
+        """One part, or of a mixed batch the decoding requests at its front and the rest."""
+        if batch.phase is not Phase.MIXED:
+            yield Part(child=self.serving_phase(batch.phase)[0], rows=None, batch=unplanned(batch))
+            return
+        count = num_decoding(batch)
+        for cut in cut_at(batch, count, count, (Phase.DECODE, Phase.PREFILL)):
+            yield Part(child=self.serving_phase(cut.batch.phase)[0], rows=cut.rows, batch=cut.batch)

@@ -1,0 +1,87 @@
+"""What a composite does with each member of the backend scope: one table, from which its hooks are generated.
+
+Nothing is forwarded by hand, so a composite cannot forget a hook; and every child is called through its own relay, so each gets
+the arguments it takes. A member without a policy fails at import.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, Final, Protocol, TypeVar
+
+from enginery.attention.hookspecs import BackendHooks
+from enginery.plugin.hookspecs import PROJECT, hookimpl
+
+
+class Policy(StrEnum):
+    """Which children answer, and what their answers make. None is the answer of a child that lacks the hook.
+
+    BOTH: each child that has it, or the child of each part where the hook is about a batch; True if any did something.
+    BY_LAYER, BY_PHASE: the first answer of the children that serve the layer, or the phase of the batch. ALL_OF: every child, or
+    the composite has not got it either. ANY_OF: the first answer of any child. FORBID: never answered.
+    """
+
+    BOTH = "both"
+    BY_LAYER = "by_layer"
+    BY_PHASE = "by_phase"
+    ALL_OF = "all_of"
+    ANY_OF = "any_of"
+    FORBID = "forbid"
+
+
+POLICIES: Final[Mapping[str, Policy]] = {
+    "plan_forward_metadata": Policy.BOTH,
+    "init_mha_chunk_metadata": Policy.BY_PHASE,
+    "init_graph_state": Policy.ALL_OF,
+    "refresh_graph_metadata": Policy.BOTH,
+    "device_prologue": Policy.BOTH,
+    "verify_mask": Policy.ANY_OF,
+    "commit_state": Policy.BOTH,
+    "indexer_metadata": Policy.BY_LAYER,
+    "draft_steps_plan": Policy.FORBID,  # the steps' batches need plans of the composite: it plans them one by one
+}
+
+
+class Dispatching(Protocol):
+    """What the generated hooks call."""
+
+    def dispatch(self, policy: Policy, hook: str, arguments: dict[str, Any]) -> Any:
+        """The composite's answer to `hook`."""
+        ...
+
+
+ClassT = TypeVar("ClassT", bound=type[Dispatching])
+
+
+def derived(specs: type, policies: Mapping[str, Policy]) -> Callable[[ClassT], ClassT]:
+    """Give a class a hook implementation for each spec that it does not implement itself.
+
+    Raises TypeError for a spec without a policy and for a policy without a spec.
+    """
+    members = {name: spec for name, spec in inspect.getmembers(specs, inspect.isfunction) if f"{PROJECT}_spec" in vars(spec)}
+    if wrong := members.keys() ^ policies.keys():
+        raise TypeError(f"{specs.__name__} and its policies differ in {', '.join(sorted(wrong))}; give each hook one policy")
+
+    def give(composite: ClassT) -> ClassT:
+        for name in members.keys() - vars(composite).keys():
+            setattr(composite, name, hookimpl(_generated(name, members[name], policies[name])))
+        return composite
+
+    return give
+
+
+def _generated(hook: str, spec: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """A method with the parameters of `spec`: pluggy and the checker read them from the function that it wraps."""
+    names = tuple(inspect.signature(spec).parameters)[1:]
+
+    @functools.wraps(spec)
+    def dispatch(self: Dispatching, *values: Any) -> Any:
+        return self.dispatch(policy, hook, dict(zip(names, values, strict=True)))
+
+    return dispatch
+
+
+derived_from_specs: Final = derived(BackendHooks, POLICIES)

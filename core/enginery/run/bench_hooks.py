@@ -1,0 +1,136 @@
+"""What the hooks cost a step: planning through the deepest nest of composites, with and without pluggy between them.
+
+    micro-batches ( hybrid ( split ( mla ( leaf ), mla ( leaf ) ), leaf ) )
+
+The leaves plan nothing. The cost of the hooks is the time through the relays less that of the same calls made directly; what is
+left is the cutting of the batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from enginery.attention.latent import LatentAttention, LatentSettings
+from enginery.attention.layer_hybrid import LayerHybrid
+from enginery.attention.micro_batches import MicroBatches
+from enginery.attention.phase_split import PhaseSplit
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import AttnLayerFacts, Capabilities, KVGeometry, LatentFacts, LayerSpec
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.latent import ChunkPlan, KVPiece, PrefillStrategy
+from enginery.contracts.plan import ForwardPlan, PlanKey
+from enginery.memory.pool import PagedKVPool
+from enginery.plugin.hookspecs import hookimpl
+
+_LAYER: Final = AttnLayerFacts(
+    num_heads=1, num_kv_heads=1, head_dim=24, latent=LatentFacts(rank=16, rope_dim=8, nope_dim=16, value_dim=16)
+)
+_CAPABILITIES: Final = Capabilities(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({"float32"}),
+    kv_dtypes=frozenset({"float32"}),
+    mla=True,
+    mla_ragged=True,
+    lse_base="e",
+)
+_STEPS: Final = {"decode": (Phase.DECODE, [1] * 64), "mixed": (Phase.MIXED, [1] * 48 + [32] * 4)}
+
+
+class NullLeaf:
+    """Plans at no cost and attends nothing."""
+
+    def __init__(self, number: int) -> None:
+        self.backend_id = f"null#{number}"
+        self._chunks = ChunkPlan(attend=_attend_nothing)
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
+        """A key and nothing else."""
+        key = PlanKey(backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens)
+        return ForwardPlan(key=key)
+
+    @hookimpl
+    def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[object, ...], disable_ragged: bool) -> ChunkPlan:
+        """Always the same."""
+        return self._chunks
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """Nothing."""
+
+
+def _attend_nothing(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: LayerSpec,
+    piece: KVPiece,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """As `RaggedAttendFn`."""
+
+
+class DirectRelay(BackendRelay):
+    """Calls the backend with everything: what a nest would cost if its children took all arguments and had all hooks."""
+
+    def plan(self, batch: ForwardBatch, *, capture: bool = False) -> None:
+        """As `BackendRelay.plan`, without a hook."""
+        if batch.needs_plan(self.backend.backend_id):
+            batch.mark_planned(self.backend.plan_forward_metadata(batch, capture))
+
+
+def deepest_nest(relay: Callable[[Any, str], BackendRelay]) -> BackendRelay:
+    """Every composite that a served model can have, in each other; `relay` registers each backend."""
+    geometry = KVGeometry(num_pages=1, page_size=16, layers=(_LAYER,), dtype="float32")
+    pool = PagedKVPool(geometry, torch.device("cpu"))
+    settings = LatentSettings(strategy=PrefillStrategy.ONE_SHOT, chunk_tokens=1024)
+
+    def mla(number: int) -> BackendRelay:
+        leaf = relay(NullLeaf(number), "bench")
+        return relay(LatentAttention(leaf, capabilities=_CAPABILITIES, geometry=geometry, pool=pool, settings=settings), "bench")
+
+    split = relay(PhaseSplit(prefill=mla(0), decode=mla(1)), "bench")
+    hybrid = relay(LayerHybrid(softmax=split, recurrent=relay(NullLeaf(2), "bench")), "bench")
+    return relay(MicroBatches(hybrid), "bench")
+
+
+def measure_hooks(*, repeats: int = 2000) -> dict[str, dict[str, float]]:
+    """For each kind of step: microseconds to plan it through the relays and directly, and the difference. Medians."""
+    relays = {"through_hooks_us": deepest_nest(BackendRelay), "directly_us": deepest_nest(DirectRelay)}
+    measured = {}
+    for step, (phase, q_lens) in _STEPS.items():
+        taken: dict[str, list[float]] = {name: [] for name in relays}
+        gc.disable()
+        for _ in range(repeats):
+            for name, nest in relays.items():
+                batch = _batch(phase, q_lens)
+                began = time.perf_counter()
+                nest.plan(batch)
+                taken[name].append((time.perf_counter() - began) * 1e6)
+        gc.enable()
+        medians = {name: statistics.median(times) for name, times in taken.items()}
+        measured[step] = {**medians, "hooks_us": medians["through_hooks_us"] - medians["directly_us"]}
+    return measured
+
+
+def _batch(phase: Phase, q_lens: list[int]) -> ForwardBatch:
+    count, total = len(q_lens), sum(q_lens)
+    return ForwardBatch(
+        phase=phase,
+        input_ids=torch.zeros(total, dtype=torch.int64),
+        positions=torch.zeros(total, dtype=torch.int64),
+        slots=torch.zeros(total, dtype=torch.int64),
+        q_lens_cpu=torch.tensor(q_lens, dtype=torch.int32),
+        kv_lens_cpu=torch.tensor(q_lens, dtype=torch.int32) + 15,
+        page_table_cpu=torch.zeros(count, 4, dtype=torch.int32),
+        num_logits_cpu=torch.ones(count, dtype=torch.int32),
+        state_slots_cpu=torch.arange(count, dtype=torch.int32),
+    )

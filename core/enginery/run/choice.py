@@ -1,0 +1,188 @@
+"""What is decided before anything heavy happens: the checkpoint, its family, the settings, the backends and the operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enginery.config.checkpoint_folder import find_folder, read_config
+from enginery.config.needs import attn_needs
+from enginery.config.resolve import DeviceFacts, Settings, resolve
+from enginery.config.schema import Decision, EngineOptions
+from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
+from enginery.contracts.batch import Phase
+from enginery.contracts.latent import PrefillStrategy
+from enginery.contracts.model import ModelFacts, ModelSpec
+from enginery.contracts.offers import SparseCoordinatorSpec
+from enginery.contracts.ops import OpNeeds, OpSpec
+from enginery.memory.pool import TORCH_DTYPES
+from enginery.plugin.boundary import inside
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
+from enginery.run.device import device_facts, torch_device
+from enginery.text.tokenizer import read_json
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Where the model comes from. random: it has no weights of its own."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    eos_token_ids: frozenset[int]
+    note: str
+    random: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """The leaves, by what they are for. One backend for prefills and decoding, unless the user asked for two; None: not needed."""
+
+    softmax: Offer[AttnBackendSpec] | None
+    prefill: Offer[AttnBackendSpec] | None
+    decode: Offer[AttnBackendSpec] | None
+    recurrent: Offer[AttnBackendSpec] | None
+
+    @property
+    def by_role(self) -> dict[str, Offer[AttnBackendSpec]]:
+        """Those that there are."""
+        return {role: offer for role, offer in vars(self).items() if offer is not None}
+
+    @property
+    def name(self) -> str:
+        """The names, for people and metrics."""
+        return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """All that was decided."""
+
+    checkpoint: Checkpoint
+    family: Offer[ModelSpec]
+    facts: ModelFacts
+    device_facts: DeviceFacts
+    device: torch.device
+    settings: Settings
+    attention: AttentionChoice
+    coordinator: Offer[SparseCoordinatorSpec] | None
+    op_needs: OpNeeds
+    ops: tuple[Offer[OpSpec], ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The settings' dtype as torch knows it."""
+        return TORCH_DTYPES[self.settings.dtype]
+
+
+def choose(asked: EngineOptions, registry: Registry) -> Choice:
+    """Everything that can be decided, and refused, from configuration and facts alone."""
+    checkpoint = find_checkpoint(asked, registry)
+    family = registry.find_model(checkpoint.config["architectures"])
+    with inside(family, f"describe the model in {checkpoint.folder}"):
+        facts = family.spec.describe(checkpoint.config)
+    device = device_facts(asked.device, asked.num_threads)
+    settings = resolve(asked, device, facts, config=checkpoint.config)
+    where: dict[str, Any] = dict(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
+    attention, attention_decisions = choose_attention(asked, registry, facts, where)
+    coordinator = None if asked.sparse_coordinator == "off" else registry.sparse_coordinator(asked.sparse_coordinator)
+    op_needs = OpNeeds(**where)
+    ops = registry.select_ops(op_needs)
+    return Choice(
+        checkpoint=checkpoint,
+        family=family,
+        facts=facts,
+        device_facts=device,
+        device=torch_device(asked.device),
+        settings=settings,
+        attention=attention,
+        coordinator=coordinator,
+        op_needs=op_needs,
+        ops=ops,
+        decisions=(
+            Decision(setting="model", value=checkpoint.name, reason=checkpoint.note or str(checkpoint.folder)),
+            Decision(setting="family", value=family.name, reason=f"by architecture, from {family.source}"),
+            *settings.decisions,
+            *attention_decisions,
+            *(
+                Decision(setting="ops", value=f"{offer.spec.name}: {', '.join(offer.spec.provides)}", reason=f"from {offer.source}")
+                for offer in ops
+            ),
+        ),
+    )
+
+
+def choose_attention(
+    asked: EngineOptions, registry: Registry, facts: ModelFacts, where: Mapping[str, Any]
+) -> tuple[AttentionChoice, tuple[Decision, ...]]:
+    """A backend for each role that the model has work for. where: device, dtype and compute capability."""
+    softmax = attn_needs(facts, page_size=asked.page_size, **where)
+    if asked.mla_prefill not in ("auto", PrefillStrategy.ABSORBED):
+        softmax = _needing_ragged(softmax, asked.mla_prefill)
+    split = asked.prefill_attention_backend is not None or asked.decode_attention_backend is not None
+    wanted = {
+        "softmax": (asked.attention_backend, softmax, not split),
+        "prefill": (asked.prefill_attention_backend or asked.attention_backend, _only(softmax, Phase.PREFILL), split),
+        "decode": (asked.decode_attention_backend or asked.attention_backend, _only(softmax, Phase.DECODE), split),
+    }
+    chosen: dict[str, Offer[AttnBackendSpec]] = {}
+    decisions: list[Decision] = []
+    recurrent = attn_needs(facts, page_size=asked.page_size, recurrent=True, **where)
+    for role, (name, needs, applies) in {**wanted, "recurrent": (asked.linear_attention_backend, recurrent, True)}.items():
+        if not (applies and needs.layers):
+            continue
+        selection = registry.select_attn_backend(name, needs)
+        for candidate in selection.candidates:
+            log.info("attention backend, %s: %s", role, candidate)
+        chosen[role] = selection.winner
+        reason = "asked for" if name != "auto" else "highest priority that refuses nothing"
+        setting = "attention" if role == "softmax" else f"{role} attention"
+        decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {selection.winner.source}"))
+    roles = ("softmax", "prefill", "decode", "recurrent")
+    return AttentionChoice(**{role: chosen.get(role) for role in roles}), tuple(decisions)
+
+
+def _only(needs: AttnNeeds, phase: Phase) -> AttnNeeds:
+    return dataclasses.replace(needs, phases=frozenset({phase}))
+
+
+def _needing_ragged(needs: AttnNeeds, strategy: str) -> AttnNeeds:
+    """Refused now, rather than denied batch after batch."""
+    has_latents = any(layer.latent is not None for layer in needs.layers)
+    return dataclasses.replace(needs, mla_ragged=has_latents, lse=has_latents and strategy == PrefillStrategy.CHUNKED)
+
+
+def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
+    """The checkpoint asked for, or the best that is installed."""
+    model = registry.default_checkpoint().name if asked.model is None else asked.model
+    folder = find_folder(model, registry)
+    offer = registry.checkpoint(model)
+    shipped = offer.spec if offer and offer.spec.folder == folder else None
+    config = read_config(folder)
+    return Checkpoint(
+        folder=folder,
+        name=asked.served_model_name or model,
+        config=config,
+        eos_token_ids=_eos_token_ids(folder, config),
+        note=shipped.note if shipped else "",
+        random=asked.load_format == "dummy" or (shipped is not None and shipped.random_weights),
+    )
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """generation_config.json states it, else config.json; one id or several."""
+    stated = read_json(folder / "generation_config.json").get("eos_token_id")
+    stated = config.get("eos_token_id") if stated is None else stated
+    if stated is None:
+        return frozenset()
+    return frozenset(stated if isinstance(stated, list) else [stated])

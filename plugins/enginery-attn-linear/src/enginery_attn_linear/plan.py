@@ -1,0 +1,59 @@
+"""What is computed on the host, once per batch: where each request's state is, and which requests begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from enginery.api import ForwardBatch, ForwardPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPart:
+    """One request on its own: rows [start, stop) of the batch, its state at `slot`. fresh: it begins with them, from zero."""
+
+    start: int
+    stop: int
+    slot: int
+    fresh: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeGroup:
+    """Rows [0, B) of the batch, one token each. slots: [B] int64, fresh: [B, 1, 1, 1] bool, device."""
+
+    size: int
+    slots: torch.Tensor
+    fresh: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearPlan(ForwardPlan):
+    """The requests of one token at the front as one group, everything else request by request."""
+
+    group: DecodeGroup | None
+    parts: tuple[RequestPart, ...]
+
+
+def plan_group(batch: ForwardBatch, size: int, device: torch.device) -> DecodeGroup:
+    """The first `size` requests, which have one token each."""
+    fresh = batch.kv_lens_cpu[:size] == 1
+    return DecodeGroup(
+        size=size,
+        slots=batch.state_slots_cpu[:size].long().to(device, non_blocking=True),
+        fresh=fresh.view(size, 1, 1, 1).to(device, non_blocking=True),
+    )
+
+
+def plan_parts(batch: ForwardBatch, first: int) -> tuple[RequestPart, ...]:
+    """The requests from `first` on, before which there is one token each; those without tokens are left out."""
+    parts, start = [], first
+    lengths = zip(
+        *(values[first:].tolist() for values in (batch.q_lens_cpu, batch.kv_lens_cpu, batch.state_slots_cpu)), strict=True
+    )
+    for q_len, kv_len, slot in lengths:
+        if q_len:
+            parts.append(RequestPart(start=start, stop=start + q_len, slot=slot, fresh=kv_len == q_len))
+        start += q_len
+    return tuple(parts)

@@ -1,0 +1,38 @@
+"""The heavy part: the core's decoder with latent attention in every layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from enginery.api import DecoderShape, GlobalLayerId, LayerSpec, LocalLayerId, Model, ModelContext, WeightSource
+from enginery.nn.decoder import Decoder, DecoderLayer, GatedMLP
+from enginery.nn.latent_attention import LatentSelfAttention
+from enginery_model_deepseek.spec import DeepseekShape
+from enginery_model_deepseek.spec import shape as read_shape
+
+LATENT_NORM_EPS: Final = 1e-6  # of the norms inside the attention; `rms_norm_eps` is for the others (modeling_deepseek_v2.py)
+
+
+def build_decoder(context: ModelContext) -> Model:
+    """A DeepSeek-V2 from its weights."""
+    deepseek = read_shape(context.config)
+    return Decoder(context, deepseek.decoder, layer=partial(_layer, deepseek=deepseek))
+
+
+def _layer(
+    context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int, deepseek: DeepseekShape
+) -> DecoderLayer:
+    spec = LayerSpec(
+        global_id=GlobalLayerId(index), local_id=LocalLayerId(index), facts=context.facts.layers[index], scale=deepseek.scale
+    )
+    attention = LatentSelfAttention(
+        context,
+        weights.scope("self_attn"),
+        spec=spec,
+        q_rank=deepseek.q_rank,
+        bias=deepseek.bias,
+        norm_eps=LATENT_NORM_EPS,
+    )
+    mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
+    return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)

@@ -1,0 +1,126 @@
+"""What config.json says, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from enginery.api import (
+    AttnLayerFacts,
+    CheckpointError,
+    DecoderShape,
+    LatentFacts,
+    Model,
+    ModelContext,
+    ModelFacts,
+    RopeShape,
+    read_decoder_shape,
+)
+
+NUM_EXPERTS: Final = 64  # transformers' DeepseekV2Config, for files that leave it out
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekShape:
+    """decoder: what is not attention. q_rank: `q_lora_rank`, None for full rank. scale: of q . k. bias: `attention_bias`."""
+
+    decoder: DecoderShape
+    latent: LatentFacts
+    q_rank: int | None
+    scale: float
+    bias: bool
+
+    def facts(self) -> ModelFacts:
+        """The part that the core needs."""
+        decoder, latent, heads = self.decoder, self.latent, self.decoder.num_heads
+        queries = heads * (latent.nope_dim + latent.rope_dim) + 2 * (self.q_rank or 0)
+        row = latent.rank + latent.rope_dim
+        absorbed = heads * (2 * latent.rank + row)  # the query before and after its rope part is added, and the output
+        layer = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
+        return ModelFacts(
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            max_positions=decoder.max_positions,
+            activation_width=3 * decoder.hidden_size
+            + max(queries + row + absorbed + heads * latent.value_dim, 3 * decoder.intermediate_size),
+            layers=(layer,) * len(decoder.windows),
+        )
+
+
+def shape(config: Mapping[str, Any]) -> DeepseekShape:
+    """DeepSeek-V2's shape. Raises `CheckpointError` for experts and for what contradicts itself."""
+    _refuse_experts(config)
+    latent = LatentFacts(
+        rank=_size(config, "kv_lora_rank"),
+        rope_dim=_size(config, "qk_rope_head_dim"),
+        nope_dim=_size(config, "qk_nope_head_dim"),
+        value_dim=_size(config, "v_head_dim"),
+    )
+    decoder = read_decoder_shape({**config, "head_dim": latent.rope_dim}, mlp_bias=bool(config.get("mlp_bias", False)))
+    if decoder.num_kv_heads != decoder.num_heads:
+        raise CheckpointError(
+            f"config.json has num_key_value_heads {decoder.num_kv_heads} and num_attention_heads {decoder.num_heads}; latent "
+            "attention makes keys and values for every head, so the two must be equal, or the first left out"
+        )
+    if decoder.rope.rotary_dim != latent.rope_dim or latent.rope_dim % 2:
+        raise CheckpointError(
+            f"config.json rotates {decoder.rope.rotary_dim} of qk_rope_head_dim={latent.rope_dim} dims; this architecture rotates "
+            "all of them, in pairs: take partial_rotary_factor out of config.json, or correct qk_rope_head_dim"
+        )
+    if "q_lora_rank" not in config:
+        raise CheckpointError(
+            "config.json has no 'q_lora_rank', which this architecture needs: a number, or null for queries of full rank"
+        )
+    return DeepseekShape(
+        decoder=decoder,
+        latent=latent,
+        q_rank=None if config["q_lora_rank"] is None else _size(config, "q_lora_rank"),
+        scale=_scale(latent.nope_dim + latent.rope_dim, decoder.rope),
+        bias=bool(config.get("attention_bias", False)),
+    )
+
+
+def _refuse_experts(config: Mapping[str, Any]) -> None:
+    """A number of experts that is null means none; one that is left out is transformers' default."""
+    first, count = (int(config.get(key) or 0) for key in ("first_k_dense_replace", "num_hidden_layers"))
+    num_experts = config.get("n_routed_experts", NUM_EXPERTS)
+    if num_experts is not None and first < count:
+        raise CheckpointError(
+            f"config.json has {num_experts} experts (n_routed_experts) in layers {first} to {count - 1} (first_k_dense_replace is "
+            f"{first}, num_hidden_layers {count}), and mixtures of experts are not served yet; serve a checkpoint whose layers are "
+            "all dense, with first_k_dense_replace equal to num_hidden_layers"
+        )
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    """A positive whole number."""
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"config.json has {value!r} for {key!r}; this architecture needs a whole number of at least 1")
+    return value
+
+
+def _scale(head_dim: int, rope: RopeShape) -> float:
+    """1 / sqrt(head_dim); with `mscale_all_dim`, times the square of YaRN's factor (modeling_deepseek_v2.py, arXiv:2309.00071)."""
+    weight = float(rope.parameters.get("mscale_all_dim") or 0)
+    if rope.kind == "default" or not weight:
+        return 1 / math.sqrt(head_dim)
+    if rope.parameters.get("factor") is None:
+        raise CheckpointError(f"config.json has rope type {rope.kind!r} with 'mscale_all_dim' and without 'factor'; it needs both")
+    factor = float(rope.parameters["factor"])
+    mscale = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return mscale * mscale / math.sqrt(head_dim)
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts that the core plans with."""
+    return shape(config).facts()
+
+
+def build(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_deepseek.model import build_decoder
+
+    return build_decoder(context)

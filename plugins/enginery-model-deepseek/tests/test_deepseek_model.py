@@ -1,0 +1,126 @@
+"""The model alone, in float64, against transformers': its pool is a tensor, and attention follows the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+from enginery.api import ForwardBatch, LayerSpec, LocalLayerId, ModelContext, ParallelFacts, Phase
+from enginery.nn.reference_ops import reference_ops
+from enginery_model_deepseek.spec import build, describe
+
+LENGTH = 24
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.9)
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """A `WeightSource` over transformers' tensors."""
+
+    tensors: dict[str, torch.Tensor]
+    prefix: str = ""
+
+    def scope(self, prefix: str) -> StateDict:
+        return StateDict(self.tensors, f"{self.prefix}{prefix}.")
+
+    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        return self.merge([name], [shape])
+
+    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        parts = [self.tensors.pop(self.prefix + name) for name in names]
+        assert [tuple(part.shape) for part in parts] == [tuple(shape) for shape in shapes]
+        return torch.cat(parts)
+
+
+class Latents:
+    """One request's memory, [LENGTH, R + P] per layer, slots being positions."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        self.rows = torch.full((layers, LENGTH, width), float("nan"), dtype=torch.float64)
+
+    def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        self.rows[layer, slots] = k[:, 0]
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        assert layer.latent is not None
+        assert layer.facts.latent is not None
+        facts, count = layer.facts.latent, int(batch.kv_lens_cpu[0])
+        latent, rope = self.rows[layer.local_id, :count].split((facts.rank, facts.rope_dim), dim=-1)
+        keys, values = torch.einsum("hdr,lr->lhd", layer.latent.kv_b, latent).split((facts.nope_dim, facts.value_dim), dim=-1)
+        keys = torch.cat((keys, rope[:, None].expand(-1, layer.facts.num_heads, -1)), dim=-1)
+        scores = torch.einsum("thd,lhd->htl", q, keys) * layer.scale
+        ahead = torch.arange(count) > batch.positions[:, None]
+        out.copy_(torch.einsum("htl,lhv->thv", scores.masked_fill(ahead, float("-inf")).softmax(-1), values))
+
+
+def step(tokens: torch.Tensor, first: int) -> ForwardBatch:
+    count, end = len(tokens), first + len(tokens)
+    return ForwardBatch(
+        phase=Phase.PREFILL,
+        input_ids=tokens,
+        positions=torch.arange(first, end),
+        slots=torch.arange(first, end),
+        q_lens_cpu=torch.tensor([count], dtype=torch.int32),
+        kv_lens_cpu=torch.tensor([end], dtype=torch.int32),
+        page_table_cpu=torch.arange(end, dtype=torch.int32)[None],
+        num_logits_cpu=torch.tensor([count], dtype=torch.int32),
+        state_slots_cpu=torch.zeros(1, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("q_rank", [None, 48])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 500.0}, YARN], ids=["plain", "yarn"])
+@torch.no_grad()
+def test_logits_are_transformers_in_float64(*, q_rank: int | None, bias: bool, rope: dict[str, object]) -> None:
+    config = DeepseekV2Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        kv_lora_rank=32,
+        q_lora_rank=q_rank,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        rms_norm_eps=1e-3,  # not that of the norms inside the attention
+        attention_bias=bias,
+        mlp_bias=bias,
+        rope_parameters=dict(rope),
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    reference = DeepseekV2ForCausalLM(config).eval().double()
+    for parameter in reference.parameters():
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    facts = describe({**config.to_dict(), "architectures": ["DeepseekV2ForCausalLM"]})
+    memory = Latents(len(facts.layers), facts.layers[0].head_dim)
+    weights = StateDict({name: tensor.clone() for name, tensor in reference.state_dict().items()})
+    model = build(
+        ModelContext(
+            config={**config.to_dict(), "architectures": ["DeepseekV2ForCausalLM"]},
+            facts=facts,
+            weights=weights,
+            ops=reference_ops(),
+            attend=memory.attend,
+            write_kv=memory.write,
+            device=torch.device("cpu"),
+            dtype=torch.float64,
+            max_positions=LENGTH,
+            parallel=ParallelFacts(),
+        )
+    )
+    assert not weights.tensors, "a tensor was left behind"
+    tokens = torch.randint(64, (LENGTH,))
+    chunks = [model.logits(model.forward(step(part, first))) for part, first in zip(tokens.split(10), (0, 10, 20), strict=True)]
+    expected = reference(tokens[None], use_cache=False).logits[0]
+    torch.testing.assert_close(torch.cat(chunks), expected, atol=2e-6, rtol=0)  # norms and angles are float32 in both

@@ -1,0 +1,154 @@
+"""Design, section 8: one test for each class of bugs that other engines have here. Each fails if its guard is removed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from core.attention.batches import Planner, make_batch
+
+from enginery.attention.axes import pad
+from enginery.attention.composite import Composite
+from enginery.attention.hookspecs import BackendHooks
+from enginery.attention.layer_hybrid import LayerHybrid
+from enginery.attention.policies import POLICIES, derived
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import (
+    AttnBackendSpec,
+    AttnLayerFacts,
+    AttnNeeds,
+    BackendContext,
+    Capabilities,
+    GlobalLayerId,
+    KVGeometry,
+    LayerSpec,
+    LocalLayerId,
+)
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.plan import ForwardPlan, covering_plan
+from enginery.contracts.versions import HookGroup
+from enginery.errors import PluginError, StalePlan, Unsupported
+from enginery.memory.arena import DeviceArena
+from enginery.plugin.hookspecs import hookimpl, hookspec
+from enginery.plugin.records import Offer
+from enginery.plugin.selection import select
+from enginery.run.build import PARTS
+from enginery.run.build_order import in_order
+
+FACTS = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=8)
+
+
+def relay(backend: object) -> BackendRelay:
+    return BackendRelay(backend, "a test")
+
+
+def offer(name: str, **claims: object) -> Offer[AttnBackendSpec]:
+    one_each = dict(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
+    spec = AttnBackendSpec(name=name, api=(1, 0), priority=5, summary="", capabilities=Capabilities(**{**one_each, **claims}))
+    return Offer(group=HookGroup.ATTN_BACKEND, name=name, spec=spec, plugin=name, distribution=name, version="1")
+
+
+def test_a_wrapper_cannot_forget_a_hook() -> None:
+    class MoreHooks(BackendHooks):
+        @hookspec(firstresult=True)
+        def added_later(self) -> None:
+            """A hook that nobody has told the composites of."""
+
+    with pytest.raises(TypeError, match="added_later"):
+        derived(MoreHooks, POLICIES)
+    own = {name for name, _ in inspect.getmembers_static(Composite) if name in POLICIES}
+    assert own == {name for name, _ in inspect.getmembers(BackendHooks, inspect.isfunction)}
+
+
+def test_a_drifted_signature_gets_the_arguments_it_takes_or_is_refused_at_once() -> None:
+    class Fewer(Planner):
+        @hookimpl
+        def init_mha_chunk_metadata(self, batch: ForwardBatch) -> object:
+            return batch
+
+    class Renamed(Planner):
+        @hookimpl
+        def init_mha_chunk_metadata(self, batch: ForwardBatch, disable_flashinfer_ragged: bool = False) -> object:
+            return batch
+
+    batch = make_batch([3], phase=Phase.PREFILL)
+    hybrid = relay(LayerHybrid(softmax=relay(Fewer()), recurrent=relay(Planner("linear#0"))))
+    assert hybrid.ask("init_mha_chunk_metadata", batch=batch, chunks=(), disable_ragged=True) is batch
+    with pytest.raises(PluginError, match="'disable_flashinfer_ragged' is not in the hook's specification"):
+        relay(Renamed())
+
+
+def test_objects_are_complete_because_workspaces_come_from_the_arena_and_contexts_have_no_later() -> None:
+    fields = {field.name: field for field in dataclasses.fields(BackendContext)}
+    assert BackendContext.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    optional = {name for name, field in fields.items() if field.default is None}
+    assert optional == {"coordinator", "options"}, "None in a context means configured off, never not yet"
+    arena = DeviceArena(device=torch.device("cpu"))
+    first = arena.take("softmax", 64)
+    assert arena.take("softmax", 32).data_ptr() == first.data_ptr()
+    assert arena.take("linear", 64).data_ptr() != first.data_ptr()
+
+
+def test_a_stale_or_foreign_plan_is_refused_instead_of_computed_with() -> None:
+    mine = Planner("mine#0")
+    batch = make_batch([1, 2])
+    relay(mine).plan(batch)
+    covering_plan(batch, ForwardPlan, backend="mine#0")
+    geometry = KVGeometry(num_pages=4, page_size=16, layers=(), dtype="float32")
+    padded = pad(batch, num_requests=4, num_tokens=5, geometry=geometry)
+    assert batch.plan is not None
+    padded.mark_planned(batch.plan)
+    for stale, backend in ((padded, "mine#0"), (batch, "other#0"), (make_batch([1, 2]), "mine#0")):
+        with pytest.raises(StalePlan, match="plan after padding and before attend"):
+            covering_plan(stale, ForwardPlan, backend=backend)
+
+
+def test_the_build_order_follows_from_requirements() -> None:
+    backwards = dict(reversed(PARTS.items()))
+    order = in_order(backwards, {"asked": None, "registry": None})
+    assert order.index("coordinator") < order.index("attention") < order.index("model")
+    with pytest.raises(TypeError, match="attention requires coordinator"):
+        in_order({name: part for name, part in PARTS.items() if name != "coordinator"}, {"asked": None, "registry": None})
+
+
+def test_static_facts_are_keyword_only_and_not_on_the_batch() -> None:
+    for facts in (LayerSpec, BackendContext, KVGeometry, AttnLayerFacts):
+        kinds = {parameter.kind for parameter in inspect.signature(facts).parameters.values()}
+        assert kinds == {inspect.Parameter.KEYWORD_ONLY}, facts
+    static = {"layer", "layer_id", "start_layer", "pool", "backend", "coordinator", "page_size"}
+    assert not static & {field.name for field in dataclasses.fields(ForwardBatch)}
+
+
+def test_a_backend_of_any_name_is_chosen_by_what_it_can() -> None:
+    windowed = dataclasses.replace(FACTS, sliding_window=4)
+    needs = AttnNeeds(device="cpu", dtype="float32", kv_dtype="float32", page_size=16, layers=(windowed,))
+    offers = [offer("torch"), offer("never-heard-of-it", sliding_window=True)]
+    assert select("auto", needs, offers, ()).winner.name == "never-heard-of-it"
+
+
+def test_a_global_layer_id_is_no_local_one(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="the type checker is what tells them apart")
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(
+        "from enginery.contracts.attention import GlobalLayerId, LayerSpec\n"
+        "from enginery.contracts.memory import KVPool\n"
+        "def right(pool: KVPool, layer: LayerSpec) -> None:\n    pool.layer(layer.local_id)\n"
+        "def wrong(pool: KVPool, layer: LayerSpec) -> None:\n    pool.layer(layer.global_id)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), str(snippet)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert "snippet.py:6: error" in checked.stdout, checked.stdout + checked.stderr
+    assert checked.stdout.count("error:") == 1, checked.stdout
+    assert LayerSpec(global_id=GlobalLayerId(9), local_id=LocalLayerId(1), facts=FACTS, scale=1.0).local_id == 1
+
+
+def test_what_is_asked_for_by_name_is_used_or_the_start_fails() -> None:
+    offers = [offer("wanted", devices=frozenset({"cuda"})), offer("fine")]
+    needs = AttnNeeds(device="cpu", dtype="float32", kv_dtype="float32", page_size=16, layers=(FACTS,))
+    with pytest.raises(Unsupported, match="device cpu is not among cuda"):
+        select("wanted", needs, offers, ())

@@ -1,0 +1,42 @@
+"""What a model asks of a backend, and what is said of a backend that cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from enginery.config.needs import attn_needs
+from enginery.contracts.attention import AttnLayerFacts, AttnNeeds, Capabilities, LatentFacts, RecurrentFacts, capability_refusals
+from enginery.contracts.model import ModelFacts
+
+
+def test_the_needs_of_a_model_are_its_facts_and_the_settings() -> None:
+    layer = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=8)
+    linear = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=8, recurrent=RecurrentFacts(value_dim=8))
+    facts = ModelFacts(vocab_size=8, hidden_size=8, max_positions=64, activation_width=8, layers=(layer, linear))
+    where = dict(dtype="bfloat16", device="cuda", page_size=32, compute_capability=(9, 0))
+    needs = attn_needs(facts, **where)
+    assert (needs.dtype, needs.kv_dtype, needs.page_size, needs.layers) == ("bfloat16", "bfloat16", 32, (layer,))
+    assert needs.compute_capability == (9, 0)
+    assert attn_needs(facts, **where, recurrent=True).layers == (linear,)
+
+
+def test_what_a_model_needs_and_a_backend_lacks_is_a_reason() -> None:
+    latent = AttnLayerFacts(
+        num_heads=2, num_kv_heads=1, head_dim=24, latent=LatentFacts(rank=16, rope_dim=8, nope_dim=8, value_dim=8)
+    )
+    linear = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=8, recurrent=RecurrentFacts(value_dim=8))
+    sets = dict(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
+    where = dict(device="cpu", dtype="float32", kv_dtype="float32", page_size=16)
+
+    def rules(layer: AttnLayerFacts, *, ragged: bool = False, **claims: object) -> list[str]:
+        needs = AttnNeeds(**where, layers=(layer,), mla_ragged=ragged, lse=ragged)
+        return [reason.rule for reason in capability_refusals(Capabilities(**sets, **claims), needs)]
+
+    assert rules(latent) == ["MLA"]
+    assert rules(latent, mla=True, head_dims=frozenset({128})) == []
+    assert rules(latent, mla=True, latent_dims=frozenset({(512, 64)})) == ["latent rank and rope dim"]
+    assert rules(latent, ragged=True, mla=True) == ["ragged MLA prefill", "a log-sum-exp"]
+    assert rules(latent, ragged=True, mla=True, mla_ragged=True, lse_base="2") == []
+    assert rules(linear) == ["linear attention"]
+    assert rules(linear, linear=True, causal=False) == []
+    assert rules(dataclasses.replace(linear, recurrent=None), linear=True, causal=False) == ["softmax attention"]

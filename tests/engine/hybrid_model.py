@@ -1,0 +1,197 @@
+"""A plugin of the tests: a small decoder of gated linear and MLA layers, and three softmax backends that differ in one hook.
+
+T tokens, C hidden size, H heads, D, V: head and value dims of the linear layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from enginery.api import (
+    AttnBackend,
+    AttnBackendSpec,
+    AttnLayerFacts,
+    BackendContext,
+    ChunkPlan,
+    DecoderShape,
+    ForwardBatch,
+    ForwardPlan,
+    GlobalLayerId,
+    KVPiece,
+    LatentFacts,
+    LayerSpec,
+    LocalLayerId,
+    Model,
+    ModelContext,
+    ModelFacts,
+    ModelSpec,
+    Phase,
+    RecurrentFacts,
+    WeightSource,
+    hookimpl,
+    read_decoder_shape,
+)
+from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, GatedMLP
+from enginery.nn.latent_attention import LatentSelfAttention
+from enginery_attn_torch.backend import TorchAttention
+from enginery_attn_torch.spec import TORCH
+
+GATE_SLOWNESS = 16.0
+
+
+def layer_facts(config: Mapping[str, Any], index: int) -> AttnLayerFacts:
+    heads = config["num_attention_heads"]
+    if index not in config["latent_layers"]:
+        recurrent = RecurrentFacts(value_dim=config["linear_value_dim"])
+        return AttnLayerFacts(num_heads=heads, num_kv_heads=heads, head_dim=config["linear_head_dim"], recurrent=recurrent)
+    latent = LatentFacts(
+        rank=config["kv_lora_rank"],
+        rope_dim=config["qk_rope_head_dim"],
+        nope_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+    )
+    return AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=latent.rank + latent.rope_dim, latent=latent)
+
+
+def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
+    return read_decoder_shape({**config, "head_dim": config["qk_rope_head_dim"]})
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    layers = tuple(layer_facts(config, index) for index in range(config["num_hidden_layers"]))
+    return dataclasses.replace(decoder_shape(config).facts(), layers=layers)
+
+
+def build(context: ModelContext) -> Model:
+    return Decoder(context, decoder_shape(context.config), layer=decoder_layer)
+
+
+def decoder_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
+    facts = context.facts.layers[index]
+    key_dim = facts.head_dim if facts.latent is None else facts.latent.nope_dim + facts.latent.rope_dim
+    spec = LayerSpec(global_id=GlobalLayerId(index), local_id=LocalLayerId(index), facts=facts, scale=key_dim**-0.5)
+    attention: AttentionBlock
+    if facts.recurrent is not None:
+        attention = GatedLinearAttention(context, weights.scope("self_attn"), spec=spec, norm_eps=shape.rms_eps)
+    else:
+        attention = LatentSelfAttention(
+            context, weights.scope("self_attn"), spec=spec, q_rank=None, bias=False, norm_eps=shape.rms_eps
+        )
+    mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=False)
+    return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)
+
+
+class GatedLinearAttention:
+    """The socket of a recurrent layer: projections, a decay for each head, norm of each head's output, output projection."""
+
+    def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, norm_eps: float) -> None:
+        hidden, ops = context.facts.hidden_size, context.ops
+        heads, dim, value_dim = spec.facts.num_heads, spec.facts.head_dim, spec.facts.value_dim
+        self.spec, self.norm_eps = spec, norm_eps
+        self.rows = (heads * dim, heads * dim, heads * value_dim, heads)
+        names = [f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "gate_proj")]
+        self.qkvg = ops.bind_linear(weights.merge(names, [(count, hidden) for count in self.rows]), None)
+        self.norm = weights.take("o_norm.weight", (value_dim,))
+        self.out = ops.bind_linear(weights.take("o_proj.weight", (hidden, heads * value_dim)), None)
+        self.rms_norm = ops.rms_norm
+        self.attend = context.attend
+
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x: [T, C]. Returns [T, C]."""
+        num_tokens, heads = x.shape[0], self.spec.facts.num_heads
+        q, k, v, gate = (part.view(num_tokens, heads, -1) for part in self.qkvg(x).split(self.rows, dim=-1))
+        k = torch.cat((k, F.logsigmoid(gate) / GATE_SLOWNESS), dim=-1)  # [T, H, D + 1]
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)  # [T, H, V]
+        self.attend(q, k, v, self.spec, batch, out)
+        normed = self.rms_norm(out.view(-1, out.shape[-1]), self.norm, self.norm_eps)
+        return self.out(normed.view(num_tokens, -1))
+
+
+class WithoutHook:
+    """The torch backend without its `init_mha_chunk_metadata`. Remembers the phases of what it was given."""
+
+    def __init__(self, context: BackendContext) -> None:
+        self.backend_id = context.instance
+        self.inner = TorchAttention(context)
+        self.planned: list[Phase] = []
+        self.attended: list[Phase] = []
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
+        self.planned.append(batch.phase)
+        return self.inner.plan_forward_metadata(batch, capture)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        self.attended.append(batch.phase)
+        self.inner.attend(q, k, v, layer, batch, out)
+
+
+class BatchOnly(WithoutHook):
+    """Its hook takes the batch alone and plans each piece when it sees it."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.asked: list[ForwardBatch] = []
+        self.ragged: list[int] = []
+
+    @hookimpl
+    def init_mha_chunk_metadata(self, batch: ForwardBatch) -> ChunkPlan:
+        self.asked.append(batch)
+        return ChunkPlan(attend=partial(self.attend_piece, batch))
+
+    def attend_piece(
+        self,
+        batch: ForwardBatch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        piece: KVPiece,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        self.ragged.append(piece.index)
+        first = dataclasses.replace(piece, index=0)
+        plan = self.inner.init_mha_chunk_metadata(batch, (first,), True)
+        plan.attend(q, k, v, layer, first, out, lse)
+
+
+class BatchAndFlag(BatchOnly):
+    """Its hook is also told whether the pieces hold the step's own tokens."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.flags: list[bool] = []
+
+    @hookimpl
+    def init_mha_chunk_metadata(self, batch: ForwardBatch, disable_ragged: bool) -> ChunkPlan:
+        self.flags.append(disable_ragged)
+        self.asked.append(batch)
+        return ChunkPlan(attend=partial(self.attend_piece, batch))
+
+
+LEAVES = {"batch-only": BatchOnly, "batch-and-flag": BatchAndFlag, "without-hook": WithoutHook}
+
+
+@hookimpl
+def register_models() -> list[ModelSpec]:
+    return [ModelSpec(name="hybrid", api=(1, 0), architectures=("HybridForCausalLM",), describe=describe, build=build)]
+
+
+@hookimpl
+def register_attn_backends() -> list[AttnBackendSpec]:
+    """All claim what the torch backend claims; `auto` takes that one."""
+    return [dataclasses.replace(TORCH, name=name, priority=1) for name in LEAVES]
+
+
+@hookimpl
+def create_attn_backend(name: str, context: BackendContext) -> AttnBackend | None:
+    return LEAVES[name](context) if name in LEAVES else None

@@ -1,0 +1,96 @@
+"""The sparse coordinator is there before the backends, which are given it when they are built, or None."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from enginery.config.schema import EngineOptions
+from enginery.errors import PluginError
+from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts
+from enginery.run.engine import Engine
+
+PLUGIN = '''
+from enginery.api import AttnBackendSpec, SparseCoordinatorSpec, hookimpl
+from enginery_attn_torch.spec import TORCH
+
+events = []
+
+
+class InMemoryCoordinator:
+    """Knows the pool, and nothing of backends: there are none yet."""
+
+    def __init__(self, context):
+        self.coordinator_id = context.instance
+        self.num_layers = len(context.geometry.layers)
+        self.pool = context.pool
+
+
+@hookimpl
+def register_sparse_coordinators():
+    return [SparseCoordinatorSpec(name="in-memory", api=(1, 0), summary="pages in a dict")]
+
+
+@hookimpl
+def create_sparse_coordinator(context):
+    events.append(("coordinator", context.instance))
+    return InMemoryCoordinator(context)
+
+
+@hookimpl
+def register_attn_backends():
+    return [AttnBackendSpec(name="watching", api=(1, 0), priority=1, summary="torch", capabilities=TORCH.capabilities)]
+
+
+@hookimpl
+def create_attn_backend(name, context):
+    from enginery_attn_torch.backend import TorchAttention
+
+    events.append(("backend", context.coordinator))
+    assert context.coordinator is None or context.coordinator.pool is context.pool
+    return TorchAttention(context)
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A distribution with a coordinator and a backend, found like any other."""
+    package = tmp_path / "watching_plugin"
+    package.mkdir()
+    (package / "__init__.py").write_text(PLUGIN)
+    info = tmp_path / "watching_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: watching-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[enginery]\nwatching = watching_plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("watching_plugin")
+    yield module
+    monkeypatch.undo()
+    del sys.modules["watching_plugin"]
+
+
+def test_the_coordinator_is_built_before_the_backend_and_given_to_it(plugin) -> None:
+    asked = EngineOptions(attention_backend="watching", sparse_coordinator="in-memory", num_pages=8)
+    build_parts(asked, Registry.load())
+    (first, second) = plugin.events
+    assert first == ("coordinator", "in-memory#0")
+    assert second[0] == "backend"
+    assert isinstance(second[1], plugin.InMemoryCoordinator)
+    assert second[1].num_layers > 0
+
+
+def test_none_means_configured_off(plugin) -> None:
+    build_parts(EngineOptions(attention_backend="watching", num_pages=8), Registry.load())
+    assert plugin.events == [("backend", None)]
+
+
+def test_an_unknown_coordinator_is_refused_with_the_near_names_before_anything_is_built(plugin) -> None:
+    with pytest.raises(PluginError, match="no sparse coordinator 'in-memry'; did you mean in-memory"):
+        Engine.build(EngineOptions(attention_backend="watching", sparse_coordinator="in-memry"), Registry.load())
+    assert plugin.events == []

@@ -1,0 +1,307 @@
+"""A model of MLA and gated linear layers through the real engine: its tokens are a float64 reference's, however it is served."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from engine.hybrid_model import BatchAndFlag, BatchOnly, WithoutHook
+from engine.hybrid_reference import NUM_GREEDY, HybridOracle, write_hybrid
+from parity.engine_driver import RecordingModel, drain, generate, greedy
+from parity.test_http import train_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from enginery.attention.composite import Composite
+from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackend
+from enginery.contracts.batch import Phase
+from enginery.plugin.registry import Registry
+from enginery.run.build import BuiltParts, build_parts
+from enginery.run.engine import Engine
+from enginery.schedule.step import ScheduledStep
+
+UNLIMITED = 4096
+LAYERS = {"latent last": (3,), "latent first": (0,)}
+HOOKED = ("batch-only", "batch-and-flag")
+RAGGED = {"one-shot": 512, "chunked": 24}  # with the keys and values made at once
+LONG = 5  # the prompt of 64 tokens
+SHORT = 0  # that of 5
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test model as an installed distribution."""
+    folder = tmp_path_factory.mktemp("site")
+    info = folder / "enginery_hybrid-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-hybrid\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[enginery]\nhybrid = engine.hybrid_model\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def registry(site: Path) -> Iterator[Registry]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        yield Registry.load()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> dict[str, HybridOracle]:
+    made = {}
+    for name, latent_layers in LAYERS.items():
+        folder = tmp_path_factory.mktemp("hybrid")
+        tokenizer.save_pretrained(folder)
+        made[name] = write_hybrid(folder, latent_layers=latent_layers, vocab_size=len(tokenizer))
+    return made
+
+
+@pytest.fixture
+def oracle(oracles: dict[str, HybridOracle]) -> HybridOracle:
+    return oracles["latent last"]
+
+
+def options(oracle: HybridOracle, **changes: object) -> EngineOptions:
+    return EngineOptions(**{"model": str(oracle.folder), "num_pages": 400, "max_batch_requests": 8, "device": "cpu", **changes})
+
+
+@dataclass
+class Served:
+    """An engine, its softmax leaf, and the steps it has made."""
+
+    engine: Engine
+    leaf: WithoutHook
+    steps: list[ScheduledStep]
+
+    @property
+    def num_prefills(self) -> int:
+        """Steps in which a request is at its prompt, or at tokens to be recomputed."""
+        return sum(step.num_decode < len(step.items) for step in self.steps)
+
+
+def serve(registry: Registry, asked: EngineOptions) -> Served:
+    parts = build_parts(asked, registry)
+    engine = Engine(parts, registry, asked)
+    return Served(engine, softmax_leaf(parts), watched(engine))
+
+
+def softmax_leaf(parts: BuiltParts) -> WithoutHook:
+    """Under the hybrid and MLA."""
+    backend: AttnBackend = parts.relay.backend
+    while isinstance(backend, Composite):
+        backend = backend.children[0].backend
+    return backend  # type: ignore[return-value]
+
+
+def watched(engine: Engine) -> list[ScheduledStep]:
+    """Every step from now on that is not empty."""
+    steps: list[ScheduledStep] = []
+    original = engine._scheduler.next_step
+
+    def noting() -> ScheduledStep:
+        step = original()
+        if step.items:
+            steps.append(step)
+        return step
+
+    engine._scheduler.next_step = noting  # type: ignore[method-assign]
+    return steps
+
+
+# The numbers
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(("mla_prefill", "at_once"), [("auto", 512), ("auto", 24), ("absorbed", 512), *RAGGED.items()])
+@pytest.mark.parametrize("chunk", [16, UNLIMITED])
+def test_logits_of_a_prompt_are_within_1e_4(
+    oracles: dict[str, HybridOracle], registry: Registry, layers: str, mla_prefill: str, at_once: int, chunk: int
+) -> None:
+    oracle = oracles[layers]
+    asked = options(oracle, max_batch_tokens=chunk, mla_prefill=mla_prefill, mla_chunk_tokens=at_once)
+    parts = build_parts(asked, registry)
+    recording = RecordingModel(parts.model)
+    engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
+    engine.submit(greedy("a", oracle.prompts[LONG], max_tokens=1, prompt_logprobs=0))
+    drain(engine, {})
+    actual = torch.cat(recording.recorded)  # the prompt's rows chunk by chunk, and last the one that is sampled from
+    expected = oracle.logits(oracle.prompts[LONG])
+    torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("chunk", [16, UNLIMITED])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_64_greedy_tokens_are_equal(
+    oracles: dict[str, HybridOracle], registry: Registry, *, layers: str, page_size: int, chunk: int, batch: int
+) -> None:
+    oracle = oracles[layers]
+    asked = options(oracle, page_size=page_size, num_pages=6400 // page_size, max_batch_tokens=chunk)
+    prompts, expected = (oracle.prompts, oracle.greedy) if batch == 7 else (oracle.prompts[LONG:6], oracle.greedy[LONG:6])
+    assert generate(Engine.build(asked, registry), prompts) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batches": True},
+        {"prefill_attention_backend": "torch", "decode_attention_backend": "without-hook"},
+        {"prefill_attention_backend": "batch-only", "decode_attention_backend": "torch", "micro_batches": True},
+    ],
+    ids=str,
+)
+def test_other_composites_around_the_hybrid_change_no_token(
+    oracle: HybridOracle, registry: Registry, changes: dict[str, object]
+) -> None:
+    engine = Engine.build(options(oracle, max_batch_tokens=48, **changes), registry)
+    assert generate(engine, oracle.prompts) == oracle.greedy
+
+
+# States
+
+
+def test_requests_that_wait_for_a_state_slot_get_a_clean_one(oracle: HybridOracle, registry: Registry) -> None:
+    served = serve(registry, options(oracle, max_batch_requests=2, max_batch_tokens=16))
+    assert generate(served.engine, oracle.prompts) == oracle.greedy
+    assert {item.request.state_slot for step in served.steps for item in step.items} <= {0, 1}
+
+
+def test_preemption_changes_no_token(oracle: HybridOracle, registry: Registry) -> None:
+    served = serve(registry, options(oracle, num_pages=18, max_batch_tokens=64))
+    assert generate(served.engine, oracle.prompts) == oracle.greedy
+    assert sum(len(step.preempted) for step in served.steps) > 0
+
+
+def test_requests_that_are_aborted_midway_disturb_nobody(oracle: HybridOracle, registry: Registry) -> None:
+    engine = Engine.build(options(oracle, max_batch_tokens=32, max_batch_requests=3), registry)
+    tokens: dict[str, list[int]] = {}
+    for index, prompt in enumerate(oracle.prompts):
+        engine.submit(greedy(f"leaver-{index}", prompt[::-1]))
+        engine.submit(greedy(str(index), prompt))
+    for index in range(7):
+        for output in (output for _ in range(3 + 2 * index) for output in engine.step()):
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.abort(f"leaver-{index}")
+    drain(engine, tokens)
+    assert [tokens[str(index)] for index in range(7)] == oracle.greedy
+
+
+def test_no_prefix_is_reused_because_it_has_no_state(oracle: HybridOracle, registry: Registry) -> None:
+    engine = Engine.build(options(oracle), registry)
+    assert ("prefix_cache", "off", "a cached prefix has no recurrent states") in engine.facts.decisions
+    for _ in range(2):
+        engine.submit(greedy("a", oracle.prompts[LONG]))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        assert [token for output in outputs for token in output.token_ids] == oracle.greedy[LONG]
+        assert {output.num_cached_tokens for output in outputs} == {0}
+
+
+# One hook, three ways to have it
+
+
+@pytest.mark.parametrize("leaf", HOOKED)
+@pytest.mark.parametrize(("mla_prefill", "at_once"), RAGGED.items())
+@pytest.mark.parametrize("chunk", [16, UNLIMITED])
+def test_a_child_with_the_hook_is_asked_once_for_each_batch_that_prefills(
+    oracle: HybridOracle, registry: Registry, leaf: str, mla_prefill: str, at_once: int, chunk: int
+) -> None:
+    asked = options(oracle, attention_backend=leaf, mla_prefill=mla_prefill, mla_chunk_tokens=at_once, max_batch_tokens=chunk)
+    served = serve(registry, asked)
+    assert generate(served.engine, oracle.prompts) == oracle.greedy
+    assert isinstance(served.leaf, BatchOnly)
+    assert 0 < served.num_prefills < len(served.steps)
+    assert len(served.leaf.asked) == served.num_prefills
+    assert {batch.phase for batch in served.leaf.asked} == {Phase.PREFILL}
+    assert set(served.leaf.planned) == set(served.leaf.attended) == {Phase.DECODE}
+    assert (max(served.leaf.ragged) > 0) == (mla_prefill == "chunked" and chunk == 16)
+    if isinstance(served.leaf, BatchAndFlag):
+        assert set(served.leaf.flags) == {mla_prefill == "one-shot"}
+
+
+@pytest.mark.parametrize("leaf", HOOKED)
+def test_with_auto_a_child_with_the_hook_is_asked_where_it_is_cheaper(oracle: HybridOracle, registry: Registry, leaf: str) -> None:
+    served = serve(registry, options(oracle, attention_backend=leaf))
+    assert isinstance(served.leaf, BatchOnly)
+    assert generate(served.engine, [oracle.prompts[SHORT]]) == [oracle.greedy[SHORT]]
+    assert served.leaf.asked == []
+    assert Phase.PREFILL in served.leaf.attended
+    assert generate(served.engine, [oracle.prompts[LONG]]) == [oracle.greedy[LONG]]
+    assert len(served.leaf.asked) == 1
+    assert generate(served.engine, oracle.prompts) == oracle.greedy
+
+
+@pytest.mark.parametrize("mla_prefill", [*RAGGED, "auto"])
+def test_a_child_without_the_hook_is_absorbed_and_the_log_says_why(
+    oracle: HybridOracle, registry: Registry, mla_prefill: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(registry, options(oracle, attention_backend="without-hook", mla_prefill=mla_prefill))
+    with caplog.at_level(logging.WARNING, logger="enginery.attention.latent"):
+        assert generate(served.engine, oracle.prompts) == oracle.greedy
+    denied = "one-shot" if mla_prefill == "auto" else mla_prefill
+    said = f"without-hook#0 denies MLA prefill {denied}: it has no init_mha_chunk_metadata; another strategy is taken"
+    assert caplog.messages.count(said) == 1
+    assert served.leaf.attended.count(Phase.PREFILL) == served.leaf.planned.count(Phase.PREFILL) == served.num_prefills > 0
+
+
+# Over HTTP
+
+
+@contextmanager
+def server(folder: Path, site: Path, *flags: str) -> Iterator[tuple[openai.OpenAI, str]]:
+    """A client of `engine serve` in a process of its own, and what that said at its start."""
+    command = [sys.executable, "-m", "enginery", "serve", "-m", str(folder), "--served-model-name", "hybrid", "--port", "0", *flags]
+    path = os.pathsep.join([str(site), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            said = ""
+            while not (found := re.search(r"ready: hybrid at (http://\S+),", said)):
+                line = process.stdout.readline()
+                assert line, said
+                said += line
+            yield openai.OpenAI(base_url=found[1] + "/v1", api_key="none", max_retries=0), said
+        finally:
+            process.terminate()
+            process.stdout.read()
+        assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.parametrize(
+    ("leaf", "mla_prefill"), [("batch-only", "one-shot"), ("batch-and-flag", "chunked"), ("without-hook", "one-shot")]
+)
+def test_each_child_is_served_over_http(
+    oracle: HybridOracle, site: Path, tokenizer: PreTrainedTokenizerFast, leaf: str, mla_prefill: str
+) -> None:
+    flags = ("--attention-backend", leaf, "--mla-prefill", mla_prefill, "--max-batch-tokens", "32", "--num-pages", "256")
+
+    def complete(client: openai.OpenAI, prompt: list[int]) -> str:
+        asked = dict(model="hybrid", prompt=prompt, max_tokens=NUM_GREEDY, temperature=0, extra_body={"ignore_eos": True})
+        return client.completions.create(**asked).choices[0].text
+
+    with server(oracle.folder, site, *flags) as (client, said), ThreadPoolExecutor(7) as pool:
+        assert f"\nattention {leaf}: asked for" in said
+        assert "\nrecurrent attention linear: " in said
+        texts = list(pool.map(partial(complete, client), oracle.prompts))
+    assert texts == [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in oracle.greedy]

@@ -1,0 +1,67 @@
+"""Engines whose attention is composed give transformers' tokens, and are composed as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from parity.engine_driver import generate, options
+from parity.oracle import FAMILIES, Oracle
+
+from enginery.errors import ConfigError, PluginError, Unsupported
+from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts
+from enginery.run.engine import Engine
+
+SPLIT = {"prefill_attention_backend": "torch", "decode_attention_backend": "torch"}
+ASKED = {
+    "split": (SPLIT, "split(torch#0, torch#1)"),
+    "prefill named": ({"prefill_attention_backend": "torch"}, "split(torch#0, torch#1)"),
+    "micro": ({"micro_batches": True}, "micro(torch#0)"),
+    "both": ({**SPLIT, "micro_batches": True}, "micro(split(torch#0, torch#1))"),
+}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("max_batch_tokens", [16, 4096])
+def test_composed_attention_changes_no_token(
+    write_oracle: Callable[..., Oracle], registry: Registry, *, family: str, asked: str, max_batch_tokens: int
+) -> None:
+    oracle = write_oracle(family, FAMILIES[family])
+    changes, composed = ASKED[asked]
+    wanted = options(oracle, max_batch_tokens=max_batch_tokens, **changes)
+    parts = build_parts(wanted, registry)
+    assert parts.relay.backend.backend_id == composed
+    engine = Engine(parts, registry, wanted)
+    assert engine.facts.attn_backend == "torch"
+    assert generate(engine, oracle.prompts) == oracle.greedy
+
+
+@pytest.mark.parametrize("strategy", ["auto", "chunked"])
+def test_latent_attention_under_a_split_and_micro_batches_changes_no_token(
+    write_oracle: Callable[..., Oracle], registry: Registry, strategy: str
+) -> None:
+    oracle = write_oracle("deepseek-v2", FAMILIES["deepseek-v2"])
+    wanted = options(oracle, **SPLIT, micro_batches=True, mla_prefill=strategy, mla_chunk_tokens=24, max_batch_tokens=24)
+    parts = build_parts(wanted, registry)
+    assert parts.relay.backend.backend_id == "micro(split(mla(torch#0), mla(torch#1)))"
+    assert generate(Engine(parts, registry, wanted), oracle.prompts) == oracle.greedy
+
+
+def test_what_cannot_be_honoured_is_refused_with_its_reason(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    oracle = write_oracle("llama", FAMILIES["llama"])
+    with pytest.raises(ConfigError, match="mla_prefill is 'ragged', but must be one of auto, absorbed, one-shot, chunked"):
+        build_parts(options(oracle, mla_prefill="ragged"), registry)
+    for name in ("mla_prefill", "linear_attention_backend"):
+        with pytest.raises(ConfigError, match=f"{name} is 'chunked', but the model has no (MLA|recurrent) layers; leave it out"):
+            build_parts(options(oracle, **{name: "chunked"}), registry)
+    with pytest.raises(PluginError, match="no attention backend 'troch'; did you mean torch"):
+        build_parts(options(oracle, decode_attention_backend="troch"), registry)
+    with pytest.raises(Unsupported, match="softmax attention is needed and not offered"):
+        build_parts(options(oracle, prefill_attention_backend="linear"), registry)

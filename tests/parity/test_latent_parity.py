@@ -1,0 +1,208 @@
+"""DeepSeek-V2 equals transformers in every MLA prefill strategy, and the strategy that was asked for is the one that ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from parity.engine_driver import RecordingModel, drain, generate, greedy, last_logits, options
+from parity.oracle import FAMILIES, ROPES, Oracle, latent_shape
+from transformers import DeepseekV2Config
+
+from enginery.attention.composite import CompositePlan, Part
+from enginery.attention.latent import RaggedPart
+from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.latent import PrefillStrategy
+from enginery.errors import CheckpointError
+from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts
+from enginery.run.engine import Engine
+
+UNLIMITED = 4096
+CHUNK_TOKENS = 8  # keys and values made at once: several chunks for every prefix but the shortest
+ABSORBED, ONE_SHOT, CHUNKED = PrefillStrategy
+
+
+class PlanReader(RecordingModel):
+    """Reads from each step's plan how its prefills are computed, and keeps the logits."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model)
+        self.prefills: list[Part] = []
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        assert isinstance(batch.plan, CompositePlan)
+        self.prefills += [part for part in batch.plan.parts if part.batch.phase is Phase.PREFILL]
+        return super().forward(batch)
+
+    @property
+    def strategies(self) -> set[PrefillStrategy]:
+        return {part.strategy if isinstance(part, RaggedPart) else ABSORBED for part in self.prefills}
+
+    @property
+    def most_chunks(self) -> int:
+        """Of one prefix."""
+        return max(len(part.pieces) - 1 if isinstance(part, RaggedPart) else 0 for part in self.prefills)
+
+    @property
+    def longest_prefix(self) -> int:
+        return max(int((part.batch.kv_lens_cpu - part.batch.q_lens_cpu).max()) for part in self.prefills)
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture(params=["deepseek-v2", "deepseek-v2-lite"])
+def latent_oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle(request.param, FAMILIES[request.param])
+
+
+@pytest.fixture(params=[ABSORBED, ONE_SHOT, CHUNKED])
+def strategy(request: pytest.FixtureRequest) -> PrefillStrategy:
+    return request.param
+
+
+@pytest.fixture
+def asked(latent_oracle: Oracle, strategy: PrefillStrategy) -> Callable[..., EngineOptions]:
+    """Options that ask for the strategy."""
+    chunk_tokens = 4096 if strategy is ONE_SHOT else CHUNK_TOKENS  # a one-shot prefill that does not fit is chunked
+    return lambda **changes: options(latent_oracle, **{"mla_prefill": str(strategy), "mla_chunk_tokens": chunk_tokens, **changes})
+
+
+def watched(asked: EngineOptions, registry: Registry) -> tuple[Engine, PlanReader]:
+    parts = build_parts(asked, registry)
+    reader = PlanReader(parts.model)
+    return Engine(dataclasses.replace(parts, model=reader), registry, asked), reader
+
+
+def tokens_with_cache_hits(engine: Engine) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Request, how many of its tokens were in the prefix cache, and its next tokens."""
+    while engine.has_work:
+        for output in engine.step():
+            yield output.request_id, output.num_cached_tokens, output.token_ids
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logits_of_a_chunked_prompt_are_within_1e_4(
+    latent_oracle: Oracle, strategy: PrefillStrategy, asked: Callable[..., EngineOptions], registry: Registry, *, page_size: int
+) -> None:
+    engine, reader = watched(asked(page_size=page_size, max_batch_tokens=16), registry)
+    prompt = latent_oracle.prompts[5]
+    engine.submit(greedy("a", prompt, max_tokens=1, prompt_logprobs=0))
+    drain(engine, {})
+    torch.testing.assert_close(torch.cat(reader.recorded), latent_oracle.logits(prompt), atol=1e-4, rtol=0)
+    assert reader.strategies == {strategy}
+    assert reader.longest_prefix == 48
+    assert reader.most_chunks == (48 / CHUNK_TOKENS if strategy is CHUNKED else 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("tokens_per_step", [16, UNLIMITED])
+@pytest.mark.parametrize("batch", [1, 7])
+def test_64_greedy_tokens_are_equal(
+    latent_oracle: Oracle,
+    strategy: PrefillStrategy,
+    asked: Callable[..., EngineOptions],
+    registry: Registry,
+    *,
+    page_size: int,
+    tokens_per_step: int,
+    batch: int,
+) -> None:
+    engine, reader = watched(
+        asked(page_size=page_size, max_batch_tokens=tokens_per_step, max_batch_requests=min(tokens_per_step, 256)), registry
+    )
+    which = range(7) if batch == 7 else [5]
+    assert generate(engine, [latent_oracle.prompts[index] for index in which]) == [latent_oracle.greedy[index] for index in which]
+    assert reader.strategies == {strategy}
+    assert reader.longest_prefix >= (32 if tokens_per_step == 16 else 0)
+    assert reader.most_chunks >= (4 if strategy is CHUNKED and tokens_per_step == 16 else 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prefix_cache_hits_change_no_token(
+    latent_oracle: Oracle, strategy: PrefillStrategy, asked: Callable[..., EngineOptions], registry: Registry, *, page_size: int
+) -> None:
+    engine, reader = watched(asked(page_size=page_size), registry)
+    prompt, expected = latent_oracle.prompts[5], latent_oracle.greedy[5]
+    assert generate(engine, [prompt]) == [expected]
+    reader.prefills.clear()
+    engine.submit(greedy("again", prompt))
+    engine.submit(greedy("longer", prompt + expected[:20], max_tokens=44))
+    tokens: dict[str, tuple[int, ...]] = {"again": (), "longer": ()}
+    hits: dict[str, int] = {}
+    for request, num_cached, new in tokens_with_cache_hits(engine):
+        tokens[request] += new
+        hits[request] = num_cached
+    assert hits["again"] >= 48
+    assert hits["longer"] >= 64
+    assert tokens == {"again": tuple(expected), "longer": tuple(expected[20:])}
+    assert reader.strategies == {strategy}
+    assert reader.longest_prefix >= 64
+    assert reader.most_chunks >= (8 if strategy is CHUNKED else 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_preemption_changes_no_token(
+    latent_oracle: Oracle, strategy: PrefillStrategy, asked: Callable[..., EngineOptions], registry: Registry, *, page_size: int
+) -> None:
+    engine, reader = watched(
+        asked(page_size=page_size, num_pages=288 // page_size, max_batch_tokens=64, prefix_cache=False), registry
+    )
+    assert generate(engine, latent_oracle.prompts) == latent_oracle.greedy
+    prompted = sum(len(prompt) for prompt in latent_oracle.prompts)
+    prefilled = sum(part.batch.num_tokens for part in reader.prefills)
+    assert prefilled > prompted, "nothing was preempted and recomputed"
+    assert reader.strategies == {strategy}
+
+
+@pytest.mark.parametrize(("chunk_tokens", "ragged"), [(CHUNK_TOKENS, CHUNKED), (64, ONE_SHOT)])
+def test_left_to_itself_the_engine_chooses_by_size(
+    latent_oracle: Oracle, registry: Registry, *, chunk_tokens: int, ragged: PrefillStrategy
+) -> None:
+    engine, reader = watched(options(latent_oracle, mla_chunk_tokens=chunk_tokens), registry)
+    assert generate(engine, latent_oracle.prompts[5:6]) == latent_oracle.greedy[5:6]
+    assert reader.strategies == {ragged}  # one long prompt
+    reader.prefills.clear()
+    assert generate(engine, latent_oracle.prompts) == latent_oracle.greedy
+    assert reader.strategies == {ABSORBED}  # short ones, and the long one from the prefix cache
+
+
+@pytest.mark.parametrize("rope", [*sorted(ROPES.keys() - {"longrope"}), "default"])
+def test_every_rope_scaling_gives_equal_greedy_tokens(rope: str, registry: Registry, write_oracle: Callable[..., Oracle]) -> None:
+    parameters = ROPES.get(rope, {"rope_type": "default", "rope_theta": 10000.0})
+    oracle = write_oracle(
+        f"latent-rope-{rope}", DeepseekV2Config(**latent_shape(q_lora_rank=None) | {"rope_parameters": parameters})
+    )
+    assert generate(Engine.build(options(oracle), registry), oracle.prompts) == oracle.greedy
+
+
+def test_attention_and_mlp_biases_are_read(registry: Registry, write_oracle: Callable[..., Oracle]) -> None:
+    for q_rank in (None, 48):
+        config = DeepseekV2Config(**latent_shape(q_lora_rank=q_rank, attention_bias=True, mlp_bias=True))
+        oracle = write_oracle(f"latent-bias-{q_rank}", config)
+        assert generate(Engine.build(options(oracle), registry), oracle.prompts) == oracle.greedy
+
+
+def test_half_precision_stays_close_in_every_strategy(latent_oracle: Oracle, asked: Callable[..., EngineOptions]) -> None:
+    registry = Registry.load(blocked=("ops-cpu",))
+    prompt = latent_oracle.prompts[5]
+    expected = latent_oracle.logits(prompt)[-1]
+    for dtype, allowed in (("bfloat16", 0.03), ("float16", 0.005)):
+        relative = (last_logits(registry, asked(dtype=dtype, max_batch_tokens=16), prompt) - expected).norm() / expected.norm()
+        assert relative < allowed
+
+
+def test_a_checkpoint_with_experts_is_refused_before_its_weights_are_read(
+    registry: Registry, write_oracle: Callable[..., Oracle]
+) -> None:
+    sizes = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1)
+    config = DeepseekV2Config(**latent_shape(q_lora_rank=None, **sizes) | {"first_k_dense_replace": 3})
+    oracle = write_oracle("latent-experts", config)
+    with pytest.raises(CheckpointError, match=r"4 experts \(n_routed_experts\) in layers 3 to 3"):
+        Engine.build(options(oracle), registry)

@@ -18,7 +18,7 @@ PLUGIN_PACKAGES = sorted(
     for package in tomllib.loads(path.read_text())["project"]["entry-points"]["enginery"].values()
 )
 MODULES = ["", ".api", ".cli.main", ".config", ".contracts", ".errors", ".plugin", ".serve", ".serve.app", ".text"]
-COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], ["plugins"]]
+COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], ["plugins"], ["test-backend", "--help"]]
 
 
 def loaded_by(code: str) -> set[str]:

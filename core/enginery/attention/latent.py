@@ -84,7 +84,8 @@ class LatentAttention(Composite):
         """Plan the decoding part, and the prefilling one by the first strategy that the backend does not deny."""
         parts: list[Part] = []
         for part in self.cut(batch):
-            ragged = self._plan_ragged(part) if part.batch.phase is Phase.PREFILL and not capture else None
+            prefills = part.batch.phase is Phase.PREFILL and part.batch.num_requests > 0
+            ragged = self._plan_ragged(part) if prefills and not capture else None
             if ragged is None:
                 self.children[0].plan(part.batch, capture=capture)
             parts.append(ragged or part)

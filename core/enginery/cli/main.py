@@ -17,6 +17,7 @@ from enginery.cli.generate import generate
 from enginery.cli.list_backends import list_backends
 from enginery.cli.plugins import plugins
 from enginery.cli.serve import serve
+from enginery.cli.test_backend import check_backend
 from enginery.errors import EnginError
 from enginery.plugin.discovery import blocked_names
 from enginery.plugin.registry import Registry
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
     made.callback()(_root)
     for command in (serve, generate, chat, plugins, list_backends, doctor):
         made.command(command.__name__.replace("_", "-"))(command)
+    made.command("test-backend")(check_backend)
     made.add_typer(bench_app, name="bench")
     return made
 

@@ -104,18 +104,18 @@ def _check(asked: EngineOptions) -> None:
 
 def _check_layers(asked: EngineOptions, model: ModelFacts) -> None:
     """What is asked for layers that the model has not got would be ignored."""
-    has_softmax = any(layer.recurrent is None for layer in model.layers)
-    needed_by = {
-        "mla_prefill": (model.has_latents, "MLA layers"),
-        "mla_chunk_tokens": (model.has_latents, "MLA layers"),
-        "linear_attention_backend": (model.has_states, "recurrent layers"),
-        "prefill_attention_backend": (has_softmax, "softmax-attention layers"),
-        "decode_attention_backend": (has_softmax, "softmax-attention layers"),
+    latents, states = (model.has_latents, "MLA"), (model.has_states, "recurrent")
+    softmax = (any(layer.recurrent is None for layer in model.layers), "softmax-attention")
+    given = {
+        "mla_prefill": (asked.mla_prefill, *latents),
+        "mla_chunk_tokens": (asked.mla_chunk_tokens, *latents),
+        "linear_attention_backend": (asked.linear_attention_backend, *states),
+        "prefill_attention_backend": (asked.prefill_attention_backend, *softmax),
+        "decode_attention_backend": (asked.decode_attention_backend, *softmax),
     }
-    for name, (has_them, layers) in needed_by.items():
-        value = vars(asked)[name]
+    for name, (value, has_them, layers) in given.items():
         if value not in (None, "auto") and not has_them:
-            raise ConfigError(f"{name} is {value!r}, but the model has no {layers}; leave it out")
+            raise ConfigError(f"{name} is {value!r}, but the model has no {layers} layers; leave it out")
 
 
 def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, Any]) -> Decision:

@@ -127,7 +127,7 @@ def test_static_facts_are_keyword_only_and_not_on_the_batch() -> None:
 def test_a_backend_of_any_name_is_chosen_by_what_it_can() -> None:
     windowed = dataclasses.replace(FACTS, sliding_window=4)
     needs = AttnNeeds(device="cpu", dtype="float32", kv_dtype="float32", page_size=16, layers=(windowed,))
-    offers = [offer("torch"), offer("never-heard-of-it", sliding_window=True)]
+    offers = [offer("famous"), offer("never-heard-of-it", sliding_window=True)]
     assert select("auto", needs, offers, ()).winner.name == "never-heard-of-it"
 
 

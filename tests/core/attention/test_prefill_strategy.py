@@ -196,3 +196,11 @@ def test_what_is_captured_is_absorbed() -> None:
     latent(leaf, ONE_SHOT).plan(batch, capture=True)
     assert strategies(batch) == ["absorbed"]
     assert leaf.asked == []
+
+
+def test_a_batch_without_requests_is_absorbed() -> None:
+    leaf = Ragged()
+    batch = make_batch([], phase=Phase.PREFILL)
+    latent(leaf, CHUNKED).plan(batch)
+    assert strategies(batch) == ["absorbed"]
+    assert leaf.asked == []

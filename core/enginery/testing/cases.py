@@ -1,0 +1,177 @@
+"""What a backend is tried on: cases that cover what its capabilities claim, and needs that they do not.
+
+Any two claimed values of different factors (a head dim and a dtype, a window and a page size) meet in one case at least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from enginery.contracts.attention import AttnLayerFacts, AttnNeeds, Capabilities, LatentFacts, RecurrentFacts
+from enginery.contracts.batch import Phase
+from enginery.contracts.latent import PrefillStrategy
+from enginery.memory.pool import TORCH_DTYPES
+
+Row = tuple[Any, ...]
+
+# What is taken where capabilities allow everything; the first of each is the usual one.
+_HEADS: Final = ((4, 2), (4, 4), (6, 1), (14, 2))
+_HEAD_DIMS: Final = (64, 16, 80, 128, 256)
+_PAGE_SIZES: Final = (16, 1, 3, 64)
+_LATENT_DIMS: Final = ((32, 16), (512, 64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttnCase:
+    """One attention layer. strategy: of an MLA layer's prefills, around the backend; None gives the backend latents as they are."""
+
+    facts: AttnLayerFacts
+    page_size: int
+    dtype: str
+    strategy: PrefillStrategy | None = None
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the backend is given keys and values made from latents."""
+        return self.strategy in (PrefillStrategy.ONE_SHOT, PrefillStrategy.CHUNKED)
+
+    @property
+    def num_features(self) -> int:
+        """Of window, soft cap and sinks."""
+        return (self.facts.sliding_window is not None) + (self.facts.softcap is not None) + self.facts.sinks
+
+    def __str__(self) -> str:
+        facts = self.facts
+        kind = "softmax" if facts.latent is None else "MLA"
+        parts = [kind if facts.recurrent is None else "recurrent", f"heads {facts.num_heads}/{facts.num_kv_heads}"]
+        if facts.latent is not None:
+            parts.append(f"rank {facts.latent.rank}+{facts.latent.rope_dim}, {self.strategy or 'bare latents'}")
+        else:
+            parts.append(f"dim {facts.head_dim}" + (f"->{facts.value_dim}" if facts.recurrent is not None else ""))
+        parts += [f"page {self.page_size}", self.dtype]
+        parts += [f"window {facts.sliding_window}"] if facts.sliding_window is not None else []
+        parts += [f"softcap {facts.softcap}"] if facts.softcap is not None else []
+        return ", ".join([*parts, *(["sinks"] if facts.sinks else [])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of layer: the factors of its cases with the values that are claimed, and a case from one value of each."""
+
+    name: str
+    factors: Mapping[str, Sequence[Any]]
+    make: Callable[..., AttnCase]
+
+    def rows(self) -> Iterator[tuple[Row, AttnCase]]:
+        """Every combination, the usual one first."""
+        return ((row, self.make(*row)) for row in itertools.product(*self.factors.values()))
+
+
+def claimed_kinds(can: Capabilities) -> list[Kind]:
+    """The kinds of layer that capabilities claim. A dtype is tried where the core has a pool of it."""
+    dtypes = tuple(name for name in TORCH_DTYPES if name in can.dtypes & can.kv_dtypes)
+    paged = {"page size": _claimed(can.page_sizes, _PAGE_SIZES), "dtype": dtypes}
+    head_dims, kinds = _claimed(can.head_dims, _HEAD_DIMS), []
+    if can.causal and head_dims:
+        factors: dict[str, Sequence[Any]] = {"heads": _HEADS, "head dim": head_dims, **paged}
+        factors["sliding window"] = (None, 6, 1, 40) if can.sliding_window else (None,)
+        factors["soft cap"] = (None, 2.0) if can.softcap else (None,)
+        factors["sinks"] = (False, True) if can.sinks else (False,)
+        kinds.append(Kind(name="softmax", factors=factors, make=_softmax_case))
+    if can.mla:
+        strategies: list[PrefillStrategy | None] = [None, PrefillStrategy.ABSORBED]
+        strategies += [PrefillStrategy.ONE_SHOT] if can.mla_ragged else []
+        strategies += [PrefillStrategy.CHUNKED] if can.mla_ragged and can.lse_base is not None else []
+        latent_dims = _claimed(can.latent_dims, _LATENT_DIMS)
+        factors = {"heads": (4, 1, 16), "latent rank and rope dim": latent_dims, **paged, "strategy": strategies}
+        kinds.append(Kind(name="MLA", factors=factors, make=_latent_case))
+    if can.linear:
+        factors = {"heads": (4, 1), "head dim": head_dims, "value dim": (64, 24), **paged}
+        kinds.append(Kind(name="recurrent", factors=factors, make=_recurrent_case))
+    return kinds
+
+
+def covering(rows: Sequence[Row]) -> list[Row]:
+    """Some of the rows, in which any two values meet that meet in one of the rows; greedy, the first row first."""
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, chosen = set[Any]().union(*pairs.values()), list[Row]()
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        chosen.append(best)
+    return chosen
+
+
+def unclaimed(can: Capabilities, needs: AttnNeeds) -> Iterator[tuple[str, AttnNeeds]]:
+    """Needs that differ from `needs`, which are served, in one thing that capabilities do not claim, and what that is."""
+
+    def asking(**changes: Any) -> AttnNeeds:
+        return dataclasses.replace(needs, **changes)
+
+    def layer(**changes: Any) -> tuple[AttnLayerFacts, ...]:
+        plain = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=min(can.head_dims or (64,)))
+        return (dataclasses.replace(plain, **changes),)
+
+    yield "device", asking(device="abacus", compute_capability=None)
+    yield "dtype", asking(dtype="float1")
+    yield "kv dtype", asking(kv_dtype="float1")
+    if can.page_sizes is not None:
+        yield "page size", asking(page_size=max(can.page_sizes) + 1)
+    if can.head_dims is not None and can.causal:
+        yield "head dim", asking(layers=layer(head_dim=max(can.head_dims, default=0) + 1))
+    latent = LatentFacts(rank=max([8, *(rank + 8 for rank, _ in can.latent_dims or ())]), rope_dim=8, nope_dim=8, value_dim=8)
+    if not can.mla or can.latent_dims is not None:
+        yield "MLA", asking(layers=layer(num_kv_heads=1, head_dim=latent.rank + 8, latent=latent))
+    for phase in Phase:
+        if phase not in can.phases and phase is not Phase.IDLE:
+            yield f"phase {phase}", asking(phases=frozenset({phase}))
+    if can.min_compute_capability is not None:
+        yield "compute capability", asking(compute_capability=(0, 0))
+    if can.max_compute_capability is not None:
+        yield "compute capability", asking(compute_capability=(999, 0))
+    offered: dict[str, tuple[bool, dict[str, Any]]] = {
+        "softmax attention": (can.causal, {"layers": layer()}),
+        "sliding window": (can.sliding_window, {"layers": layer(sliding_window=8)}),
+        "soft cap": (can.softcap, {"layers": layer(softcap=2.0)}),
+        "attention sinks": (can.sinks, {"layers": layer(sinks=True)}),
+        "linear attention": (can.linear, {"layers": layer(num_kv_heads=4, recurrent=RecurrentFacts(value_dim=16))}),
+        "sparse attention": (can.sparse, {"sparse": True}),
+        "ragged MLA prefill": (can.mla_ragged, {"mla_ragged": True}),
+        "batch invariance": (can.batch_invariant, {"batch_invariant": True}),
+    }
+    for name, (has, changes) in offered.items():
+        if not has:
+            yield name, asking(**changes)
+
+
+def _claimed(claimed: frozenset[Any] | None, usual: tuple[Any, ...]) -> tuple[Any, ...]:
+    if claimed is None:
+        return usual
+    return tuple(value for value in usual if value in claimed) + tuple(sorted(claimed - set(usual)))
+
+
+def _softmax_case(
+    heads: tuple[int, int], head_dim: int, page_size: int, dtype: str, window: int | None, softcap: float | None, sinks: bool
+) -> AttnCase:
+    facts = AttnLayerFacts(
+        num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, sliding_window=window, softcap=softcap, sinks=sinks
+    )
+    return AttnCase(facts=facts, page_size=page_size, dtype=dtype)
+
+
+def _latent_case(heads: int, dims: tuple[int, int], page_size: int, dtype: str, strategy: PrefillStrategy | None) -> AttnCase:
+    """Head dims in DeepSeek-V2's proportion to the rotary ones."""
+    rank, rope_dim = dims
+    latent = LatentFacts(rank=rank, rope_dim=rope_dim, nope_dim=2 * rope_dim, value_dim=2 * rope_dim)
+    facts = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=rank + rope_dim, latent=latent)
+    return AttnCase(facts=facts, page_size=page_size, dtype=dtype, strategy=strategy)
+
+
+def _recurrent_case(heads: int, head_dim: int, value_dim: int, page_size: int, dtype: str) -> AttnCase:
+    recurrent = RecurrentFacts(value_dim=value_dim)
+    facts = AttnLayerFacts(num_heads=heads, num_kv_heads=heads, head_dim=head_dim, recurrent=recurrent)
+    return AttnCase(facts=facts, page_size=page_size, dtype=dtype)

@@ -1,0 +1,225 @@
+"""Rules about results: equal to the formula, and the same whichever way the same thing is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Final
+
+import torch
+
+from enginery.attention.composite import CompositePlan
+from enginery.attention.latent import RaggedPart
+from enginery.attention.prefill_strategy import cut_pieces
+from enginery.contracts.batch import Phase
+from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy
+from enginery.testing import reference
+from enginery.testing.cases import AttnCase
+from enginery.testing.rules import TOLERANCES, BrokenRule, SkippedCheck, compare, rule
+from enginery.testing.stage import Turn
+from enginery.testing.subject import Subject, covering_cases, leaf_cases, mla_cases, usual_cases, wrapped_cases
+from enginery.testing.workbench import CHUNK_TOKENS, Workbench
+
+_PAGES: Final = "Look at how many tokens the last page holds, at the page numbers, and at the mask of each row."
+_SIZES: Final = "Take lengths from q_lens_cpu and kv_lens_cpu of each request, never from the tensors' sizes."
+
+
+def _equals_formula(bench: Workbench, turns: list[Turn], phase: Phase, what: str = "") -> None:
+    expected = [bench.expected(turn) for turn in turns]
+    compare(bench.run(turns, phase), expected, dtype=bench.case.dtype, what=f"{phase}{what}")
+
+
+@rule(covering_cases, f"{_PAGES} Claim only what works.")
+def numbers(subject: Subject, case: AttnCase) -> None:
+    """Results equal the formula in float64 for everything that capabilities claim."""
+    bench = Workbench(subject, case)
+    for phase, turns in bench.steps():
+        _equals_formula(bench, turns, phase)
+
+
+@rule(usual_cases, _SIZES)
+def ragged_lengths(subject: Subject, case: AttnCase) -> None:
+    """Requests of any lengths share a batch, one token is a length, and one request is a batch."""
+    bench = Workbench(subject, case)
+    lengths = {
+        Phase.PREFILL: [(0, 1), (0, 40), (7, 1), (1, 17), (30, 2), (0, 3)],
+        Phase.DECODE: [(cached, 1) for cached in (60, 0, 1, 2, 31, 16)],
+    }
+    for phase in lengths.keys() & subject.can.phases:
+        for each in (lengths[phase], lengths[phase][:1], lengths[phase][1:2]):
+            _equals_formula(bench, bench.turns(each), phase, f" of {each}")
+
+
+@rule(usual_cases, _SIZES)
+def long_tail(subject: Subject, case: AttnCase) -> None:
+    """One request of thousands of tokens may be beside short ones."""
+    bench = Workbench(subject, case, num_tokens=6000)
+    for phase, new in ((Phase.DECODE, 1), (Phase.PREFILL, 7)):
+        if phase in subject.can.phases:
+            _equals_formula(bench, bench.turns([(3, new), (2500, new), (0, new), (20, new)]), phase)
+
+
+@rule(usual_cases, "Plan nothing where there are no requests, and return from attend.")
+def empty_batch(subject: Subject, case: AttnCase) -> None:
+    """A batch without requests is planned and attended."""
+    bench = Workbench(subject, case)
+    for phase in (Phase.IDLE, *sorted(subject.can.phases)):
+        bench.run([], phase)
+
+
+@rule(usual_cases, "Padding is on the scratch page and in the scratch state; requests may have no tokens.")
+def padding_only(subject: Subject, case: AttnCase) -> None:
+    """A batch of padding alone is planned and attended, and changes no memory that is not for padding."""
+    bench = Workbench(subject, case)
+    for phase in sorted(subject.can.phases):
+        for requests, tokens in ((4, 4), (2, 9)):
+            padded = bench.pad(bench.batch([], phase), requests=requests, tokens=tokens)
+            before = bench.memory()
+            bench.plan_and_attend(padded, [])
+            if not all(torch.equal(old, new) for old, new in zip(before, bench.memory(), strict=True)):
+                raise BrokenRule(f"{phase}: {tokens} tokens of padding change memory that is not for padding")
+
+
+@rule(usual_cases, _SIZES)
+def padded_equals_unpadded(subject: Subject, case: AttnCase) -> None:
+    """Padding changes no real request's results, be it requests of one token or tokens of no request."""
+    plain = Workbench(subject, case)
+    benches = {padding: Workbench(subject, case) for padding in ((3, 3), (2, 7), (0, 5))}
+    for (phase, turns), *others in zip(plain.steps(), *(bench.steps() for bench in benches.values()), strict=True):
+        expected = plain.run(turns, phase)
+        for ((requests, tokens), bench), (_, same) in zip(benches.items(), others, strict=True):
+            batch = bench.pad(bench.batch(same, phase), requests=requests, tokens=tokens)
+            what = f"{phase} with {requests} requests and {tokens} tokens of padding"
+            compare(bench.plan_and_attend(batch, same), expected, dtype=case.dtype, what=what)
+
+
+@rule(wrapped_cases, "A row's position is kv_len - q_len + its place; what is cached is seen by every row.")
+def chunked_equals_whole(subject: Subject, case: AttnCase) -> None:
+    """A prompt computed in several steps, beside others, gives what it gives in one."""
+    _only_in(subject, Phase.PREFILL)
+    bench = Workbench(subject, case)
+    (whole,) = bench.turns([(0, 61)])
+    again, parts = bench.twin(whole.tokens), []
+    for first, last in ((0, 16), (16, 45), (45, 61)):
+        out = bench.run([*bench.turns([(5, 4)]), Turn(again, first, last - first)], Phase.PREFILL)
+        parts.append(out[1])
+    at_once = bench.run([whole], Phase.PREFILL)
+    compare([torch.cat(parts)], at_once, dtype=case.dtype, what="a prompt of 61 tokens in chunks of 16, 29 and 16")
+
+
+@rule(wrapped_cases, "Read keys by the page table only; pages may be shared.")
+def prefix_hit(subject: Subject, case: AttnCase) -> None:
+    """Tokens after a prefix on another request's pages give what they give on their own."""
+    _only_in(subject, Phase.PREFILL)
+    if case.facts.recurrent is not None:
+        raise SkippedCheck("recurrent layers have no pages to share")
+    bench, shared = Workbench(subject, case), -(-40 // case.page_size)
+    cached = shared * case.page_size
+    (owner,) = bench.turns([(0, cached + 5)])
+    hit = bench.sharing(owner.tokens, shared, cached + 9)
+    (recomputed,) = bench.run([Turn(bench.twin(hit), 0, cached + 9)], Phase.PREFILL)
+    bench.run([owner], Phase.PREFILL)
+    out = bench.run([*bench.turns([(0, 3)]), Turn(hit, cached, 9)], Phase.PREFILL)
+    compare(out[1:], [recomputed[cached:]], dtype=case.dtype, what=f"9 tokens after a prefix of {cached} on another's pages")
+
+
+@rule(mla_cases(PrefillStrategy.ABSORBED), "The piece with the step's own tokens is causal, chunks of the prefix are not.")
+def mla_strategies(subject: Subject, case: AttnCase) -> str | None:
+    """Every MLA prefill strategy gives what every other gives."""
+    _only_in(subject, Phase.PREFILL)
+    results: dict[PrefillStrategy, list[torch.Tensor]] = {}
+    denied = []
+    for strategy in (each.strategy for each in usual_cases(subject) if each.strategy is not None):
+        bench = Workbench(subject, dataclasses.replace(case, strategy=strategy))
+        turns = bench.turns([(0, 9), (CHUNK_TOKENS + 5, 6), (0, 1), (3, 20), (40, 3)])
+        batch = bench.batch(turns, Phase.PREFILL)
+        out = bench.plan_and_attend(batch, turns)
+        assert isinstance(batch.plan, CompositePlan)
+        if {part.strategy if isinstance(part, RaggedPart) else PrefillStrategy.ABSORBED for part in batch.plan.parts} != {strategy}:
+            denied.append(strategy)
+            continue
+        for other, theirs in results.items():
+            compare(out, theirs, dtype=case.dtype, what=f"{strategy} against {other}")
+        results[strategy] = out
+    remark = f"the backend denies {', '.join(denied)}" if denied else None
+    if len(results) < 2:
+        raise SkippedCheck(remark or "capabilities claim one strategy only")
+    return remark
+
+
+@rule(mla_cases(PrefillStrategy.CHUNKED), "State the kernel's base in Capabilities.lse_base; write -inf for rows that see nothing.")
+def log_sum_exp(subject: Subject, case: AttnCase) -> None:
+    """ChunkPlan.attend writes the log-sum-exp of scale q . k in the base that capabilities state, for empty pieces too."""
+    _only_in(subject, Phase.PREFILL)
+    bench = Workbench(subject, case)
+    batch = bench.batch(bench.turns([(0, 5), (CHUNK_TOKENS + 9, 4), (7, 1)]), Phase.PREFILL)
+    chunks, own = cut_pieces(batch.q_lens_cpu, batch.kv_lens_cpu, PrefillStrategy.CHUNKED, chunk_tokens=CHUNK_TOKENS)
+    assert own is not None
+    answer = bench.leaf.ask("init_mha_chunk_metadata", batch=batch, chunks=chunks, disable_ragged=False)
+    if isinstance(answer, Denied):
+        raise SkippedCheck(f"the backend denies it: {answer.reason}")
+    if not isinstance(answer, ChunkPlan):
+        raise BrokenRule(f"init_mha_chunk_metadata answers {answer!r}, neither a ChunkPlan nor Denied")
+    for piece in (own, *chunks):
+        _one_piece(bench, answer, piece, batch.q_lens_cpu.tolist(), base=subject.can.lse_base or "e")
+
+
+def _one_piece(bench: Workbench, plan: ChunkPlan, piece: KVPiece, q_lens: list[int], *, base: str) -> None:
+    facts, (query_dim, value_dim), lens = bench.case.facts, bench.dims, piece.lens_cpu.tolist()
+    q, k, v = (
+        bench.randn(rows, facts.num_heads, dim).to(bench.dtype)
+        for rows, dim in ((sum(q_lens), query_dim), (sum(lens), query_dim), (sum(lens), value_dim))
+    )
+    out = bench.guarded_out(len(q))[1:-1]
+    lse = torch.full(q.shape[:2], float("nan"), device=bench.device)
+    plan.attend(q, k, v, bench.layer, piece, out, lse)
+    row = key = 0
+    for request, (num_rows, num_keys) in enumerate(zip(q_lens, lens, strict=True)):
+        rows, keys = slice(row, row + num_rows), slice(key, key + num_keys)
+        row, key = rows.stop, keys.stop
+        what = f"piece {piece.index}, request {request}, {num_keys} keys"
+        if not num_keys:
+            if bool((lse[rows] != float("-inf")).any()) or bool((out[rows] != 0).any()):
+                raise BrokenRule(f"{what}: rows that see nothing must have an output of 0 and a log-sum-exp of -inf")
+            continue
+        scale = bench.layer.scale
+        wanted, wanted_lse = reference.attention(q[rows], k[keys], v[keys], facts=facts, scale=scale, causal=piece.causal)
+        _compare_lse(lse[rows], wanted_lse, dtype=bench.case.dtype, base=base, what=what)
+        compare([out[rows]], [wanted], dtype=bench.case.dtype, what=what)
+
+
+def _compare_lse(got: torch.Tensor, wanted: torch.Tensor, *, dtype: str, base: str, what: str) -> None:
+    allowed = TOLERANCES[dtype] * max(1.0, float(wanted.abs().max()))
+    factors = {"e": 1.0, "2": math.log(2.0)}
+    errors = {each: float((got.double().cpu() * factor - wanted).abs().max()) for each, factor in factors.items()}
+    if not errors.pop(base) <= allowed:
+        ((other, error),) = errors.items()
+        hint = f", but right in base {other}" if error <= allowed else ""
+        raise BrokenRule(f"{what}: the log-sum-exp is wrong in base {base}, which capabilities state{hint}")
+
+
+@rule(leaf_cases, "Fix the order of summation per request, whatever the batch; or do not claim batch_invariant.")
+def batch_invariance(subject: Subject, case: AttnCase) -> None:
+    """A request's results do not depend on what else is in the batch, to the last bit."""
+    if not subject.can.batch_invariant:
+        raise SkippedCheck("capabilities do not claim it")
+    alone, bench = Workbench(subject, case), Workbench(subject, case)
+    for (phase, turns), (_, others) in zip(alone.steps(), bench.steps(), strict=True):
+        lengths = dict.fromkeys(turn.new for turn in turns)
+        beside, _ = ({new: each.turns([(50, new)] * 3) for new in lengths} for each in (bench, alone))
+        for turn, same in zip(turns, others, strict=True):
+            together = [*beside[turn.new][:2], same, beside[turn.new][2]]
+            batch = bench.pad(bench.batch(together, phase), requests=2, tokens=2)
+            if not torch.equal(bench.plan_and_attend(batch, together)[2], alone.run([turn], phase)[0]):
+                raise BrokenRule(f"{phase}: {turn.new} tokens after {turn.cached} differ alone from what they are beside others")
+
+
+def _only_in(subject: Subject, phase: Phase) -> None:
+    if phase not in subject.can.phases:
+        raise SkippedCheck(f"capabilities do not claim phase {phase}")
+
+
+NUMBERS: Final = (
+    *(numbers, ragged_lengths, long_tail, empty_batch, padding_only, padded_equals_unpadded),
+    *(chunked_equals_whole, prefix_hit, mla_strategies, log_sum_exp, batch_invariance),
+)

@@ -1,0 +1,64 @@
+"""Notices that values are read from the device: on CUDA by its synchronisation, on a CPU by the operations that would cause one."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from enginery.testing.rules import BrokenRule
+
+# Methods of a tensor, and operations, whose results are values on the host or have a shape that depends on values.
+_METHODS: Final = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
+_OPERATIONS: Final = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"}
+
+
+@contextmanager
+def no_reads(device: torch.device) -> Iterator[None]:
+    """Raises `BrokenRule` where a value is read, of a tensor on the host too: on a CPU they look alike."""
+    if device.type != "cuda":
+        with _Methods(), _Operations():  # type: ignore[no-untyped-call]
+            yield
+        return
+    torch.cuda.synchronize(device)
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class _Methods(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        if name in _METHODS or (name == "to" and any(isinstance(value, str) and value == "cpu" for value in args)):
+            raise _seen(f"Tensor.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if name in _OPERATIONS or by_mask:
+            raise _seen(f"torch.{name}" + (" with a mask" if by_mask else ""))
+        return func(*args, **(kwargs or {}))
+
+
+def _seen(what: str) -> BrokenRule:
+    """With the line that did it: the last that is neither torch's nor this file's."""
+    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__]
+    return BrokenRule(f"{what} is called in {frames[-1].filename}:{frames[-1].lineno}")

@@ -1,0 +1,205 @@
+"""Memory and requests of a stage of two layers: pools full of noise, requests all over them, batches, and what is to come out.
+
+    layers    [ 0: of the other kind | 1: the case's ]       global ids are not local ids, and no layer may be taken for another
+    pages     [ noise | request 0, in a row | noise | request 1 | noise | request 1 | ... | scratch ]
+
+T tokens, H query heads, K KV heads, V value dim, L tokens of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from enginery.contracts.attention import (
+    AttnLayerFacts,
+    GlobalLayerId,
+    KVGeometry,
+    LatentWeights,
+    LayerSpec,
+    LocalLayerId,
+    RecurrentFacts,
+)
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.memory.pool import TORCH_DTYPES, PagedKVPool
+from enginery.memory.states import RecurrentStatePool
+from enginery.testing import reference
+from enginery.testing.cases import AttnCase
+
+_LAYER: Final = LocalLayerId(1)
+_NUM_STATES: Final = 32
+_SOFTMAX: Final = AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=8)
+_RECURRENT: Final = AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=8, recurrent=RecurrentFacts(value_dim=8))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """All of one request: what the layer is given for each token, [L, ...], and where it is kept. slots: [L] int64, device."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    pages: list[int]
+    slots: torch.Tensor
+    state: int
+
+
+class Turn(NamedTuple):
+    """What a request does in a batch: `new` tokens after `cached` ones."""
+
+    tokens: Tokens
+    cached: int
+    new: int
+
+
+class Stage:
+    """num_tokens: room for requests. The same requests are made in every stage of a case."""
+
+    def __init__(self, case: AttnCase, device: torch.device, *, num_tokens: int) -> None:
+        self.case, self.device, self.dtype = case, device, TORCH_DTYPES[case.dtype]
+        num_pages = -(-num_tokens // case.page_size) + 40
+        layers = (_RECURRENT if case.facts.recurrent is None else _SOFTMAX, case.facts)
+        self.geometry = KVGeometry(
+            num_pages=num_pages, page_size=case.page_size, layers=layers, dtype=case.dtype, num_states=_NUM_STATES
+        )
+        self.pool, self.states = PagedKVPool(self.geometry, device), RecurrentStatePool(self.geometry, device)
+        self._random, noise = (torch.Generator().manual_seed(seed) for seed in (20, 30))
+        for stored in self._stored():
+            stored.copy_(torch.randn(stored.shape, generator=noise) * 4)
+        half = num_pages // 2  # in order from the front, shuffled from the back
+        self._pages = [*range(half), *(half + torch.randperm(num_pages - half, generator=noise)).tolist()]
+        self._states = torch.randperm(_NUM_STATES, generator=noise).tolist()
+        self.forget()
+        self.layer = self._layer()
+
+    def _stored(self) -> Sequence[torch.Tensor]:
+        return self.pool.layer(_LAYER) if self.case.facts.recurrent is None else [self.states.layer(_LAYER)]
+
+    def forget(self) -> None:
+        """All requests: their pages and states are free."""
+        self._free_pages, self._free_states = list(self._pages), list(self._states)
+
+    def memory(self) -> list[torch.Tensor]:
+        """A copy of all memory of the layer that is not for padding."""
+        return [stored[:-1].clone() for stored in self._stored()]
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Float32."""
+        return torch.randn(shape, generator=self._random).to(self.device)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of each head's query and result, as the layer's caller sees them."""
+        facts, latent = self.case.facts, self.case.facts.latent
+        if self.case.strategy is not None and latent is not None:
+            return latent.nope_dim + latent.rope_dim, latent.value_dim
+        return facts.head_dim, facts.value_dim
+
+    def _layer(self) -> LayerSpec:
+        facts, weights = self.case.facts, None
+        if self.case.strategy is not None and facts.latent is not None:
+            latent = facts.latent
+            kv_b = self.randn(facts.num_heads, latent.nope_dim + latent.value_dim, latent.rank) * latent.rank**-0.5
+            weights = LatentWeights(kv_b=kv_b.to(self.dtype))
+        sinks = self.randn(facts.num_heads) if facts.sinks else None
+        scale = 1.3 * self.dims[0] ** -0.5
+        return LayerSpec(global_id=GlobalLayerId(7), local_id=_LAYER, facts=facts, scale=scale, sinks=sinks, latent=weights)
+
+    def tokens(self, length: int) -> Tokens:
+        """A new request of so many tokens; nothing of it is in memory yet."""
+        facts = self.case.facts
+        q = self.randn(length, facts.num_heads, self.dims[0])
+        k = self.randn(length, facts.num_kv_heads, facts.head_dim)
+        v = self.randn(length, facts.num_kv_heads, facts.value_dim)
+        if facts.recurrent is not None:
+            k = torch.cat((k * facts.head_dim**-0.5, -0.3 * self.randn(length, facts.num_heads, 1).abs()), dim=-1)
+        return self._placed(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), shared=[])
+
+    def _placed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, shared: list[int]) -> Tokens:
+        """On `shared` pages, and on new ones, which for every other request follow each other."""
+        page, length, latent = self.case.page_size, len(q), self.case.facts.latent
+        state = self._free_states.pop()
+        end = 0 if len(self._free_states) % 2 else -1
+        pages = shared + [self._free_pages.pop(end) for _ in range(-(-length // page) - len(shared))]
+        slots = torch.tensor([pages[place // page] * page + place % page for place in range(length)], dtype=torch.int64)
+        v = v if latent is None else k[..., : latent.rank]
+        return Tokens(q=q, k=k, v=v, pages=pages, slots=slots.to(self.device), state=state)
+
+    def twin(self, tokens: Tokens) -> Tokens:
+        """The same tokens again, on pages of its own."""
+        return self._placed(tokens.q, tokens.k, tokens.v, shared=[])
+
+    def sharing(self, tokens: Tokens, num_pages: int, length: int) -> Tokens:
+        """Another request of `length` tokens that begins with the same ones, on the same pages, for so many pages."""
+        other, shared = self.tokens(length), num_pages * self.case.page_size
+        q, k, v = (
+            torch.cat((mine[:shared], theirs[shared:]))
+            for mine, theirs in ((tokens.q, other.q), (tokens.k, other.k), (tokens.v, other.v))
+        )
+        return self._placed(q, k, v, shared=tokens.pages[:num_pages])
+
+    def turns(self, lengths: Sequence[tuple[int, int]]) -> list[Turn]:
+        """New requests of these (cached, new) lengths, whose cached keys and values, or state, are in memory."""
+        turns = [Turn(self.tokens(cached + new), cached, new) for cached, new in lengths]
+        for tokens, cached, _ in turns:
+            q, k, v = (part[:cached] for part in (tokens.q, tokens.k, tokens.v))
+            if self.case.facts.recurrent is None:
+                self.pool.write(_LAYER, k, v, tokens.slots[:cached])
+            elif cached:
+                self.states.layer(_LAYER)[tokens.state] = reference.recurrence(q, k, v, scale=1.0)[1].to(self.device, torch.float32)
+        return turns
+
+    def batch(self, turns: Sequence[Turn], phase: Phase) -> ForwardBatch:
+        """Unplanned and unpadded; the new tokens' keys and values are written to the pool, as a model does before it attends."""
+        columns = max([1, *(len(turn.tokens.pages) for turn in turns)])
+        table = [turn.tokens.pages + [0] * (columns - len(turn.tokens.pages)) for turn in turns]
+        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
+        ranges = [(turn.cached, turn.cached + turn.new) for turn in turns]
+        positions = torch.cat([nothing, *(torch.arange(*each, device=self.device) for each in ranges)])
+        batch = ForwardBatch(
+            phase=phase,
+            input_ids=torch.zeros_like(positions),
+            positions=positions,
+            slots=torch.cat([nothing, *(turn.tokens.slots[slice(*each)] for turn, each in zip(turns, ranges, strict=True))]),
+            q_lens_cpu=_int32([turn.new for turn in turns]),
+            kv_lens_cpu=_int32([turn.cached + turn.new for turn in turns]),
+            page_table_cpu=_int32(table).view(len(turns), columns),
+            num_logits_cpu=_int32([1] * len(turns)),
+            state_slots_cpu=_int32([turn.tokens.state for turn in turns]),
+        )
+        _, k, v = self.inputs(turns, batch.num_tokens)
+        self.pool.write(_LAYER, k, v, batch.slots)
+        return batch
+
+    def inputs(self, turns: Sequence[Turn], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v of a batch; rows past those of the requests hold ones."""
+        facts = self.case.facts
+        shapes = (
+            (facts.num_heads, self.dims[0]),
+            (facts.num_kv_heads, facts.head_dim + (facts.recurrent is not None)),
+            (facts.num_kv_heads, facts.value_dim),
+        )
+        q, k, v = (torch.ones(num_tokens, *shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        row = 0
+        for tokens, cached, new in turns:
+            for whole, part in ((q, tokens.q), (k, tokens.k), (v, tokens.v)):
+                whole[row : row + new] = part[cached : cached + new]
+            row += new
+        return q, k, v
+
+    def expected(self, turn: Turn) -> torch.Tensor:
+        """What the formula gives for it: [new, H, V] float64, host."""
+        facts, layer, end = self.case.facts, self.layer, turn.cached + turn.new
+        q, k, v = (part[:end] for part in (turn.tokens.q, turn.tokens.k, turn.tokens.v))
+        if facts.recurrent is not None:
+            return reference.recurrence(q, k, v, scale=layer.scale)[0][turn.cached :]
+        if layer.latent is not None and facts.latent is not None:
+            k, v = reference.expand_latents(k, layer.latent.kv_b, facts.latent)
+        return reference.attention(q[turn.cached :], k, v, facts=facts, scale=layer.scale, sinks=layer.sinks)[0]
+
+
+def _int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)

@@ -1,0 +1,155 @@
+"""A correct backend in plain loops, for softmax attention, MLA and recurrence: what the bad ones differ from by one thing each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from enginery.api import (
+    AttnBackendSpec,
+    BackendContext,
+    Capabilities,
+    ChunkPlan,
+    ForwardBatch,
+    ForwardPlan,
+    KVPiece,
+    LayerSpec,
+    Phase,
+    PlanKey,
+    covering_plan,
+    hookimpl,
+)
+
+DTYPES = frozenset({"float32", "bfloat16"})
+CAPABILITIES = Capabilities(
+    devices=frozenset({"cpu"}),
+    dtypes=DTYPES,
+    kv_dtypes=DTYPES,
+    phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
+    head_dims=frozenset({16, 64}),
+    page_sizes=frozenset({1, 16}),
+    sliding_window=True,
+    softcap=True,
+    sinks=True,
+    mla=True,
+    mla_ragged=True,
+    latent_dims=frozenset({(32, 16)}),
+    linear=True,
+    batch_invariant=True,
+    lse_base="e",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """One request: its rows of the batch, its length, its pages [n] and its state."""
+
+    rows: slice
+    length: int
+    pages: torch.Tensor
+    state: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GoodPlan(ForwardPlan):
+    """The requests that have tokens."""
+
+    parts: tuple[Part, ...]
+
+
+def softmax(q, k, v, *, seen, layer):
+    """q: [S, H, D], k: [L, K, D], v: [L, K, V], seen: [S, L] -> [S, H, V], and the natural log-sum-exp [S, H]."""
+    q, k, v = q.float(), k.float(), v.float()
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("shd,lhd->hsl", q, k.repeat_interleave(group, dim=1)) * layer.scale
+    if layer.facts.softcap is not None:
+        scores = layer.facts.softcap * torch.tanh(scores / layer.facts.softcap)
+    lse = scores.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    total = lse if layer.sinks is None else torch.logaddexp(lse, layer.sinks[:, None])
+    weights = (scores - total[..., None]).exp().masked_fill(~seen, 0.0)
+    return torch.einsum("hsl,lhv->shv", weights, v.repeat_interleave(group, dim=1)), lse.T
+
+
+class GoodBackend:
+    """Implements `enginery.api.AttnBackend`."""
+
+    def __init__(self, context: BackendContext) -> None:
+        self.backend_id = context.instance
+        self.pool = context.pool
+        self.states = context.states
+        self.page_size = context.geometry.page_size
+        self.device = context.device
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch) -> GoodPlan:
+        parts, row = [], 0
+        for index, (q_len, length) in enumerate(zip(batch.q_lens_cpu.tolist(), batch.kv_lens_cpu.tolist(), strict=True)):
+            if q_len:
+                pages = batch.page_table_cpu[index, : self.num_pages(length)].to(self.device, non_blocking=True)
+                state = int(batch.state_slots_cpu[index])
+                parts.append(Part(rows=slice(row, row + q_len), length=length, pages=pages, state=state))
+            row += q_len
+        return GoodPlan(key=self.key(batch), parts=tuple(parts))
+
+    def key(self, batch: ForwardBatch) -> PlanKey:
+        return PlanKey(backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens)
+
+    def num_pages(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def plan_of(self, batch: ForwardBatch) -> GoodPlan:
+        return covering_plan(batch, GoodPlan, backend=self.backend_id)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        for part in self.plan_of(batch).parts:
+            if layer.facts.recurrent is None:
+                self.attend_part(q, part, layer, out)
+            else:
+                self.recur(q[part.rows], k[part.rows], v[part.rows], part, layer, out[part.rows])
+
+    def attend_part(self, q, part, layer, out) -> None:
+        keys, values = (pages[part.pages].flatten(0, 1)[: part.length] for pages in self.pool.layer(layer.local_id))
+        num_rows = part.rows.stop - part.rows.start
+        rows = torch.arange(part.length - num_rows, part.length, device=self.device)[:, None]
+        seen = self.seen(rows, torch.arange(len(keys), device=self.device), layer.facts.sliding_window)
+        out[part.rows] = softmax(q[part.rows], keys, values, seen=seen, layer=layer)[0].to(out.dtype)
+
+    def seen(self, rows, keys, window):
+        return (keys <= rows) if window is None else (keys <= rows) & (keys > rows - window)
+
+    def recur(self, q, k, v, part, layer, out) -> None:
+        states = self.states.layer(layer.local_id)
+        state = states[part.state].clone() if part.length > len(q) else torch.zeros_like(states[0])
+        for row, (q_row, k_row, v_row) in enumerate(zip(q.float(), k.float(), v.float(), strict=True)):
+            state = k_row[:, -1].exp()[:, None, None] * state + k_row[:, :-1, None] * v_row[:, None, :]
+            out[row] = layer.scale * torch.einsum("hd,hdv->hv", q_row, state)
+        states[part.state] = state
+
+    @hookimpl
+    def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> ChunkPlan:
+        q_lens = batch.q_lens_cpu.tolist()
+        lens = [chunk.lens_cpu.tolist() for chunk in chunks] + ([] if disable_ragged else [q_lens])
+
+        def attend(q, k, v, layer, piece, out, lse) -> None:
+            row, key = 0, 0
+            for num_rows, num_keys in zip(q_lens, lens[piece.index], strict=True):
+                rows, keys = slice(row, row + num_rows), slice(key, key + num_keys)
+                seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q.device)
+                seen = seen.tril(num_keys - num_rows) if piece.causal else seen
+                attended, sums = softmax(q[rows], k[keys], v[keys], seen=seen, layer=layer)
+                out[rows] = attended.to(out.dtype)
+                if lse is not None:
+                    lse[rows] = self.in_base(sums)
+                row, key = rows.stop, keys.stop
+
+        return ChunkPlan(attend=attend)
+
+    def in_base(self, lse):
+        return lse
+
+
+SPEC = AttnBackendSpec(name="good", api=(1, 0), priority=1, capabilities=CAPABILITIES, summary="plain loops")
+GOOD = (SPEC, GoodBackend)

@@ -47,7 +47,7 @@ class BackendRelay:
         """Let the backend plan and mark the batch, unless a plan of its own is there already."""
         if not batch.needs_plan(self.backend.backend_id):
             return
-        plan: ForwardPlan | None = self.ask(PLANNING, batch=batch, capture=capture)
+        plan: ForwardPlan | None = self._bound[PLANNING]({"batch": batch, "capture": capture})
         if plan is None:
             raise PluginError(f"{self.backend.backend_id} answered {PLANNING} with None; a plan is needed for every batch")
         batch.mark_planned(plan)

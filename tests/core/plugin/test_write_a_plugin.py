@@ -2,68 +2,74 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
+from core.plugin.tutorials import DOCS, drawn_in, files_of, install_page, own_tests
 
+from enginery.errors import PluginError
 from enginery.plugin.checker import check
+from enginery.plugin.groups import GROUPS
 from enginery.plugin.hookspecs import EngineHooks
+from enginery.plugin.records import Status
+from enginery.plugin.registry import Registry
 
-DOCS = Path(__file__).parents[3] / "docs"
-
-
-def files_of(page: Path) -> dict[str, str]:
-    """The blocks that follow a line with a path, by that path."""
-    return dict(re.findall(r"^`([\w./-]+)`\n\n```\w+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+PAGE = "write-a-plugin.md"
+TEXT = (DOCS / PAGE).read_text()
 
 
 @pytest.fixture
 def tutorial(site, tmp_path):
     """The tutorial's folder, installed on the site."""
-    files = files_of(DOCS / "write-a-plugin.md")
-    for path, text in files.items():
-        target = tmp_path / "enginery-attn-loop" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-    project = tomllib.loads(files["pyproject.toml"])["project"]
-    ((name, package),) = project["entry-points"]["enginery"].items()
-    site.install(project["name"], name=name, version=project["version"], requires=project["dependencies"], value=package)
-    for path, text in files.items():
-        if path.startswith("src/"):
-            (site.path / path.removeprefix("src/")).write_text(text)
-    return tmp_path / "enginery-attn-loop"
+    return install_page(PAGE, site, tmp_path)
 
 
-def test_the_tutorial_has_all_the_files_it_draws(tutorial) -> None:
-    drawn = {"pyproject.toml", "tests/test_loop.py", *(f"src/enginery_attn_loop/{n}.py" for n in ("__init__", "spec", "backend"))}
-    assert {path.relative_to(tutorial).as_posix() for path in tutorial.rglob("*") if path.is_file()} == drawn
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def test_list_backends_shows_the_tutorials_backend_without_torch(site, tutorial) -> None:
-    code = "from enginery.cli.list_backends import list_backends\nlist_backends(as_json=True)\n"
-    done = site.run(code + "import sys\nassert 'torch' not in sys.modules")
-    assert done.returncode == 0, done.stderr
-    rows = {row["name"]: row for row in json.loads(done.stdout)["backends"]}
-    assert (rows["loop"]["plugin"], rows["loop"]["distribution"], rows["loop"]["version"], rows["loop"]["status"]) == (
-        "attn-loop",
-        "enginery-attn-loop",
-        "0.1.0",
-        "loaded",
+def test_the_page_has_all_the_files_it_draws() -> None:
+    assert files_of(PAGE).keys() == drawn_in(PAGE)
+
+
+def test_the_page_has_every_hook_and_every_descriptor() -> None:
+    hooks = [name for name, _ in inspect.getmembers(EngineHooks, inspect.isfunction)]
+    descriptors = [group.descriptor.__name__ for group in GROUPS.values()]
+    assert [name for name in hooks + descriptors if f"`{name}`" not in TEXT] == []
+
+
+def test_the_page_has_every_status() -> None:
+    assert [status for status in Status if f"`{status}`" not in TEXT] == []
+
+
+def test_plugins_shows_it_without_torch(site, tutorial) -> None:
+    done = site.run(
+        "import sys\nfrom enginery.cli.main import main\ntry:\n    main(['plugins', '--json'])\n"
+        "except SystemExit:\n    pass\nassert 'torch' not in sys.modules"
     )
+    assert done.returncode == 0, done.stderr
+    (row,) = (row for row in json.loads(done.stdout) if row["name"] == "policy-aging")
+    assert (row["distribution"], row["version"], row["status"]) == ("enginery-policy-aging", "0.1.0", "loaded")
+    assert row["offers"] == ["schedule-policy:aging"]
 
 
-def test_the_tutorials_own_tests_pass(site, tutorial) -> None:
-    arguments = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tutorial), str(tutorial / "tests")]
-    done = site.run(f"import sys, pytest\nsys.exit(pytest.main({arguments!r}))")
+def test_its_own_test_passes(site, tutorial) -> None:
+    done = site.run(own_tests(tutorial))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_the_engine_takes_its_policy_and_not_when_it_is_blocked(site, tutorial) -> None:
+    assert Registry.load().schedule_policy("aging").distribution == "enginery-policy-aging"
+    with pytest.raises(PluginError, match=r"policy-aging .* might offer it but is blocked"):
+        Registry.load(blocked=("policy-aging",)).schedule_policy("aging")
 
 
 GENERATE = """
+import enginery_policy_aging as package
 from enginery import LLM, SamplingParams
 from enginery.errors import PluginError
 from enginery.plugin.registry import Registry
@@ -71,25 +77,33 @@ try:
     Registry.load().default_checkpoint()
 except PluginError:
     raise SystemExit(77)
-prompts, params = [[5, 6, 7], list(range(9, 40))], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-for options in ({"plugin_options": ("loop.float32_scores=true",)}, {"page_size": 4}):
-    with LLM(attention_backend="loop", dtype="float32", **options) as llm:
-        mine = [answer.token_ids for answer in llm.generate(prompts, params)]
-        assert llm.facts.attn_backend.startswith("loop"), llm.facts
-with LLM(dtype="float32", blocked_plugins=("attn-loop",)) as llm:
-    others = [answer.token_ids for answer in llm.generate(prompts, params)]
-assert mine == others, (mine, others)
+asked, aging = [], package.aging
+package.aging = lambda request: asked.append(request.num_tokens) or aging(request)
+params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+with LLM(schedule_policy="aging", dtype="float32", max_batch_requests=1) as llm:
+    answers = llm.generate([list(range(9, 40)), [5, 6, 7]], params)
+assert [len(answer.token_ids) for answer in answers] == [2, 2], answers
+assert set(asked) == {3, 31}, asked
 """
 
 
-def test_the_tutorials_backend_generates_what_others_do(site, tutorial) -> None:
+def test_it_orders_the_requests_of_an_engine(site, tutorial) -> None:
     done = site.run(GENERATE)
     if done.returncode == 77:
         pytest.skip("no installed plugin brings a model to generate with")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```$", (DOCS / "hooks.md").read_text(), re.MULTILINE | re.DOTALL))
+def test_the_slips_are_reported_as_the_page_says(site) -> None:
+    (slips,) = (block for block in blocks("python") if "polices" in block)
+    (report,) = (block for block in blocks("text") if "polices" in block)
+    site.install("slips", slips)
+    (record,) = (record for record in Registry.load().records if record.name == "slips")
+    assert record.status is Status.BROKEN
+    assert record.reason.partition("\n")[2] == report.rstrip("\n")
+
+
+@pytest.mark.parametrize("block", blocks("python", (DOCS / "hooks.md").read_text()))
 def test_the_manuals_examples_fit_the_hooks(site, block: str) -> None:
     site.install("example", block)
     module = __import__("example")

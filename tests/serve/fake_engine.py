@@ -50,6 +50,9 @@ class FakeEngine:
         time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
         return cls(options)
 
+    def prepare(self) -> bool:
+        return False
+
     @property
     def has_work(self) -> bool:
         return bool(self._requests)

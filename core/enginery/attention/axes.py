@@ -23,6 +23,11 @@ _TENSORS: Final = tuple(name for name, axis in AXES.items() if axis is not Axis.
 _READ: Final = operator.attrgetter(*_TENSORS)
 
 
+def token_fields(batch: ForwardBatch) -> dict[str, torch.Tensor]:
+    """Each field with a row per token, by its name."""
+    return {name: values for name, values in _tensors(batch) if AXES[name] is Axis.TOKEN}
+
+
 def unplanned(batch: ForwardBatch) -> ForwardBatch:
     """The same batch without its plan, so that another backend can plan it too."""
     return dataclasses.replace(batch, plan=None, replan_equivalent=False)

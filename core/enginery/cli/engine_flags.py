@@ -61,6 +61,8 @@ _FLAGS: Final = {
     "max_batch_requests": _Flag(_MEMORY, "Requests in a step."),
     "max_queued_requests": _Flag(_MEMORY, "Waiting requests; one more is refused."),
     "prefix_cache": _Flag(_MEMORY, "Share the KV of equal beginnings.", ("--prefix-cache/--no-prefix-cache",)),
+    "overlap": _Flag(_MEMORY, "Prepare a step while the one before runs.", ("--overlap/--no-overlap",)),
+    "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs.", ("--graphs/--no-graphs",)),
     "blocked_plugins": _Flag(_PLUGINS, "Do not load plugin NAME. Repeatable.", ("-p",), "no:NAME"),
     "no_plugins": _Flag(_PLUGINS, "Load no plugin at all.", ("--no-plugins",)),
     "plugin_options": _Flag(_PLUGINS, "An option of a plugin's part. Repeatable.", ("--option", "-o"), "NAME.KEY=VALUE"),

@@ -12,6 +12,7 @@ from enginery.contracts.model import ModelFacts
 from enginery.errors import ConfigError
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
+MAX_GRAPH_REQUESTS = 256
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -28,13 +29,18 @@ class DeviceFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The values that do not depend on memory; the number of pages follows from the memory plan."""
+    """The values that do not depend on memory; the number of pages follows from the memory plan.
+
+    max_graph_requests: decoding steps of so many requests are captured; 0 captures none.
+    """
 
     dtype: Dtype
     max_model_len: int
     max_batch_tokens: int
     max_batch_requests: int
     prefix_cache: bool
+    overlap: bool
+    max_graph_requests: int
     mla_prefill: PrefillStrategy | None
     mla_chunk_tokens: int
     decisions: tuple[Decision, ...]
@@ -59,6 +65,8 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         max_batch_tokens=int(tokens.value),
         max_batch_requests=requests,
         prefix_cache=asked.prefix_cache and not model.has_states,
+        overlap=device.kind != "cpu" if asked.overlap is None else asked.overlap,
+        max_graph_requests=min(requests, MAX_GRAPH_REQUESTS) if asked.graphs and device.kind == "cuda" else 0,
         mla_prefill=None if asked.mla_prefill == "auto" else PrefillStrategy(asked.mla_prefill),
         mla_chunk_tokens=asked.mla_chunk_tokens or int(tokens.value),
         decisions=(

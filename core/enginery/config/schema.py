@@ -19,6 +19,8 @@ class EngineOptions:
     max_batch_tokens: token budget of a step. max_batch_requests: requests in a step. max_model_len: longest context in tokens.
     prefill_attention_backend, decode_attention_backend: instead of one for both. micro_batches: each batch in two halves.
     mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.
+    overlap: prepare a step while the one before runs; None does so where the device is not the host. graphs: capture decoding
+    steps on CUDA devices.
     num_pages: KV pages, instead of what memory_fraction leaves. memory_fraction: share of the device's free memory (of the host's
     available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.
     """
@@ -46,6 +48,8 @@ class EngineOptions:
     max_batch_requests: int = 256
     max_queued_requests: int = 4096
     prefix_cache: bool = True
+    overlap: bool | None = None
+    graphs: bool = True
     num_threads: int | None = None
     seed: int = 0
     blocked_plugins: tuple[str, ...] = ()

@@ -54,3 +54,7 @@ class EngineLike(Protocol):
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it added; empty when idle."""
         ...
+
+    def prepare(self) -> bool:
+        """Use a moment without work to make later steps faster. Says whether there was something to do."""
+        ...

@@ -1,9 +1,10 @@
-"""From what the scheduler chose to the tensors of one forward."""
+"""From what the scheduler chose to the tensors of one forward: built on the host, padded there, uploaded in one piece."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,28 +12,58 @@ import torch
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.schedule.step import ScheduledItem, ScheduledStep
 
+KNOWN = -1  # of a row in `TokenSources`: its input token is on the host
 
-def build_batch(step: ScheduledStep, *, page_size: int, device: torch.device) -> ForwardBatch:
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostStep:
+    """A step's batch, all of it in host memory, and how it is linked to the steps before and after by state slots.
+
+    sources: [T] int64; for a row whose token the step before samples, the state slot of its request, else KNOWN. sampling: the
+    items whose last row yields a token. sampled_slots: [N] int64, the state slot of each of them.
+    """
+
+    batch: ForwardBatch
+    sources: torch.Tensor
+    sampling: tuple[int, ...]
+    sampled_slots: torch.Tensor
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a row waits for the step before."""
+        return bool((self.sources != KNOWN).any())
+
+
+def build_step(step: ScheduledStep, *, page_size: int) -> HostStep:
     """Lay the step's requests out one after the other: decoding ones first, as scheduled."""
     items = step.items
     starts = np.fromiter((item.start for item in items), np.int64, len(items))
     q_lens = np.fromiter((item.num_tokens for item in items), np.int64, len(items))
+    states = np.fromiter((item.request.state_slot for item in items), np.int64, len(items))
+    pending = np.fromiter((item.input_pending for item in items), np.bool_, len(items))
     kv_lens = starts + q_lens
     page_table = _page_table([item.request.pages for item in items], -(-int(kv_lens.max()) // page_size))
     row_of = np.repeat(np.arange(len(items)), q_lens)  # [T]
     first_of = np.cumsum(q_lens) - q_lens
     positions = np.arange(len(row_of)) - first_of[row_of] + starts[row_of]
     slots = page_table[row_of, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    return ForwardBatch(
+    sampling = tuple(index for index, item in enumerate(items) if item.samples)
+    batch = ForwardBatch(
         phase=_phase(step),
-        input_ids=_to_device(_input_ids(items), device),
-        positions=_to_device(positions, device),
-        slots=_to_device(slots, device),
+        input_ids=torch.from_numpy(_input_ids(items)),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
         q_lens_cpu=torch.from_numpy(q_lens.astype(np.int32)),
         kv_lens_cpu=torch.from_numpy(kv_lens.astype(np.int32)),
         page_table_cpu=torch.from_numpy(page_table),
         num_logits_cpu=torch.tensor([item.num_logits for item in items], dtype=torch.int32),
-        state_slots_cpu=torch.tensor([item.request.state_slot for item in items], dtype=torch.int32),
+        state_slots_cpu=torch.from_numpy(states.astype(np.int32)),
+    )
+    return HostStep(
+        batch=batch,
+        sources=torch.from_numpy(np.where(pending, states, KNOWN)[row_of]),
+        sampling=sampling,
+        sampled_slots=torch.from_numpy(states[list(sampling)]),
     )
 
 
@@ -43,10 +74,13 @@ def _phase(step: ScheduledStep) -> Phase:
 
 
 def _input_ids(items: Sequence[ScheduledItem]) -> np.ndarray:
+    """A token that is not known yet is 0."""
     ids = array("i")
     for item in items:
         tokens = item.request.token_ids
-        if item.num_tokens == 1:
+        if item.input_pending:
+            ids.append(0)
+        elif item.num_tokens == 1:
             ids.append(tokens[item.start])
         else:
             ids.extend(tokens[item.start : item.start + item.num_tokens])
@@ -60,11 +94,6 @@ def _page_table(pages: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
         needed = owned[:num_columns]
         table[row, : len(needed)] = needed
     return table
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def logits_rows(batch: ForwardBatch) -> torch.Tensor:

@@ -30,7 +30,9 @@ from enginery.run.backends import AttentionParts, build_backend
 from enginery.run.build_order import build_in_order
 from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint
 from enginery.run.choice import Choice, choose
+from enginery.run.graphs import CudaCapture, DecodeGraphs
 from enginery.run.memory_plan import MemoryPlan, plan_memory, workspace_bytes
+from enginery.run.token_feed import TokenFeed
 from enginery.run.weights import LoadedWeights, WeightRecord, check, load, random_weights
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class BuiltParts:
     memory: MemoryPlan
     relay: BackendRelay
     model: Model
+    feed: TokenFeed
+    graphs: DecodeGraphs | None
     phases_s: Mapping[str, float]
 
 
@@ -63,6 +67,8 @@ def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
         memory=built.parts["memory"],
         relay=built.parts["attention"],
         model=built.parts["model"],
+        feed=built.parts["feed"],
+        graphs=built.parts["graphs"],
         phases_s={name.replace("_", " "): seconds for name, seconds in built.seconds.items() if seconds > 0.001},
     )
 
@@ -198,6 +204,23 @@ def make_model(choice: Choice, *, ops: OpTable, weights: LoadedWeights, pool: Pa
         return choice.family.spec.build(context)
 
 
+def make_feed(choice: Choice) -> TokenFeed:
+    """How sampled tokens reach the next step."""
+    return TokenFeed(choice.settings.max_batch_requests, choice.device)
+
+
+def make_graphs(
+    choice: Choice, *, attention: BackendRelay, model: Model, feed: TokenFeed, geometry: KVGeometry
+) -> DecodeGraphs | None:
+    """None: every step runs eagerly."""
+    if not choice.settings.max_graph_requests:
+        return None
+    shape = (choice.settings.max_graph_requests, choice.facts.vocab_size)
+    logits = torch.empty(shape, dtype=choice.dtype, device=choice.device)
+    capture = CudaCapture(choice.device)
+    return DecodeGraphs.build(model, attention, feed=feed, geometry=geometry, capture=capture, logits=logits)
+
+
 def model_context(
     choice: Choice, weights: WeightSource, *, ops: OpTable, attend: AttendFn, write_kv: WriteKVFn, device: torch.device
 ) -> ModelContext:
@@ -230,4 +253,6 @@ PARTS: Final[Mapping[str, Callable[..., Any]]] = {
     "arena": make_arena,
     "attention": make_attention,
     "model": make_model,
+    "feed": make_feed,
+    "graphs": make_graphs,
 }

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.engine import EngineFacts
@@ -14,7 +17,8 @@ from enginery.memory.pages import PageAllocator
 from enginery.memory.prefix import NoPrefixCache, RadixPrefixCache
 from enginery.plugin.registry import Registry
 from enginery.run.build import BuiltParts, build_parts
-from enginery.run.runner import Runner, StepResult
+from enginery.run.runner import LaunchedStep, Runner, StepResult
+from enginery.run.sampling import reads_tokens
 from enginery.schedule.scheduler import Scheduler
 from enginery.schedule.step import ScheduledStep
 
@@ -48,8 +52,15 @@ class Engine:
             allocator=allocator,
             eos_token_ids=eos_token_ids,
         )
+        self._overlap = int(settings.overlap)
+        self._in_flight: deque[LaunchedStep] = deque()
         self._runner = Runner(
-            parts.model, parts.relay, page_size=asked.page_size, device=choice.device, eos_token_ids=eos_token_ids
+            parts.model,
+            parts.relay,
+            page_size=asked.page_size,
+            feed=parts.feed,
+            graphs=parts.graphs,
+            eos_token_ids=eos_token_ids,
         )
 
     @classmethod
@@ -76,30 +87,63 @@ class Engine:
         self._prompt_logprobs.pop(request_id, None)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what it added. Empty when there is nothing to do, or only prompts' chunks ran."""
+        """Launch a step, and return what completed steps added.
+
+        With overlap, the step launched now runs on the device while the one before is published: its results come one call later.
+        Empty when there is nothing to do, when only prompts' chunks ran, or when the first results are yet to come.
+        """
+        outputs: list[RequestOutput] = []
         began = time.perf_counter()
         step = self._scheduler.next_step()
-        if not step.items:
-            return []
-        scheduled = time.perf_counter()
-        result = self._run(step)
-        outputs = self._publish(step, result)
-        if self._registry.observers:
-            self._registry.observe_step(self._report(step, result, schedule_s=scheduled - began))
-        self._num_steps += 1
+        if step.items:
+            schedule_s = time.perf_counter() - began
+            if any(item.input_pending and reads_tokens(item.request.asked.params) for item in step.items):
+                outputs += self._publish_first()
+            self._in_flight.append(self._launch(step, schedule_s=schedule_s))
+        if len(self._in_flight) > (self._overlap if step.items else 0):
+            outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
         return outputs
 
-    def _run(self, step: ScheduledStep) -> StepResult:
-        """What fails here is a bug of a plugin or of ours, and is raised with a note that says whose code ran.
+    def prepare(self) -> bool:
+        """Use a moment without work: capture one more decoding step. Says whether there was something to do."""
+        graphs = self._runner.graphs
+        if graphs is None or not (waiting := graphs.waiting):
+            return False
+        graphs.capture(waiting[0])
+        return True
 
-        The step's requests are given up, interrupted ones too, so that the memory stays whole for a caller that goes on.
+    def _launch(self, step: ScheduledStep, *, schedule_s: float) -> LaunchedStep:
+        with self._naming(step):
+            return self._runner.launch(step, schedule_s=schedule_s)
+
+    def _publish_first(self) -> list[RequestOutput]:
+        """Wait for the step that was launched first of those in flight, and take its tokens in."""
+        launched = self._in_flight[0]
+        with self._naming(launched.step):
+            result = launched.wait()
+        self._in_flight.popleft()
+        outputs = self._publish(launched.step, result)
+        if self._registry.observers:
+            self._registry.observe_step(self._report(launched.step, result, schedule_s=launched.schedule_s))
+        self._num_steps += 1
+        return outputs
+
+    @contextmanager
+    def _naming(self, step: ScheduledStep) -> Iterator[None]:
+        """What fails inside is a bug of a plugin or of ours, and is raised with a note that says whose code ran.
+
+        The requests of every step in flight are given up, interrupted ones too, so that the memory stays whole for a caller that
+        goes on.
         """
         try:
-            return self._runner.run(step)
+            yield
         except BaseException as error:
-            self._scheduler.fail(step)
+            failed = [launched.step for launched in self._in_flight]
+            self._in_flight.clear()
+            for given_up in failed if step in failed else [*failed, step]:
+                self._scheduler.fail(given_up)
             used = "; ".join(f"{setting} {value} {reason}" for setting, value, reason in self.facts.decisions)
             error.add_note(
                 f"in step {self._num_steps} with {len(step.items)} requests and {step.num_tokens} tokens, running {used}"

@@ -191,7 +191,7 @@ class LLM:
             shown = total >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress
             with Progress(disable=not shown, transient=True) as bar:
                 task = bar.add_task("generating", total=total)
-                while open_ones:
+                while engine.has_work:
                     for output in engine.step():
                         self._take(engine, output, open_ones)
                     bar.update(task, completed=total - len(open_ones))

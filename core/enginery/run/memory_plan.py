@@ -47,11 +47,12 @@ def _readable(num_bytes: int) -> str:
 
 
 def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int) -> int:
-    """Activations of the largest step, its logits, keys and values made from latents, and the backends' scratch memory."""
+    """Activations of the largest step, its logits, keys and values made from latents, graphs, and the backends' scratch memory."""
     activations = settings.max_batch_tokens * model.activation_width * itemsize
     logits = settings.max_batch_requests * model.vocab_size * 4 * LOGITS_COPIES
     made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
-    return activations + logits + made + backend_bytes
+    captured = settings.max_graph_requests * (model.activation_width + 2 * model.vocab_size) * itemsize  # one buffer, one copy
+    return activations + logits + made + captured + backend_bytes
 
 
 def _made_values(layer: AttnLayerFacts) -> int:

@@ -1,4 +1,4 @@
-"""One step on the device: build, plan, run, sample."""
+"""One step on the device: build, pad, plan, run, sample. Launching does not wait for the device; the result does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.request import TokenLogprob
-from enginery.run.batch import build_batch, logits_rows
+from enginery.run.batch import HostStep, build_step, logits_rows
+from enginery.run.graphs import DecodeGraphs
 from enginery.run.sampling import SamplingRow, sample, token_logprobs
+from enginery.run.token_feed import TokenFeed
 from enginery.schedule.step import ScheduledItem, ScheduledStep
 
 PROMPT_LOGPROB_ROWS = 256  # logits of so many prompt tokens are in memory at once
@@ -33,66 +35,128 @@ class StepResult:
     run_s: float
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaunchedStep:
+    """A step that the device may still be running. sampled: [N] on the host, valid after `copied`, of the items `sampling`."""
+
+    step: ScheduledStep
+    sampling: Sequence[int]
+    sampled: torch.Tensor
+    copied: torch.cuda.Event | None
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[list[TokenLogprob]]
+    schedule_s: float
+    plan_s: float
+    planned_at_s: float
+
+    def wait(self) -> StepResult:
+        """Its tokens, when they have come."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        token_ids: list[int | None] = [None] * len(self.step.items)
+        for index, token in zip(self.sampling, self.sampled.tolist(), strict=True):
+            token_ids[index] = token
+        return StepResult(
+            token_ids=token_ids,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            plan_s=self.plan_s,
+            run_s=time.perf_counter() - self.planned_at_s,
+        )
+
+
 class Runner:
-    """Owns the model and its backend; remembers nothing between steps."""
+    """Owns the model and its backend. Between steps it remembers the last token of each running request, on the device."""
 
     def __init__(
-        self, model: Model, relay: BackendRelay, *, page_size: int, device: torch.device, eos_token_ids: frozenset[int]
+        self,
+        model: Model,
+        relay: BackendRelay,
+        *,
+        page_size: int,
+        feed: TokenFeed,
+        graphs: DecodeGraphs | None,
+        eos_token_ids: frozenset[int],
     ) -> None:
         self.model = model
         self.relay = relay
+        self.graphs = graphs
         self.page_size = page_size
-        self.device = device
+        self.feed = feed
+        self.device = feed.device
         self.eos_token_ids = eos_token_ids
 
     @torch.inference_mode()
-    def run(self, step: ScheduledStep) -> StepResult:
-        """Run the step and wait for its tokens."""
+    def launch(self, step: ScheduledStep, *, schedule_s: float) -> LaunchedStep:
+        """Start the step. Inputs that are pending must be of the step launched before. schedule_s: for the report."""
         began = time.perf_counter()
-        batch = build_batch(step, page_size=self.page_size, device=self.device)
-        self.relay.plan(batch)
+        built = build_step(step, page_size=self.page_size)
+        logits = None if self.graphs is None else self.graphs.run(built)  # [B, V]
+        prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in step.items]
         planned = time.perf_counter()
-        hidden = self.model.forward(batch)  # [T, C]
-        token_ids, logprobs, prompt_logprobs = self._sample(step.items, batch, hidden)
-        return StepResult(
-            token_ids=token_ids,
+        if logits is None:
+            batch = self.feed.upload(built)
+            self.relay.plan(batch)
+            planned = time.perf_counter()
+            wanted = self._wanted(batch, self.model.forward(batch))
+            prompt_logprobs = self._prompt_logprobs(step.items, wanted)
+            logits = self._logits(built, wanted)
+        sampled, logprobs = self._sample(step.items, built, logits)
+        copied: torch.cuda.Event | None = None
+        if self.device.type == "cuda":
+            sampled = sampled.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return LaunchedStep(
+            step=step,
+            sampling=built.sampling,
+            sampled=sampled,
+            copied=copied,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            schedule_s=schedule_s,
             plan_s=planned - began,
-            run_s=time.perf_counter() - planned,
+            planned_at_s=planned,
         )
 
-    def _sample(
-        self, items: Sequence[ScheduledItem], batch: ForwardBatch, hidden: torch.Tensor
-    ) -> tuple[list[int | None], list[TokenLogprob | None], list[list[TokenLogprob]]]:
+    def _wanted(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows that need logits: [N, C]."""
         rows = logits_rows(batch)  # [N]
-        wanted = hidden if len(rows) == hidden.shape[0] else hidden.index_select(0, rows.to(self.device))  # [N, C]
-        prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in items]
-        sampling, last_rows, end = [], [], 0
-        for index, item in enumerate(items):
-            start, end = end, end + item.num_logits
-            if item.samples:
-                sampling.append(index)
-                last_rows.append(end - 1)
-            if item.request.wants_prompt_logits:
-                prompt_logprobs[index] = self._prompt_logprobs(item, wanted[start:end])
-        token_ids: list[int | None] = [None] * len(items)
+        return hidden if len(rows) == hidden.shape[0] else hidden.index_select(0, rows.to(self.device))
+
+    def _logits(self, built: HostStep, wanted: torch.Tensor) -> torch.Tensor:
+        """Of the items that sample: [N, V]."""
+        last_rows = built.batch.num_logits_cpu.long().cumsum(0)[list(built.sampling)] - 1
+        return self.model.logits(wanted if len(last_rows) == len(wanted) else wanted.index_select(0, last_rows.to(self.device)))
+
+    def _sample(
+        self, items: Sequence[ScheduledItem], built: HostStep, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, list[TokenLogprob | None]]:
+        """The tokens of the items that sample, [N] int64 on the device, and log-probabilities where they were asked for."""
         logprobs: list[TokenLogprob | None] = [None] * len(items)
+        sampling = built.sampling
         if not sampling:
-            return token_ids, logprobs, prompt_logprobs
-        chosen_rows = wanted if len(last_rows) == len(wanted) else wanted[torch.tensor(last_rows, device=self.device)]
-        logits = self.model.logits(chosen_rows)  # [N, V]
+            return torch.empty(0, dtype=torch.int64), logprobs
         sampled = sample(logits, [_sampling_row(items[index]) for index in sampling], self.eos_token_ids)
-        for index, token in zip(sampling, sampled.tolist(), strict=True):
-            token_ids[index] = token
+        self.feed.keep(sampled, built.sampled_slots)
         asked = [items[index].request.asked.params.logprobs for index in sampling]
         if any(count is not None for count in asked):
             reported = token_logprobs(logits, sampled, [count or 0 for count in asked])
             for index, count, logprob in zip(sampling, asked, reported, strict=True):
                 logprobs[index] = logprob if count is not None else None
-        return token_ids, logprobs, prompt_logprobs
+        return sampled, logprobs
 
-    def _prompt_logprobs(self, item: ScheduledItem, hidden: torch.Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, items: Sequence[ScheduledItem], wanted: torch.Tensor) -> list[list[TokenLogprob]]:
+        """Of each item that asks for them, what its rows of `wanted` say of the tokens that follow."""
+        reported: list[list[TokenLogprob]] = [[] for _ in items]
+        end = 0
+        for index, item in enumerate(items):
+            start, end = end, end + item.num_logits
+            if item.request.wants_prompt_logits:
+                reported[index] = self._following(item, wanted[start:end])
+        return reported
+
+    def _following(self, item: ScheduledItem, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the prompt tokens that follow this chunk's rows, [N, C]; recomputed output tokens are left out."""
         request = item.request
         first = item.start + item.num_tokens - item.num_logits
@@ -108,4 +172,9 @@ class Runner:
 
 def _sampling_row(item: ScheduledItem) -> SamplingRow:
     request = item.request
-    return SamplingRow(params=request.asked.params, token_ids=request.token_ids, num_prompt_tokens=request.num_prompt_tokens)
+    return SamplingRow(
+        params=request.asked.params,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        position=item.start + item.num_tokens,
+    )

@@ -20,16 +20,20 @@ LEAST_TEMPERATURE = 1e-5  # dividing logits by less overflows, and the best toke
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRow:
-    """One row to sample: all tokens of its request so far, of which the first `num_prompt_tokens` are the prompt."""
+    """One row to sample, the token at `position` of its request, of which the first `num_prompt_tokens` are the prompt.
+
+    token_ids: all tokens before it, as far as they are known; what needs them is in `reads_tokens`.
+    """
 
     params: SamplingParams
     token_ids: Sequence[int]
     num_prompt_tokens: int
+    position: int
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Tokens generated before it."""
+        return self.position - self.num_prompt_tokens
 
 
 def uniform(seed: int, position: int) -> float:
@@ -54,18 +58,23 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: fro
     cut = [index for index in random if _is_cut(rows[index].params)]
     whole = [index for index in random if not _is_cut(rows[index].params)]
     for indices, draw in ((whole, _draw_whole), (cut, _draw_cut)):
+        picked = [rows[index] for index in indices]
+        temperatures = [row.params.temperature for row in picked]
+        if len(indices) == len(rows):
+            return draw(logits.float() / _column(temperatures, logits), picked)
         if indices:
-            picked = [rows[index] for index in indices]
-            where = torch.tensor(indices, device=logits.device)
-            scaled = logits[where].float() / _column([row.params.temperature for row in picked], logits)
-            chosen[where] = draw(scaled, picked)
+            where = _on_device(torch.tensor(indices), logits.device)
+            chosen[where] = draw(logits[where].float() / _column(temperatures, logits), picked)
     return chosen
 
 
+def reads_tokens(params: SamplingParams) -> bool:
+    """Whether a token's choice depends on which tokens came before."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
 def _is_adjusted(row: SamplingRow) -> bool:
-    params = row.params
-    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalised or bool(params.logit_bias) or row.num_output_tokens < params.min_tokens
+    return reads_tokens(row.params) or bool(row.params.logit_bias) or row.num_output_tokens < row.params.min_tokens
 
 
 def _adjust(logits: torch.Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
@@ -92,7 +101,12 @@ def _is_cut(params: SamplingParams) -> bool:
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]  # [N, 1]
+    return _on_device(torch.tensor(values, dtype=torch.float32), like.device)[:, None]  # [N, 1]
+
+
+def _on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def _invert(weights: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -103,7 +117,7 @@ def _invert(weights: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     last = torch.searchsorted(cumulative, total)  # the first column to reach it
-    drawn = _column([uniform(row.params.seed or 0, len(row.token_ids)) for row in rows], weights)
+    drawn = _column([uniform(row.params.seed or 0, row.position) for row in rows], weights)
     target = drawn * total
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 

@@ -42,8 +42,11 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until told to stop. Blocks in the poll when there is nothing to do."""
-        while self._take_messages(0 if self._engine.has_work else int(_HEARTBEAT_S * 1000)):
-            if self._engine.has_work:
+        is_ready = False
+        while self._take_messages(0 if self._engine.has_work or not is_ready else int(_HEARTBEAT_S * 1000)):
+            if not self._engine.has_work:
+                is_ready = not self._engine.prepare()
+            else:
                 outputs = self._engine.step()
                 self._num_steps += 1
                 if outputs:

@@ -19,7 +19,10 @@ VOCAB = 12
 
 def row(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: object) -> SamplingRow:
     return SamplingRow(
-        params=SamplingParams(**{"seed": 0, **params}), token_ids=array("i", (*prompt, *output)), num_prompt_tokens=len(prompt)
+        params=SamplingParams(**{"seed": 0, **params}),
+        token_ids=array("i", (*prompt, *output)),
+        num_prompt_tokens=len(prompt),
+        position=len(prompt) + len(output),
     )
 
 

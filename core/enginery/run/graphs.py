@@ -1,0 +1,156 @@
+"""Decoding steps as CUDA graphs: one per batch size, captured when first needed or in idle moments, replayed for fewer requests.
+
+    host      pad to a captured size, copy the token fields over those of the graph, let the backend refresh its captured plan
+    device    [ fill pending ids | device_prologue | model | logits ]      one launch
+
+A graph's token fields are one tensor, made from the axes of the batch; everything else that it reads belongs to the backend or the
+model. The logits of all sizes are in one buffer. Prefills, mixed steps and larger batches run eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from enginery.attention.axes import pad, token_fields
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.model import Model
+from enginery.run.batch import KNOWN, HostStep
+from enginery.run.token_feed import TokenFeed
+
+_log: Final = logging.getLogger(__name__)
+
+
+class Replayable(Protocol):
+    """A captured piece of device work."""
+
+    def replay(self) -> None:
+        """Run it again."""
+        ...
+
+
+Capture = Callable[[Callable[[], None]], Replayable]
+
+
+class CudaCapture:
+    """Captures into one memory pool, which all graphs share because they run one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Replayable:
+        """`run` is called twice: the first time, on a stream of its own, kernels may compile and libraries make their plans."""
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CapturedStep:
+    """packed: [fields + 1, size] int64, device: the token fields and the sources. batch: planned, its token fields in `packed`."""
+
+    packed: torch.Tensor
+    batch: ForwardBatch
+    graph: Replayable
+
+
+def graph_sizes(max_requests: int) -> tuple[int, ...]:
+    """1, 2, 4, then multiples of 8 up to 64 and of 16 beyond: padding costs an eighth at most where batches are large."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_requests, 16)]
+    return (*(size for size in sizes if size < max_requests), max_requests)
+
+
+class DecodeGraphs:
+    """Captures and replays. `waiting`: the sizes not captured yet, the smallest first."""
+
+    def __init__(
+        self, model: Model, relay: BackendRelay, *, feed: TokenFeed, geometry: KVGeometry, capture: Capture, logits: torch.Tensor
+    ) -> None:
+        """logits: [largest size, V], where all graphs write theirs."""
+        self.model = model
+        self.relay = relay
+        self.feed = feed
+        self.geometry = geometry
+        self.logits = logits
+        self.sizes = graph_sizes(len(logits))
+        self._capture = capture
+        self._captured: dict[int, CapturedStep] = {}
+
+    @classmethod
+    def build(
+        cls, model: Model, relay: BackendRelay, *, feed: TokenFeed, geometry: KVGeometry, capture: Capture, logits: torch.Tensor
+    ) -> DecodeGraphs | None:
+        """None, with the reason in the log, where the backend cannot be captured."""
+        if relay.ask("init_graph_state", max_batch_size=len(logits), max_num_tokens=len(logits)) is None:
+            _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend.backend_id)
+            return None
+        return cls(model, relay, feed=feed, geometry=geometry, capture=capture, logits=logits)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Sizes without a graph."""
+        return [size for size in self.sizes if size not in self._captured]
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """Capture the graph of one size. Takes as long as two or three eager steps."""
+        batch = pad(_no_requests(), num_requests=size, num_tokens=size, geometry=self.geometry)
+        packed = torch.stack([*token_fields(batch).values(), torch.full((size,), KNOWN)]).to(self.feed.device)
+        batch = self.feed.unpack(batch, packed)
+        self.relay.plan(batch, capture=True)
+
+        def run() -> None:
+            batch.input_ids = self.feed.fill(packed[0], packed[-1])
+            self.relay.ask("device_prologue", plan=batch.plan)
+            self.logits[:size].copy_(self.model.logits(self.model.forward(batch)))
+
+        graph = self._capture(run)
+        self._captured[size] = CapturedStep(packed=packed, batch=batch, graph=graph)
+        _log.debug("captured a decoding step of %d requests", size)
+
+    def run(self, step: HostStep) -> torch.Tensor | None:
+        """The logits of a decoding step, [B, V], valid until the next step; None if there is no graph for it."""
+        count = step.batch.num_requests
+        size = next((size for size in self.sizes if size >= count), None)
+        if step.batch.phase is not Phase.DECODE or size is None:
+            return None
+        if size not in self._captured:
+            self.capture(size)
+        captured = self._captured[size]
+        padded = pad(step.batch, num_requests=size, num_tokens=size, geometry=self.geometry)
+        sources = torch.nn.functional.pad(step.sources, (0, size - count), value=KNOWN)
+        packed = torch.stack([*token_fields(padded).values(), sources])
+        captured.packed.copy_(packed if self.feed.device.type == "cpu" else packed.pin_memory(), non_blocking=True)
+        self.relay.ask("refresh_graph_metadata", plan=captured.batch.plan, batch=padded)
+        captured.graph.replay()
+        return self.logits[:count]
+
+
+def _no_requests() -> ForwardBatch:
+    """A decoding batch to be padded."""
+    tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    return ForwardBatch(
+        phase=Phase.DECODE,
+        input_ids=tokens,
+        positions=tokens,
+        slots=tokens,
+        q_lens_cpu=requests,
+        kv_lens_cpu=requests,
+        page_table_cpu=torch.empty(0, 1, dtype=torch.int32),
+        num_logits_cpu=requests,
+        state_slots_cpu=requests,
+    )

@@ -1,0 +1,55 @@
+"""How tokens get into a step: those of the host in one upload, those that the step before samples from where it left them.
+
+    host      input_ids   [ 17 |  0 |  0 | 5 | 9 ]          0: not known yet
+              sources     [ -1 |  3 |  8 | -1| -1]          the state slots of their requests
+    device    last_tokens [ .. 42 (slot 3) .. 7 (slot 8) ]  written by the step before
+              input_ids   [ 17 | 42 |  7 | 5 | 9 ]
+
+So a step can be built and launched before the tokens of the one before have come back to the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from enginery.attention.axes import token_fields
+from enginery.contracts.batch import ForwardBatch
+from enginery.run.batch import KNOWN, HostStep
+
+
+class TokenFeed:
+    """Owns the last token of each running request on the device, [num_states + 1] int64; the last slot is for padding."""
+
+    def __init__(self, num_states: int, device: torch.device) -> None:
+        self.device = device
+        self.last_tokens = torch.zeros(num_states + 1, dtype=torch.int64, device=device)
+
+    def pack(self, step: HostStep) -> torch.Tensor:
+        """Every field of the batch that has a row per token, and the sources: [fields + 1, T] int64, host, pinned."""
+        return torch.stack([*token_fields(step.batch).values(), step.sources]).pin_memory()
+
+    def unpack(self, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
+        """`batch` with its token fields from `packed`, on the device. Pending ids are not filled in."""
+        fields = dict(zip(token_fields(batch), packed, strict=False))
+        return dataclasses.replace(batch, **fields)
+
+    def upload(self, step: HostStep) -> ForwardBatch:
+        """The step's batch with its token fields on the device, complete."""
+        batch, sources = step.batch, step.sources
+        if self.device.type != "cpu":
+            packed = self.pack(step).to(self.device, non_blocking=True)
+            batch, sources = self.unpack(batch, packed), packed[-1]
+        if step.has_pending:
+            batch.input_ids = self.fill(batch.input_ids, sources)
+        return batch
+
+    def fill(self, input_ids: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """[T] int64: a pending token from its request's slot. Device work alone."""
+        return torch.where(sources == KNOWN, input_ids, self.last_tokens[sources.clamp(min=0)])
+
+    def keep(self, sampled: torch.Tensor, slots: torch.Tensor) -> None:
+        """Remember what was sampled, [N] int64, device; slots: [N] int64, host."""
+        where = slots if self.device.type == "cpu" else slots.pin_memory().to(self.device, non_blocking=True)
+        self.last_tokens.index_copy_(0, where, sampled)

@@ -1,0 +1,128 @@
+"""Captured decoding steps give the eager ones' tokens. Here a graph runs its function again; on a device it is a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from core.testing.graph_backend import GraphBackend, NeverRefreshes
+from parity.engine_driver import generate, options
+from parity.oracle import FAMILIES, Oracle
+
+from enginery.attention.relay import BackendRelay
+from enginery.config.schema import EngineOptions
+from enginery.plugin.registry import Registry
+from enginery.run.build import BuiltParts, build_parts
+from enginery.run.engine import Engine
+from enginery.run.graphs import DecodeGraphs, Replayable, graph_sizes
+
+MAX_REQUESTS = 6
+
+
+class AgainAndAgain:
+    """In place of a CUDA graph: replaying runs the function, which reads and writes the same memory."""
+
+    def __init__(self) -> None:
+        self.num_captured = 0
+        self.num_replayed = 0
+
+    def __call__(self, run: Callable[[], None]) -> Replayable:
+        run()
+        self.num_captured += 1
+        outer = self
+
+        class Again:
+            def replay(self) -> None:
+                outer.num_replayed += 1
+                run()
+
+        return Again()
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture
+def llama(write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle("llama", FAMILIES["llama"])
+
+
+def with_graphs(
+    asked: EngineOptions, registry: Registry, backend: Callable[[object], GraphBackend] = GraphBackend
+) -> tuple[Engine, AgainAndAgain]:
+    """An engine over a backend that can be captured, on the host."""
+    create = registry.create_attn_backend
+
+    class Composed(Registry):
+        def create_attn_backend(self, name: str, context: object) -> object:
+            return backend(context)
+
+    composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
+    assert create is not composed.create_attn_backend
+    parts: BuiltParts = build_parts(asked, composed)
+    capture = AgainAndAgain()
+    logits = torch.empty(MAX_REQUESTS, parts.choice.facts.vocab_size)
+    pool = parts.relay.backend.pool
+    graphs = DecodeGraphs.build(parts.model, parts.relay, feed=parts.feed, geometry=pool.geometry, capture=capture, logits=logits)
+    assert graphs is not None
+    return Engine(dataclasses.replace(parts, graphs=graphs), registry, asked), capture
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("count", [1, 5, 7])
+def test_captured_steps_give_transformers_tokens(llama: Oracle, registry: Registry, *, count: int, overlap: bool) -> None:
+    engine, capture = with_graphs(options(llama, overlap=overlap, num_pages=60), registry)
+    assert generate(engine, llama.prompts[:count]) == llama.greedy[:count]
+    if count <= MAX_REQUESTS:  # seven at once are more than the largest graph
+        assert capture.num_replayed > 30
+        assert 1 <= capture.num_captured <= 4
+    else:
+        assert capture.num_replayed == 0
+
+
+def test_sizes_are_captured_when_needed_and_the_rest_in_idle_moments(llama: Oracle, registry: Registry) -> None:
+    engine, capture = with_graphs(options(llama, num_pages=60), registry)
+    assert graph_sizes(MAX_REQUESTS) == (1, 2, 4, 6)
+    generate(engine, llama.prompts[:3], max_tokens=4)
+    assert capture.num_captured == 1
+    while engine.prepare():
+        pass
+    assert capture.num_captured == len(graph_sizes(MAX_REQUESTS))
+    assert generate(engine, llama.prompts[:3]) == llama.greedy[:3]
+    assert capture.num_captured == len(graph_sizes(MAX_REQUESTS))
+
+
+def test_a_backend_that_does_not_refresh_is_noticed_here(llama: Oracle, registry: Registry) -> None:
+    engine, _ = with_graphs(options(llama, num_pages=60), registry, NeverRefreshes)
+    assert generate(engine, llama.prompts[:2]) != llama.greedy[:2]
+
+
+def test_a_backend_without_graphs_runs_eagerly_and_says_so(
+    llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = build_parts(options(llama), registry)
+    relay: BackendRelay = parts.relay
+    with caplog.at_level("INFO"):
+        graphs = DecodeGraphs.build(
+            parts.model,
+            relay,
+            feed=parts.feed,
+            geometry=parts.relay.backend.pool.geometry,
+            capture=AgainAndAgain(),
+            logits=torch.empty(4, 256),
+        )
+    assert graphs is None
+    assert "decoding runs eagerly: torch#0 has no init_graph_state" in caplog.text
+
+
+def test_sizes_pad_little() -> None:
+    sizes = graph_sizes(256)
+    assert sizes[-1] == 256
+    assert list(sizes) == sorted(set(sizes))
+    for count in range(1, 257):
+        size = next(size for size in sizes if size >= count)
+        assert size - count <= max(7, count // 4)

@@ -53,6 +53,8 @@ _FLAGS: Final = {
     "schedule_policy": _Flag(_PARTS, "auto, or the name of a policy."),
     "num_threads": _Flag(_PARTS, "Threads of a CPU engine."),
     "seed": _Flag(_PARTS, "Of random weights, and of requests without a seed."),
+    "profile_steps": _Flag(_PARTS, "Trace what the host does in so many steps."),
+    "profile_file": _Flag(_PARTS, "Where that Chrome trace is written."),
     "page_size": _Flag(_MEMORY, "Tokens in a page of the KV cache."),
     "num_pages": _Flag(_MEMORY, "Pages, instead of what the memory leaves."),
     "kv_memory_gib": _Flag(_MEMORY, "Bound of the KV cache in GiB."),

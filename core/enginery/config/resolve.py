@@ -100,6 +100,8 @@ def _check(asked: EngineOptions) -> None:
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, but must be at least 1")
+    if asked.profile_steps < 0:
+        raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
     if not 0 < asked.memory_fraction <= 1:
         raise ConfigError(f"memory_fraction is {asked.memory_fraction}, but must lie in (0, 1]")
     if asked.kv_memory_gib is not None and asked.kv_memory_gib <= 0:

@@ -52,6 +52,8 @@ class EngineOptions:
     graphs: bool = True
     num_threads: int | None = None
     seed: int = 0
+    profile_steps: int = 0
+    profile_file: str = "enginery-steps.json"
     blocked_plugins: tuple[str, ...] = ()
     no_plugins: bool = False
     plugin_options: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.engine import EngineFacts
@@ -19,6 +20,7 @@ from enginery.plugin.registry import Registry
 from enginery.run.build import BuiltParts, build_parts
 from enginery.run.runner import LaunchedStep, Runner, StepResult
 from enginery.run.sampling import reads_tokens
+from enginery.run.step_trace import StepTrace
 from enginery.schedule.scheduler import Scheduler
 from enginery.schedule.step import ScheduledStep
 
@@ -53,6 +55,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
         )
         self._overlap = int(settings.overlap)
+        self._trace = StepTrace(asked.profile_steps, Path(asked.profile_file)) if asked.profile_steps else None
         self._in_flight: deque[LaunchedStep] = deque()
         self._runner = Runner(
             parts.model,
@@ -96,10 +99,9 @@ class Engine:
         began = time.perf_counter()
         step = self._scheduler.next_step()
         if step.items:
-            schedule_s = time.perf_counter() - began
             if any(item.input_pending and reads_tokens(item.request.asked.params) for item in step.items):
                 outputs += self._publish_first()
-            self._in_flight.append(self._launch(step, schedule_s=schedule_s))
+            self._in_flight.append(self._launch(step, began_s=began))
         if len(self._in_flight) > (self._overlap if step.items else 0):
             outputs += self._publish_first()
         if not self._scheduler.has_work:
@@ -114,19 +116,22 @@ class Engine:
         graphs.capture(waiting[0])
         return True
 
-    def _launch(self, step: ScheduledStep, *, schedule_s: float) -> LaunchedStep:
+    def _launch(self, step: ScheduledStep, *, began_s: float) -> LaunchedStep:
         with self._naming(step):
-            return self._runner.launch(step, schedule_s=schedule_s)
+            return self._runner.launch(step, began_s=began_s)
 
     def _publish_first(self) -> list[RequestOutput]:
         """Wait for the step that was launched first of those in flight, and take its tokens in."""
-        launched = self._in_flight[0]
+        launched, waited_from = self._in_flight[0], time.perf_counter()
         with self._naming(launched.step):
             result = launched.wait()
         self._in_flight.popleft()
+        if self._trace is not None:
+            self._trace.add(launched, waited_from_s=waited_from)
         outputs = self._publish(launched.step, result)
         if self._registry.observers:
-            self._registry.observe_step(self._report(launched.step, result, schedule_s=launched.schedule_s))
+            schedule_s = launched.times.scheduled_s - launched.times.began_s
+            self._registry.observe_step(self._report(launched.step, result, schedule_s=schedule_s))
         self._num_steps += 1
         return outputs
 

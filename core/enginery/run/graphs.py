@@ -61,11 +61,15 @@ class CudaCapture:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
-    """packed: [fields + 1, size] int64, device: the token fields and the sources. batch: planned, its token fields in `packed`."""
+    """packed: [fields + 1, size] int64, device: the token fields and the sources. batch: planned, its token fields in `packed`.
+
+    logits: [size, V], valid from a replay to the next one of any size.
+    """
 
     packed: torch.Tensor
     batch: ForwardBatch
     graph: Replayable
+    logits: torch.Tensor
 
 
 def graph_sizes(max_requests: int) -> tuple[int, ...]:
@@ -119,11 +123,11 @@ class DecodeGraphs:
             self.logits[:size].copy_(self.model.logits(self.model.forward(batch)))
 
         graph = self._capture(run)
-        self._captured[size] = CapturedStep(packed=packed, batch=batch, graph=graph)
+        self._captured[size] = CapturedStep(packed=packed, batch=batch, graph=graph, logits=self.logits[:size])
         _log.debug("captured a decoding step of %d requests", size)
 
-    def run(self, step: HostStep) -> torch.Tensor | None:
-        """The logits of a decoding step, [B, V], valid until the next step; None if there is no graph for it."""
+    def plan(self, step: HostStep) -> CapturedStep | None:
+        """Bring the graph for a decoding step up to date with it. None if there is none: larger steps, and other phases."""
         count = step.batch.num_requests
         size = next((size for size in self.sizes if size >= count), None)
         if step.batch.phase is not Phase.DECODE or size is None:
@@ -136,8 +140,7 @@ class DecodeGraphs:
         packed = torch.stack([*token_fields(padded).values(), sources])
         captured.packed.copy_(packed if self.feed.device.type == "cpu" else packed.pin_memory(), non_blocking=True)
         self.relay.ask("refresh_graph_metadata", plan=captured.batch.plan, batch=padded)
-        captured.graph.replay()
-        return self.logits[:count]
+        return captured
 
 
 def _no_requests() -> ForwardBatch:

@@ -35,6 +35,17 @@ class StepResult:
     run_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """When the host was done with each part of a step, by `time.perf_counter`; it had begun at `began_s`."""
+
+    began_s: float
+    scheduled_s: float
+    built_s: float
+    planned_s: float
+    launched_s: float
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LaunchedStep:
     """A step that the device may still be running. sampled: [N] on the host, valid after `copied`, of the items `sampling`."""
@@ -45,9 +56,7 @@ class LaunchedStep:
     copied: torch.cuda.Event | None
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[list[TokenLogprob]]
-    schedule_s: float
-    plan_s: float
-    planned_at_s: float
+    times: StepTimes
 
     def wait(self) -> StepResult:
         """Its tokens, when they have come."""
@@ -60,8 +69,8 @@ class LaunchedStep:
             token_ids=token_ids,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            plan_s=self.plan_s,
-            run_s=time.perf_counter() - self.planned_at_s,
+            plan_s=self.times.planned_s - self.times.scheduled_s,
+            run_s=time.perf_counter() - self.times.planned_s,
         )
 
 
@@ -87,14 +96,18 @@ class Runner:
         self.eos_token_ids = eos_token_ids
 
     @torch.inference_mode()
-    def launch(self, step: ScheduledStep, *, schedule_s: float) -> LaunchedStep:
-        """Start the step. Inputs that are pending must be of the step launched before. schedule_s: for the report."""
-        began = time.perf_counter()
+    def launch(self, step: ScheduledStep, *, began_s: float) -> LaunchedStep:
+        """Start the step. Inputs that are pending must be of the step launched before. began_s: when its scheduling did."""
+        scheduled = time.perf_counter()
         built = build_step(step, page_size=self.page_size)
-        logits = None if self.graphs is None else self.graphs.run(built)  # [B, V]
+        built_at = time.perf_counter()
         prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in step.items]
-        planned = time.perf_counter()
-        if logits is None:
+        captured = None if self.graphs is None else self.graphs.plan(built)
+        if captured is not None:
+            planned = time.perf_counter()
+            captured.graph.replay()
+            logits = captured.logits[: len(step.items)]  # [B, V]
+        else:
             batch = self.feed.upload(built)
             self.relay.plan(batch)
             planned = time.perf_counter()
@@ -114,9 +127,13 @@ class Runner:
             copied=copied,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            schedule_s=schedule_s,
-            plan_s=planned - began,
-            planned_at_s=planned,
+            times=StepTimes(
+                began_s=began_s,
+                scheduled_s=scheduled,
+                built_s=built_at,
+                planned_s=planned,
+                launched_s=time.perf_counter(),
+            ),
         )
 
     def _wanted(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "enginery"
 PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 
-CORE_LINES = 12_000  # without the conformance kit, which serves nobody: it has a number of its own
+CORE_LINES = 13_000  # without the conformance kit, which serves nobody: it has a number of its own
 KIT_LINES = 1_700
 FORWARD_BATCH_FIELDS = 20
 

@@ -1,0 +1,111 @@
+"""The backend: plans on the host, then runs at most three kernels a layer. T tokens, H query heads, K KV heads."""
+
+from __future__ import annotations
+
+import torch
+
+from enginery.api import (
+    BackendContext,
+    ForwardBatch,
+    ForwardPlan,
+    KVPiece,
+    LayerSpec,
+    Phase,
+    PlanKey,
+    StalePlan,
+    Unsupported,
+    covering_plan,
+    hookimpl,
+)
+from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
+from enginery_attn_triton.plan import GraphState, Planner, TritonPlan
+from enginery_attn_triton.ragged import RaggedAttention, TritonChunkPlan
+from enginery_attn_triton.tiling import Device, LayerCut
+
+
+class TritonAttention:
+    """MHA, GQA and MQA over pages, with sliding window, soft cap and sinks; MLA over pages and ragged; decoding steps in graphs.
+
+    Requests of one token at the front of a batch are decoded, whatever the phase. Implements `enginery.api.AttnBackend`.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        self.backend_id = context.instance
+        self.pool = context.pool
+        self.arena = context.arena
+        self.geometry = context.geometry
+        facts, itemsize = Device.of(context.device), context.dtype.itemsize
+        self.cuts = tuple(
+            None if layer.recurrent is not None else LayerCut.of(layer, itemsize=itemsize, device=facts)
+            for layer in context.geometry.layers
+        )
+        every = tuple(dict.fromkeys(cut for cut in self.cuts if cut is not None))
+        self.planner = Planner(cuts=every, page_size=context.geometry.page_size, device=context.device, facts=facts)
+        latent = next((layer for layer in context.geometry.layers if layer.latent is not None), None)
+        self.ragged = RaggedAttention(layer=latent, itemsize=itemsize, device=context.device, facts=facts)
+        self.parts_bytes = max((cut.workspace_bytes for cut in every), default=0)
+        self.graphs: GraphState | None = None
+        self.epoch = 0
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TritonPlan:
+        """Upload tables for this batch; of a plan that is captured, say where `refresh_graph_metadata` will write them."""
+        key = PlanKey(
+            backend=self.backend_id,
+            phase=batch.phase,
+            num_requests=batch.num_requests,
+            num_tokens=batch.num_tokens,
+            epoch=self.epoch,
+        )
+        parts = self.arena.take("attention of split requests", self.parts_bytes)
+        if not capture:
+            return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts)
+        if self.graphs is None or batch.phase is not Phase.DECODE or batch.num_tokens != batch.num_requests:
+            raise Unsupported(
+                f"{self.backend_id} captures decoding steps of one token per request, after init_graph_state; "
+                f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
+            )
+        plan = TritonPlan(key=key, tables=self.graphs.tables(batch.num_requests), parts=parts)
+        self.graphs.refresh(batch, page_size=self.geometry.page_size)
+        return plan
+
+    @hookimpl
+    def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> TritonChunkPlan:
+        """Cut the rows into tiles, for each piece."""
+        return self.ragged.plan(batch, chunks, own=not disable_ragged)
+
+    @hookimpl
+    def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        """Take the memory that captured plans point into. Plans made before point elsewhere, and are not used any more."""
+        self.epoch += self.graphs is not None
+        self.graphs = GraphState(
+            tuple(dict.fromkeys(cut.decode for cut in self.planner.cuts)),
+            max_batch_size=max_batch_size,
+            num_pages=self.geometry.num_pages,
+            device=self.planner.device,
+        )
+        return True
+
+    @hookimpl
+    def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
+        """Upload this batch's tables to where the captured plan has them."""
+        if self.graphs is None or plan.key.epoch != self.epoch or plan.key.num_requests != batch.num_requests:
+            raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
+        self.graphs.refresh(batch, page_size=self.geometry.page_size)
+        return True
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
+        plan = covering_plan(batch, TritonPlan, backend=self.backend_id, epoch=self.epoch)
+        cut, tables = self.cuts[layer.local_id], plan.tables
+        assert cut is not None, "a recurrent layer has no pages"
+        keys, values = self.pool.layer(layer.local_id)
+        memory = Memory(k=keys, v=values, pages=tables.pages)
+        facts = layer.facts
+        scores = Scores(scale=layer.scale, softcap=facts.softcap, window=facts.sliding_window, sinks=layer.sinks)
+        if cut.decode in tables.decode:
+            run_decode(q, memory, out, cut=cut, split=tables.decode[cut.decode], parts=plan.parts, scores=scores)
+        if cut.dims in tables.prefill:
+            run_prefill(q, memory, out, dims=cut.dims, tiles=tables.prefill[cut.dims], scores=scores)

@@ -1,0 +1,1 @@
+"""The kernels. Nothing here knows of batches or plans."""

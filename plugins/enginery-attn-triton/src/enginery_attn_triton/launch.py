@@ -1,0 +1,196 @@
+"""From tensors and tables to kernels. S rows, H query heads, K KV heads, D, P, V as in `kernels/tiles.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from enginery_attn_triton.kernels.decode import decode, merge
+from enginery_attn_triton.kernels.prefill import prefill
+from enginery_attn_triton.plan import Split, Tiles
+from enginery_attn_triton.spec import is_interpreted
+from enginery_attn_triton.tiling import HeadDims, LayerCut, Tile
+
+_LOG2_E: Final = math.log2(math.e)
+_MERGED_AT_ONCE: Final = 8192  # values of parts
+_DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What becomes of q . k. window: None for none. sinks: [H] float32."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What multiplies before the soft cap and after it, in base 2; the first alone without one."""
+        if self.softcap is None:
+            return self.scale * _LOG2_E, 1.0
+        return self.scale / self.softcap, self.softcap * _LOG2_E
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Memory:
+    """Paged keys and values: [pages, page size, K, D or V], and the page table, [B * P] int32."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    pages: torch.Tensor
+
+
+def _common(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dims: HeadDims) -> dict[str, Any]:
+    """The arguments of both kernels that are known when they are compiled. q, out: [S, H, .], k, v: [.., K, .], strided."""
+    block_d, block_p, block_v = dims.blocks
+    return dict(
+        Q_STRIDE=q.stride(0),
+        Q_HEAD=q.stride(1),
+        OUT_STRIDE=out.stride(0),
+        OUT_HEAD=out.stride(1),
+        K_STRIDE=k.stride(-3),
+        K_HEAD=k.stride(-2),
+        V_STRIDE=v.stride(-3),
+        V_HEAD=v.stride(-2),
+        NUM_HEADS=dims.num_heads,
+        GROUP=dims.group,
+        D=dims.main,
+        P=dims.rope,
+        V=dims.value,
+        BLOCK_D=block_d,
+        BLOCK_P=block_p,
+        BLOCK_V=block_v,
+        SHARED=dims.shared,
+        DOT=tl.float32 if is_interpreted() else _DTYPES[q.dtype],  # the interpreter multiplies no bfloat16
+    )
+
+
+def _of_tile(tile: Tile) -> dict[str, Any]:
+    return dict(BLOCK_M=tile.rows, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def run_decode(
+    q: torch.Tensor, memory: Memory, out: torch.Tensor, *, cut: LayerCut, split: Split, parts: torch.Tensor, scores: Scores
+) -> None:
+    """q, out: [S, H, .], of which the first rows are written. parts: uint8, as large as the cut says."""
+    dims, tile = cut.dims, cut.decode_tile
+    num_items, num_requests = split.items.shape[0], split.splits.shape[0]
+    values = parts.view(torch.float32)
+    sums = values[2 * cut.decode.extra * dims.num_heads * dims.value :]
+    sinks = q if scores.sinks is None else scores.sinks
+    blocks = -(-dims.group // tile.rows)
+    decode[(dims.num_kv_heads * blocks, num_items)](
+        q,
+        memory.k,
+        memory.v,
+        out,
+        values,
+        sums,
+        split.items,
+        memory.pages,
+        sinks,
+        *scores.factors,
+        PAGE_SIZE=memory.k.shape[1],
+        HEAD_BLOCKS=blocks,
+        SOFTCAP=scores.softcap is not None,
+        SINKS=scores.sinks is not None,
+        **_common(q, out, memory.k, memory.v, dims=dims),
+        **_of_tile(tile),
+    )
+    if split.merged:
+        merge[(dims.num_heads, num_requests)](
+            out,
+            values,
+            sums,
+            split.splits,
+            sinks,
+            OUT_STRIDE=out.stride(0),
+            OUT_HEAD=out.stride(1),
+            NUM_HEADS=dims.num_heads,
+            V=dims.value,
+            BLOCK_S=max(16, _MERGED_AT_ONCE // dims.blocks[2]),
+            BLOCK_V=dims.blocks[2],
+            SINKS=scores.sinks is not None,
+            num_warps=4,
+        )
+
+
+def run_prefill(q: torch.Tensor, memory: Memory, out: torch.Tensor, *, dims: HeadDims, tiles: Tiles, scores: Scores) -> None:
+    """q, out: [S, H, .], of which the tiles' rows are written."""
+    _run_tiles(
+        q,
+        memory.k,
+        memory.v,
+        out,
+        dims=dims,
+        tiles=tiles,
+        scores=scores,
+        pages=memory.pages,
+        page_size=memory.k.shape[1],
+        causal=True,
+        lse=None,
+    )
+
+
+def run_ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    dims: HeadDims,
+    tiles: Tiles,
+    scale: float,
+    causal: bool,
+    lse: torch.Tensor | None,
+) -> None:
+    """See `RaggedAttendFn`."""
+    scores = Scores(scale=scale)
+    _run_tiles(q, k, v, out, dims=dims, tiles=tiles, scores=scores, pages=None, page_size=1, causal=causal, lse=lse)
+
+
+def _run_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    dims: HeadDims,
+    tiles: Tiles,
+    scores: Scores,
+    pages: torch.Tensor | None,
+    page_size: int,
+    causal: bool,
+    lse: torch.Tensor | None,
+) -> None:
+    tile = tiles.tile
+    blocks = -(-dims.group // tile.group_rows)
+    prefill[(dims.num_kv_heads * blocks, tiles.table.shape[0])](
+        q,
+        k,
+        v,
+        out,
+        out if lse is None else lse,
+        tiles.table,
+        tiles.table if pages is None else pages,
+        q if scores.sinks is None else scores.sinks,
+        *scores.factors,
+        PAGE_SIZE=page_size,
+        BLOCK_G=tile.group_rows,
+        HEAD_BLOCKS=blocks,
+        TOKENS=tile.tokens,
+        PAGED=pages is not None,
+        SOFTCAP=scores.softcap is not None,
+        SINKS=scores.sinks is not None,
+        CAUSAL=causal,
+        WINDOW=scores.window or 0,
+        LSE=lse is not None,
+        **_common(q, out, k, v, dims=dims),
+        **_of_tile(tile),
+    )

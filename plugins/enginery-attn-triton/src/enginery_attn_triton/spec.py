@@ -1,0 +1,62 @@
+"""What it can do."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
+
+NAME: Final = "triton"
+DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
+WORKSPACE_BYTES: Final = 64 << 20  # of the results of split requests; `Splitter` keeps to it
+MAX_HEAD_DIM: Final = 256
+MAX_RANK: Final = 512
+MAX_ROPE_DIM: Final = 128
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on host tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def make_spec() -> AttnBackendSpec:
+    """Interpreted, it is for the CPU, and last in the order: thousands of times slower than anything else there."""
+    interpreted = is_interpreted()
+    return AttnBackendSpec(
+        name=NAME,
+        api=(1, 0),
+        priority=1 if interpreted else 50,
+        summary="Triton kernels, interpreted: for tests" if interpreted else "Triton kernels for CUDA devices",
+        refuse_also=refuse_also,
+        capabilities=Capabilities(
+            devices=frozenset({"cpu"} if interpreted else {"cuda"}),
+            dtypes=DTYPES,
+            kv_dtypes=DTYPES,
+            min_compute_capability=None if interpreted else (8, 0),
+            sliding_window=True,
+            softcap=True,
+            sinks=True,
+            mla=True,
+            mla_ragged=True,
+            graphs=True,
+            lse_base="e",
+            needs_jit=True,
+            workspace_bytes=WORKSPACE_BYTES,
+        ),
+    )
+
+
+def refuse_also(needs: AttnNeeds) -> list[Reason]:
+    """Dims whose tiles do not fit on a multiprocessor, and a model and memory of different dtypes."""
+    reasons = []
+    if needs.dtype != needs.kv_dtype:
+        reasons.append(Reason(rule="kv dtype", text=f"keys and values are {needs.kv_dtype}, the model is {needs.dtype}"))
+    for layer in needs.layers:
+        latent = layer.latent
+        if latent is None and layer.head_dim > MAX_HEAD_DIM:
+            reasons.append(Reason(rule="head dim", text=f"head dim {layer.head_dim} is more than {MAX_HEAD_DIM}"))
+        if latent is not None and (latent.rank > MAX_RANK or latent.rope_dim > MAX_ROPE_DIM):
+            dims = f"latent rank {latent.rank} and rope dim {latent.rope_dim}"
+            reasons.append(Reason(rule="latent rank and rope dim", text=f"{dims} are more than {MAX_RANK} and {MAX_ROPE_DIM}"))
+    return list(dict.fromkeys(reasons))

@@ -1,0 +1,199 @@
+"""How a layer's work is cut into programs: from the layer's dims and the device alone, so once per layer.
+
+G query heads per KV head, D dims of a key's main part, P of the rest, V of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from enginery.api import AttnLayerFacts
+from enginery_attn_triton.spec import WORKSPACE_BYTES
+
+SMALL_TILE: Final = 16  # rows; the least that a matrix unit takes
+MAX_WAVES: Final = 4  # of items in a decoding step: the last wave is not full, and more of them cost more at their starts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What cutting depends on. shared_bytes: shared memory that a program can have."""
+
+    type: str
+    num_units: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """Interpreted, there are few units, so that short requests are split too."""
+        if device.type != "cuda":
+            return cls(type=device.type, num_units=4, shared_bytes=1 << 20)
+        facts = torch.cuda.get_device_properties(device)
+        shared_bytes: int = facts.shared_memory_per_block_optin  # type: ignore[attr-defined,unused-ignore]
+        return cls(type="cuda", num_units=facts.multi_processor_count, shared_bytes=shared_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadDims:
+    """What a kernel sees of a layer's heads. shared: the first V dims of a key are its value."""
+
+    num_heads: int
+    num_kv_heads: int
+    main: int
+    rope: int
+    value: int
+    itemsize: int
+    shared: bool
+
+    @classmethod
+    def of(cls, facts: AttnLayerFacts, itemsize: int) -> HeadDims:
+        """Of a layer over pages: latents are one head of two parts."""
+        main, rope = (facts.head_dim, 0) if facts.latent is None else (facts.latent.rank, facts.latent.rope_dim)
+        return cls(
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_kv_heads,
+            main=main,
+            rope=rope,
+            value=facts.value_dim,
+            itemsize=itemsize,
+            shared=facts.latent is not None,
+        )
+
+    @classmethod
+    def ragged(cls, facts: AttnLayerFacts, itemsize: int) -> HeadDims:
+        """Of an MLA layer whose keys and values were made: as many KV heads as query heads."""
+        assert facts.latent is not None
+        latent = facts.latent
+        return cls(
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_heads,
+            main=latent.nope_dim,
+            rope=latent.rope_dim,
+            value=latent.value_dim,
+            itemsize=itemsize,
+            shared=False,
+        )
+
+    @property
+    def group(self) -> int:
+        """G."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """D, P and V as powers of two."""
+        return padded(self.main), padded(self.rope), padded(self.value)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one key and its value in a tile."""
+        main, rope, value = self.blocks
+        return (main + (rope if self.rope else 0) + (0 if self.shared else value)) * self.itemsize
+
+
+def padded(dim: int) -> int:
+    """The next power of two that a matrix unit takes."""
+    return max(16, 1 << (dim - 1).bit_length()) if dim else 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """rows, keys: of a tile. group_rows: of its rows, those of one token. warps and stages as Triton has them."""
+
+    rows: int
+    keys: int
+    group_rows: int
+    warps: int
+    stages: int
+
+    @property
+    def tokens(self) -> int:
+        """Whose rows are in a tile."""
+        return self.rows // self.group_rows
+
+
+def decode_tile(dims: HeadDims, device: Device) -> Tile:
+    """One token's heads against about 32 KB of keys and values. Of latents, what shared memory holds."""
+    rows = min(64, padded(dims.group))
+    room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 32 << 10
+    keys = _power_below(min(room, device.shared_bytes // 2 + (32 << 10)) // dims.token_bytes, low=16, high=128)
+    warps = 8 if rows * padded(dims.value) > 8192 else 4
+    return Tile(rows=rows, keys=keys, group_rows=rows, warps=warps, stages=3)
+
+
+def prefill_tile(dims: HeadDims, device: Device, *, max_rows: int, paged: bool = True) -> Tile:
+    """max_rows: of one request and KV head in the batch. Two sizes, so that few kernels are compiled."""
+    wide = max(dims.blocks[0], dims.blocks[2])
+    if max_rows <= SMALL_TILE:
+        rows = SMALL_TILE
+    elif dims.itemsize == 4:
+        rows = 64 if wide <= 64 else 32 if wide <= 256 else SMALL_TILE
+    else:
+        rows = 128 if wide <= 256 else 64
+    keys = _power_below((80 << 10 if dims.shared and dims.itemsize == 2 else 40 << 10) // dims.token_bytes, low=16, high=64)
+    while rows > SMALL_TILE and _tiles_beside(dims, rows, keys=keys, device=device) < 1:
+        rows //= 2
+    while keys > SMALL_TILE and _tiles_beside(dims, rows, keys=keys, device=device) < 1:
+        keys //= 2
+    warps = 8 if rows >= 64 and wide >= 128 else 4
+    tiles = _tiles_beside(dims, rows, keys=keys, device=device)
+    stages = max(1, min(5, 2 * tiles - 1) if paged else min(3, tiles))  # each look-up of pages has a stage of its own
+    return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=stages)
+
+
+def _power_below(number: int, *, low: int, high: int) -> int:
+    return min(high, max(low, 1 << max(0, number.bit_length() - 1)))
+
+
+def _tiles_beside(dims: HeadDims, rows: int, *, keys: int, device: Device) -> int:
+    """How many tiles of keys and values shared memory holds beside the queries."""
+    main, rope, _ = dims.blocks
+    queries = rows * (main + (rope if dims.rope else 0)) * dims.itemsize
+    return (device.shared_bytes - queries - (4 << 10)) // (keys * dims.token_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCut:
+    """How decoding requests are split.
+
+    wave: how many items run at once on the whole device. extra: items more than requests, at the most.
+    """
+
+    window: int | None
+    tile_keys: int
+    wave: int
+    extra: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCut:
+    """All of one layer that planning needs. programs: for one item."""
+
+    dims: HeadDims
+    decode: DecodeCut
+    decode_tile: Tile
+    programs: int
+
+    @classmethod
+    def of(cls, facts: AttnLayerFacts, *, itemsize: int, device: Device) -> LayerCut:
+        """A request of n items adds n - 1 to `extra` and has n parts, so there are at most twice `extra` parts."""
+        dims = HeadDims.of(facts, itemsize)
+        tile = decode_tile(dims, device)
+        programs = dims.num_kv_heads * -(-dims.group // tile.rows)
+        resident = max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
+        wave = max(1, resident * device.num_units // programs)
+        extra = min(MAX_WAVES * wave, WORKSPACE_BYTES // (2 * part_bytes(dims)))
+        cut = DecodeCut(window=facts.sliding_window, tile_keys=tile.keys, wave=wave, extra=extra)
+        return cls(dims=dims, decode=cut, decode_tile=tile, programs=programs)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of the results of split requests."""
+        return 2 * self.decode.extra * part_bytes(self.dims)
+
+
+def part_bytes(dims: HeadDims) -> int:
+    """Of one part: [H, V] and [H], float32."""
+    return 4 * dims.num_heads * (dims.value + 1)

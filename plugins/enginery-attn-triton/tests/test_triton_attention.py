@@ -1,0 +1,211 @@
+"""What the kit does not reach: how requests are split, addresses beyond 2^31, long requests, graphs that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts, Phase, StalePlan, Unsupported
+from enginery.testing.cases import AttnCase
+from enginery.testing.rules import compare
+from enginery.testing.suite import AttnBackendSuite
+from enginery.testing.workbench import Workbench
+from enginery_attn_triton.plan import split_decoding, tiles_of
+from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
+from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
+
+H200 = Device(type="cuda", num_units=132, shared_bytes=227 << 10)
+LLAMA = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
+DEEPSEEK = AttnLayerFacts(
+    num_heads=128, num_kv_heads=1, head_dim=576, latent=LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+)
+
+
+def lens(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@given(
+    kv_lens=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    window=st.none() | st.integers(1, 600),
+    tile_keys=st.sampled_from([16, 64]),
+    extra=st.integers(0, 50),
+)
+def test_items_cover_what_each_row_sees_once_and_are_no_more_than_allowed(kv_lens, window, tile_keys, extra) -> None:
+    cut = DecodeCut(window=window, tile_keys=tile_keys, wave=max(1, extra // 3), extra=extra)
+    items, splits = split_decoding(lens(*kv_lens), cut, columns=7)
+    assert len(items) - len(kv_lens) <= extra
+    parts = []
+    for row, kv_len in enumerate(kv_lens):
+        mine = items[items[:, 0] == row]
+        assert (mine[:, 1] == row * 7).all()
+        assert mine[0, 2] == max(0, kv_len - (window or kv_len))
+        assert mine[-1, 3] == kv_len
+        assert (mine[1:, 2] == mine[:-1, 3]).all()
+        assert (mine[:, 2] < mine[:, 3]).all()
+        first, count = splits[row]
+        assert mine[:, 4].tolist() == ([-1] if count == 0 else list(range(first, first + count)))
+        parts += mine[:, 4].tolist() if count else []
+    assert parts == list(range(len(parts)))
+    assert len(parts) <= 2 * extra
+
+
+def test_one_long_request_is_split_over_the_whole_device_and_many_short_ones_are_not() -> None:
+    layer = LayerCut.of(LLAMA, itemsize=2, device=H200)
+    cut = layer.decode
+    items, _ = split_decoding(lens(32768), cut, columns=2048)
+    assert 3.5 * H200.num_units <= len(items) * layer.programs <= 4 * H200.num_units
+    sizes = items[:, 3] - items[:, 2]
+    assert sizes.max() - sizes.min() <= cut.tile_keys
+    items, splits = split_decoding(lens(*[60] * 300), cut, columns=4)
+    assert len(items) == 300
+    assert not splits.any()
+
+
+def test_a_long_request_among_short_ones_is_split() -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    items, _ = split_decoding(lens(*[200] * 255, 100_000), cut, columns=6250)
+    assert (items[:, 3] - items[:, 2]).max() < 4000
+
+
+@pytest.mark.parametrize("facts", [LLAMA, DEEPSEEK, dataclasses.replace(LLAMA, num_heads=256, num_kv_heads=1, head_dim=256)])
+def test_the_workspace_is_within_what_capabilities_state(facts) -> None:
+    cut = LayerCut.of(facts, itemsize=2, device=H200)
+    assert 0 < cut.workspace_bytes <= WORKSPACE_BYTES == make_spec().capabilities.workspace_bytes
+    assert cut.workspace_bytes == 2 * cut.decode.extra * part_bytes(cut.dims)
+
+
+@given(requests=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), min_size=1, max_size=12), tokens=st.integers(1, 33))
+def test_tiles_cover_each_token_once_the_longest_first(requests, tokens) -> None:
+    q_lens, kv_lens = (lens(*values) for values in zip(*[(new, cached + new) for new, cached in requests], strict=True))
+    table = tiles_of(q_lens, kv_lens, np.arange(len(q_lens), dtype=np.int32), first_row=5, tokens=tokens)
+    covered = sorted(row + token for row, first, end, *_ in table.tolist() for token in range(first, min(first + tokens, end)))
+    assert [first + token for first, token in ((5, row) for row in range(int(q_lens.sum())))] == covered
+    ends = table[:, 3] - table[:, 2] + table[:, 1]
+    assert (ends[:-1] >= ends[1:]).all()
+
+
+def test_tiles_fit_into_shared_memory() -> None:
+    for facts in (LLAMA, DEEPSEEK, dataclasses.replace(LLAMA, head_dim=256), dataclasses.replace(LLAMA, head_dim=64)):
+        for itemsize in (2, 4):
+            for device in (H200, dataclasses.replace(H200, shared_bytes=99 << 10)):
+                dims = LayerCut.of(facts, itemsize=itemsize, device=device).dims
+                tile = prefill_tile(dims, device, max_rows=4096)
+                main, rope, _ = dims.blocks
+                needed = (
+                    tile.rows * (main + (rope if dims.rope else 0)) * itemsize
+                    + (tile.stages + 1) // 2 * tile.keys * dims.token_bytes
+                )
+                assert needed <= device.shared_bytes
+
+
+def test_dims_whose_tiles_are_too_large_and_mixed_dtypes_are_refused() -> None:
+    spec = make_spec()
+    needs = AttnNeeds(
+        device=min(spec.capabilities.devices),
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        page_size=16,
+        layers=(LLAMA,),
+        compute_capability=(9, 0),
+    )
+    assert spec.refuse(needs) == []
+    wide = dataclasses.replace(LLAMA, head_dim=512)
+    assert [reason.rule for reason in spec.refuse(dataclasses.replace(needs, layers=(wide, wide)))] == ["head dim"]
+    assert [reason.rule for reason in spec.refuse(dataclasses.replace(needs, kv_dtype="float16"))] == ["kv dtype"]
+
+
+def test_the_interpreter_makes_it_a_backend_for_the_cpu_and_the_last(monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert make_spec().capabilities.devices == {"cpu"}
+    assert make_spec().priority < 10
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert make_spec().capabilities.devices == {"cuda"}
+    assert make_spec().capabilities.min_compute_capability == (8, 0)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_addresses_are_wide_enough_for_pools_of_more_than_two_to_the_31_values() -> None:
+    from enginery_attn_triton.kernels.addresses import addresses
+
+    pages = torch.tensor([3, 1 << 27], dtype=torch.int32)
+    out = torch.zeros(16, dtype=torch.int64)
+    addresses[(1,)](pages, out, PAGE_SIZE=8, STRIDE=1024)
+    assert out.tolist() == [(pages[key // 8].item() * 8 + key % 8) * 1024 for key in range(16)]
+
+
+class Interpreted(AttnBackendSuite):
+    backend = "triton"
+
+
+@pytest.fixture
+def bench(interpreter: None) -> Workbench:
+    """A layer with a window beside one without, and room for a captured step of six requests."""
+    facts = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=40, sinks=True)
+    made = Workbench(Interpreted.subject(), AttnCase(facts=facts, page_size=16, dtype="float32"))
+    made.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
+    return made
+
+
+def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_lengths(bench) -> None:
+    captured = bench.pad(bench.batch([], Phase.DECODE), requests=6, tokens=6)
+    bench.relay.plan(captured, capture=True)
+    places = [split.items.data_ptr() for split in captured.plan.tables.decode.values()]
+    for cached in ((200, 0, 15, 16, 90, 1), (9, 300), (1,)):
+        turns = bench.turns([(length, 1) for length in cached])
+        batch = bench.pad(bench.batch(turns, Phase.DECODE), requests=6 - len(turns), tokens=6 - len(turns))
+        bench.relay.ask("refresh_graph_metadata", plan=captured.plan, batch=batch)
+        batch.mark_planned(captured.plan)
+        compare(bench.attend(batch, turns), [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
+    assert places == [split.items.data_ptr() for split in captured.plan.tables.decode.values()]
+
+
+def test_what_cannot_be_captured_or_refreshed_is_refused(bench) -> None:
+    turns = bench.turns([(5, 3)])
+    with pytest.raises(Unsupported, match="one token per request"):
+        bench.relay.plan(bench.batch(turns, Phase.PREFILL), capture=True)
+    with pytest.raises(Unsupported, match="init_graph_state was told 6"):
+        bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=7, tokens=7), capture=True)
+    captured = bench.pad(bench.batch([], Phase.DECODE), requests=4, tokens=4)
+    bench.relay.plan(captured, capture=True)
+    with pytest.raises(StalePlan, match="to refresh"):
+        bench.relay.ask("refresh_graph_metadata", plan=captured.plan, batch=bench.batch(bench.turns([(5, 1)]), Phase.DECODE))
+    bench.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
+    with pytest.raises(StalePlan):
+        bench.attend(captured, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_keys_beyond_two_to_the_31_values_are_read_on_cuda() -> None:
+    from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
+    from enginery_attn_triton.plan import Split, Tiles
+
+    facts = AttnLayerFacts(num_heads=8, num_kv_heads=8, head_dim=128)
+    num_pages = (1 << 31) // (16 * 8 * 128) + 8
+    k = torch.zeros(num_pages, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    k[-2:] = torch.randn(2, 16, 8, 128, device="cuda")
+    pages = torch.tensor([num_pages - 2, num_pages - 1], dtype=torch.int32, device="cuda")
+    q = torch.randn(16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    keys = k[-2:].flatten(0, 1).double()  # [32, 8, 128]
+    cut = LayerCut.of(facts, itemsize=2, device=Device.of(torch.device("cuda")))
+    scores, memory, out = Scores(scale=0.1), Memory(k=k, v=k, pages=pages), torch.empty_like(q)
+    seen = torch.ones(16, 32, dtype=torch.bool, device="cuda").tril(16)
+    weights = (torch.einsum("shd,lhd->hsl", q.double(), keys) * 0.1).masked_fill(~seen, float("-inf")).softmax(-1)
+    wanted = torch.einsum("hsl,lhd->shd", weights, keys)
+
+    tile = prefill_tile(cut.dims, H200, max_rows=16)
+    table = torch.from_numpy(tiles_of(lens(16), lens(32), lens(0), first_row=0, tokens=tile.tokens)).cuda()
+    run_prefill(q, memory, out, dims=cut.dims, tiles=Tiles(table=table, tile=tile), scores=scores)
+    torch.testing.assert_close(out.double(), wanted, atol=0.02, rtol=0.02)
+
+    items, splits = (torch.from_numpy(part).cuda() for part in split_decoding(lens(32), cut.decode, columns=2))
+    parts = torch.empty(cut.workspace_bytes, dtype=torch.uint8, device="cuda")
+    last = torch.empty_like(out[:1])
+    run_decode(q[-1:], memory, last, cut=cut, split=Split(items=items, splits=splits, merged=True), parts=parts, scores=scores)
+    torch.testing.assert_close(last.double(), wanted[-1:], atol=0.02, rtol=0.02)

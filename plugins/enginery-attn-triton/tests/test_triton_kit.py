@@ -1,0 +1,47 @@
+"""The conformance kit: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from enginery.testing.conformance import Check
+from enginery.testing.subject import Subject
+from enginery.testing.suite import AttnBackendSuite
+
+CAN_INTERPRET = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
+
+# A prefix in chunks of a few keys makes thousands of programs, of some milliseconds each. Other cases of these rules run.
+TOO_SLOW = (
+    "long-tail: MLA, heads 4/1, rank 32+16, chunked",
+    "numbers: MLA, heads 16/1, rank 32+16, chunked",
+    "padded-equals-unpadded: MLA, heads 4/1, rank 32+16, chunked",
+    "plan-a-plan-b-run-a: MLA, heads 4/1, rank 32+16, chunked",
+)
+
+
+@pytest.mark.skipif(not CAN_INTERPRET, reason="kernels are interpreted where Triton is installed and there is no CUDA device")
+@pytest.mark.usefixtures("interpreter")
+class TestTritonInterpreted(AttnBackendSuite):
+    backend = "triton"
+
+    @classmethod
+    def subject(cls) -> Subject:
+        """Found with the interpreter switched on, in which the backend is one for the CPU."""
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("TRITON_INTERPRET", "1")
+            return super().subject()
+
+    def test_rule(self, subject_of_kit: Subject, check: Check) -> None:
+        """All but the slowest cases."""
+        if str(check).startswith(TOO_SLOW):
+            pytest.skip("the interpreter takes up to two minutes for it; on a GPU it runs")
+        super().test_rule(subject_of_kit, check)
+
+
+@pytest.mark.gpu
+class TestTritonOnCuda(AttnBackendSuite):
+    backend = "triton"
+    device = "cuda"

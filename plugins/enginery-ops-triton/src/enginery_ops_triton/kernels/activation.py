@@ -1,0 +1,26 @@
+"""SwiGLU's gate."""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.precision import round_to
+
+
+@kernel
+def gated_silu(
+    x: tl.tensor, out: tl.tensor, x_stride: int, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+) -> None:
+    """x: [N, 2 COLUMNS] with its row stride; out: [N, COLUMNS] contiguous. Rounds silu, as the torch reference does."""
+    release_successor(CHAINED)
+    wait_for_predecessor(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    at = x + row * x_stride + column
+    gate = tl.load(at, mask=inside, other=0.0)
+    up = tl.load(at + COLUMNS, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    silu = round_to(wide / (1.0 + tl.exp(-wide)), gate.dtype)
+    tl.store(out + row * COLUMNS + column, round_to(silu.to(tl.float32) * up, out.dtype.element_ty), mask=inside)

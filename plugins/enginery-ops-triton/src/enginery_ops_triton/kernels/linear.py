@@ -1,0 +1,125 @@
+"""y = x W^T + b for so few rows of x that reading W is all that counts."""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.precision import add_product, round_to
+
+
+@kernel
+def matvec(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    weight_stride: int,
+    num_outputs: int,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x: [ROWS, COLUMNS]; weight: [num_outputs, COLUMNS]; out: [ROWS, num_outputs] contiguous.
+
+    The first block of the weight is on its way before x is waited for. More rows than one read the others again.
+    """
+    release_successor(CHAINED)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    whole: tl.constexpr = COLUMNS % BLOCK_K == 0
+    wanted = n[:, None] < num_outputs
+    at = weight + n[:, None].to(tl.int64) * weight_stride + k[None, :]
+    block = tl.load(at, mask=wanted if whole else wanted & (k[None, :] < COLUMNS), other=0.0, eviction_policy="evict_first")
+    offset = tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32) if BIAS else 0.0
+    wait_for_predecessor(CHAINED)
+    for row in tl.static_range(ROWS):
+        x_at = x + row * x_stride + k
+        x_part = tl.load(x_at, mask=k < COLUMNS, other=0.0)
+        acc = block.to(tl.float32) * x_part.to(tl.float32)[None, :]
+        for start in tl.static_range(BLOCK_K, COLUMNS, BLOCK_K):
+            left = start + k < COLUMNS
+            more = tl.load(at + start, mask=wanted if whole else wanted & left[None, :], other=0.0, eviction_policy="evict_first")
+            acc += more.to(tl.float32) * tl.load(x_at + start, mask=left, other=0.0).to(tl.float32)[None, :]
+        result = tl.sum(acc, axis=1) + offset
+        tl.store(out + row * num_outputs + n, round_to(result, out.dtype.element_ty), mask=n < num_outputs)
+
+
+@kernel
+def few_rows(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    num_rows: int,
+    x_stride: int,
+    weight_stride: int,
+    num_outputs: int,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """As `matvec` on the matrix units, for num_rows <= BLOCK_M. It too has its first block of the weight on its way early.
+
+    The columns are split among SPLIT programs. Each leaves its sums in `partial` [SPLIT, num_rows, num_outputs] float32; the last
+    to arrive adds them up in a fixed order and clears its counter in `arrived` [blocks of outputs] for the next launch.
+    """
+    release_successor(CHAINED)
+    block_n = tl.program_id(0)
+    part = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    steps: tl.constexpr = (COLUMNS + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
+    whole: tl.constexpr = COLUMNS % (BLOCK_K * SPLIT) == 0
+    x_at = x + m[:, None] * x_stride + k[None, :]
+    weight_at = weight + n[None, :].to(tl.int64) * weight_stride + k[:, None]
+    x_inside = m[:, None] < num_rows
+    weight_inside = n[None, :] < num_outputs
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    first = part * steps * BLOCK_K
+    if whole:
+        block = tl.load(weight_at + first, mask=weight_inside, other=0.0)
+        wait_for_predecessor(CHAINED)
+        x_part = tl.load(x_at + first, mask=x_inside, other=0.0)
+    else:
+        block = tl.load(weight_at + first, mask=weight_inside & (first + k[:, None] < COLUMNS), other=0.0)
+        wait_for_predecessor(CHAINED)
+        x_part = tl.load(x_at + first, mask=x_inside & (first + k[None, :] < COLUMNS), other=0.0)
+    acc = add_product(acc, x_part, block)
+    for step in tl.range(1, steps, num_stages=STAGES):
+        start = first + step * BLOCK_K
+        if whole:
+            x_part = tl.load(x_at + start, mask=x_inside, other=0.0)
+            block = tl.load(weight_at + start, mask=weight_inside, other=0.0)
+        else:
+            x_part = tl.load(x_at + start, mask=x_inside & (start + k[None, :] < COLUMNS), other=0.0)
+            block = tl.load(weight_at + start, mask=weight_inside & (start + k[:, None] < COLUMNS), other=0.0)
+        acc = add_product(acc, x_part, block)
+    inside = x_inside & weight_inside
+    out_at = m[:, None] * num_outputs + n[None, :]
+    last = SPLIT == 1
+    if SPLIT > 1:
+        tl.store(partial + part * num_rows * num_outputs + out_at, acc, mask=inside)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        last = tl.atomic_add(arrived + block_n, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        if SPLIT > 1:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for other in range(SPLIT):
+                acc += tl.load(partial + other * num_rows * num_outputs + out_at, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + block_n, 0)
+        if BIAS:
+            acc += tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + out_at, round_to(acc, out.dtype.element_ty), mask=inside)

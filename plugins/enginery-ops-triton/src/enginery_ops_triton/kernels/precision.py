@@ -1,0 +1,28 @@
+"""Rounding and products that are the same in Triton's interpreter, which cuts bfloat16 off and cannot multiply it (3.6)."""
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+from enginery_ops_triton.kernels.launch import kernel
+
+INTERPRETED = tl.constexpr(not isinstance(tl.max, triton.JITFunction))  # decided for the process when triton is imported
+
+
+@kernel
+def round_to(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """float32 to a shorter type, to the nearest, ties to even."""
+    if INTERPRETED and DTYPE.is_bf16():
+        bits = values.to(tl.int32, bitcast=True)
+        values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return values.to(DTYPE)
+
+
+@kernel
+def add_product(acc: tl.tensor, a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """acc + a b, in float32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc)

@@ -1,0 +1,166 @@
+"""The operations as the core calls them: shapes, strides, block sizes. What a kernel cannot take goes to the core's reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from enginery.api import LinearFn
+from enginery.nn import reference_ops
+from enginery_ops_triton.kernels import activation, norm, rotary
+from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.small_linear import bind_small_linear
+
+GATE_BLOCK: Final = 1024
+HEADS_PER_PROGRAM: Final = 8
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., C] -> [N, C] with adjacent columns; a view where there can be one."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonOps:
+    """dependent_launch: kernels start while the one before them still runs (compute capability 9.0)."""
+
+    dependent_launch: bool
+
+    def bind_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
+        """Own kernels for a few rows, torch for more."""
+        return bind_small_linear(weight, bias, dependent_launch=self.dependent_launch)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Over the last dimension; a weight per head broadcasts, by the reference."""
+        if weight.dim() != 1:
+            return reference_ops.rms_norm(x, weight, eps)
+        rows = _rows(x)
+        return self._norm(rows, None, weight, eps).view(x.shape)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The norm of residual + x; residual keeps the sum."""
+        if residual.dim() != 2 or residual.stride(-1) != 1:
+            return reference_ops.add_rms_norm(x, residual, weight, eps)
+        return self._norm(_rows(x), residual, weight, eps)
+
+    def _norm(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        num_rows, columns = x.shape
+        summed = x if residual is None else residual
+        out = torch.empty((num_rows, columns), dtype=torch.promote_types(summed.dtype, weight.dtype), device=x.device)
+        block = next_power_of_2(columns)
+        norm.rms_norm[(num_rows,)](
+            x,
+            summed,
+            weight.contiguous(),
+            out,
+            x.stride(0),
+            summed.stride(0),
+            eps,
+            COLUMNS=columns,
+            BLOCK=block,
+            ADD=residual is not None,
+            CHAINED=self.dependent_launch,
+            num_warps=min(max(block // 512, 1), 16),
+            launch_pdl=self.dependent_launch,
+        )
+        return out
+
+    def qk_norm_rotary(self, qk: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> None:
+        """In place on [T, N, D], whose tokens and heads may be any distance apart."""
+        if qk.stride(-1) != 1 or cos_sin.stride(-1) != 1:
+            reference_ops.qk_norm_rotary(qk, weight, eps, cos_sin)
+            return
+        self._rotate(qk, weight, eps, cos_sin, num_query=qk.shape[1], num_rotated=qk.shape[1])
+
+    def qk_norm_rotary_write(
+        self,
+        qkv: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        *,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """`qk_norm_rotary` on the first H + K heads of qkv [T, H + 2K, D], then keys and values into their slots.
+
+        keys, values: [num_slots, K, D], of one layout; slots: [T] int64.
+        """
+        num_kv = keys.shape[1]
+        if qkv.stride(-1) != 1 or cos_sin.stride(-1) != 1 or keys.stride() != values.stride() or keys.stride(-1) != 1:
+            raise ValueError(
+                f"heads, angles, keys and values must have adjacent dims: {qkv.stride()=}, {keys.stride()=}, {values.stride()=}"
+            )
+        num_rotated = qkv.shape[1] - num_kv
+        self._rotate(
+            qkv, weight, eps, cos_sin, num_query=num_rotated - num_kv, num_rotated=num_rotated, stored=(keys, values, slots)
+        )
+
+    def _rotate(
+        self,
+        heads: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        *,
+        num_query: int,
+        num_rotated: int,
+        stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        num_tokens, num_heads, dim = heads.shape
+        rotary_dim = cos_sin.shape[-1]
+        keys, values, slots = stored or (heads, heads, heads)
+        per_program = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+        scale = heads if weight is None else weight.expand(num_rotated, dim)
+        if scale.stride(-1) != 1:
+            scale = scale.contiguous()
+        rotary.rotate_heads[(num_tokens, -(-num_heads // per_program))](
+            heads,
+            scale,
+            cos_sin,
+            keys,
+            values,
+            slots,
+            heads.stride(0),
+            heads.stride(1),
+            scale.stride(0),
+            cos_sin.stride(0),
+            keys.stride(0),
+            keys.stride(1),
+            eps,
+            NUM_HEADS=num_heads,
+            NUM_ROTATED=num_rotated,
+            NUM_QUERY=num_query,
+            DIM=dim,
+            ROTARY=rotary_dim,
+            BLOCK_HEADS=per_program,
+            BLOCK_HALF=next_power_of_2(rotary_dim // 2),
+            BLOCK_REST=next_power_of_2(dim - rotary_dim) if dim > rotary_dim else 0,
+            NORM=weight is not None,
+            WRITE=stored is not None,
+            CHAINED=self.dependent_launch,
+            num_warps=4 if per_program * dim >= 512 else 1,
+            launch_pdl=self.dependent_launch,
+        )
+
+    def gated_silu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(first half) * second half."""
+        rows = _rows(x)
+        num_rows, columns = rows.shape[0], rows.shape[1] // 2
+        out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
+        block = min(GATE_BLOCK, next_power_of_2(columns))
+        activation.gated_silu[(num_rows, -(-columns // block))](
+            rows,
+            out,
+            rows.stride(0),
+            COLUMNS=columns,
+            BLOCK=block,
+            CHAINED=self.dependent_launch,
+            num_warps=4,
+            launch_pdl=self.dependent_launch,
+        )
+        return out

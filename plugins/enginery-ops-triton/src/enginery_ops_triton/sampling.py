@@ -1,0 +1,88 @@
+"""Tokens from logits, without a sort and without the host: can be captured in a CUDA graph. Not in the core's table yet.
+
+N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from enginery_ops_triton.kernels import sampling
+from enginery_ops_triton.kernels.launch import next_power_of_2
+
+ARGMAX_BLOCK: Final = 4096
+SAMPLE_BLOCK: Final = 8192
+LEAST_TEMPERATURE: Final = 1e-5
+_MISSING_BITS: Final = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # in which its float32 differs from no other
+
+
+def greedy_sample(logits: torch.Tensor, *, dependent_launch: bool) -> torch.Tensor:
+    """The index of each row's largest logit, the lowest of equal ones: [N, V] -> [N] int64."""
+    num_rows, vocab_size = logits.shape
+    num_blocks = -(-vocab_size // ARGMAX_BLOCK)
+    values = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
+    indices = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    sampling.best_of_block[(num_rows, num_blocks)](
+        logits,
+        values,
+        indices,
+        logits.stride(0),
+        num_blocks,
+        VOCAB=vocab_size,
+        BLOCK=ARGMAX_BLOCK,
+        CHAINED=dependent_launch,
+        num_warps=8,
+        launch_pdl=dependent_launch,
+    )
+    sampling.best_of_blocks[(num_rows,)](
+        values,
+        indices,
+        tokens,
+        num_blocks,
+        BLOCK=next_power_of_2(num_blocks),
+        CHAINED=dependent_launch,
+        num_warps=1,
+        launch_pdl=dependent_launch,
+    )
+    return tokens
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+    dependent_launch: bool,
+) -> torch.Tensor:
+    """A token for each row of logits [N, V]: [N] int64.
+
+    temperature, top_p, min_p, uniform: [N] float32; top_k: [N] int32, 0 for all. A temperature of 0 is greedy. top_p is of what
+    top_k left. The tokens kept stand in the order of their indices, and `uniform` in [0, 1) says where to stop.
+    """
+    num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    block = min(SAMPLE_BLOCK, next_power_of_2(vocab_size))
+    sampling.sample_rows[(num_rows,)](
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        uniform,
+        tokens,
+        logits.stride(0),
+        LEAST_TEMPERATURE,
+        VOCAB=vocab_size,
+        SHIFT=_MISSING_BITS[logits.dtype],
+        BLOCK=block,
+        CHAINED=dependent_launch,
+        num_warps=16 if block > 1024 else 4,
+        launch_pdl=dependent_launch,
+    )
+    return tokens

@@ -1,0 +1,58 @@
+"""What it offers and where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from enginery.api import OpNeeds, OpSpec, Reason
+
+DTYPES = ("float32", "bfloat16", "float16")
+OLDEST = (8, 0)  # bfloat16 and asynchronous copies came with it
+DEPENDENT_LAUNCH = (9, 0)
+
+
+def _refuse(needs: OpNeeds) -> list[Reason]:
+    reasons = []
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if needs.device == "cpu" and not interpreted:
+        reasons.append(Reason(rule="device", text="runs on a CPU only in Triton's interpreter, for tests: TRITON_INTERPRET=1"))
+    elif needs.device == "cuda" and interpreted:
+        reasons.append(Reason(rule="device", text="TRITON_INTERPRET=1 is set: kernels would run on the CPU, the device is cuda"))
+    elif needs.device not in ("cpu", "cuda"):
+        reasons.append(Reason(rule="device", text=f"runs on CUDA devices, the device is {needs.device}"))
+    if needs.dtype not in DTYPES:
+        reasons.append(Reason(rule="dtype", text=f"has kernels for {', '.join(DTYPES)}, the model runs in {needs.dtype}"))
+    capability = needs.compute_capability
+    if needs.device == "cuda" and capability is not None and capability < OLDEST:
+        text = f"needs compute capability {OLDEST[0]}.{OLDEST[1]}, the device has {capability[0]}.{capability[1]}"
+        reasons.append(Reason(rule="compute_capability", text=text))
+    if find_spec("triton") is None:
+        reasons.append(Reason(rule="installed", text="triton is not installed: pip install triton"))
+    return reasons
+
+
+def _load(needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:
+    from enginery_ops_triton.ops import TritonOps
+
+    chained = needs.device == "cuda" and (needs.compute_capability or OLDEST) >= DEPENDENT_LAUNCH
+    ops = TritonOps(dependent_launch=chained)
+    return {
+        "bind_linear": ops.bind_linear,
+        "rms_norm": ops.rms_norm,
+        "add_rms_norm": ops.add_rms_norm,
+        "qk_norm_rotary": ops.qk_norm_rotary,
+        "gated_silu": ops.gated_silu,
+    }
+
+
+TRITON = OpSpec(
+    name="triton",
+    api=(1, 0),
+    priority=20,
+    provides=("bind_linear", "rms_norm", "add_rms_norm", "qk_norm_rotary", "gated_silu"),
+    refuse=_refuse,
+    load=_load,
+)

@@ -1,0 +1,256 @@
+"""Each operation equals the core's reference, in the interpreter on a CPU and compiled on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from enginery.api import OpNeeds
+from enginery.nn import reference_ops
+from enginery_ops_triton.kernels.precision import INTERPRETED
+from enginery_ops_triton.ops import TritonOps
+from enginery_ops_triton.small_linear import FEW_ROWS, FewRows, FewRowsShape, Matvec, MatvecShape
+from enginery_ops_triton.spec import TRITON
+
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
+DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def ops(device: str) -> TritonOps:
+    return TritonOps(dependent_launch=device == "cuda" and torch.cuda.get_device_capability() >= (9, 0))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, *, scale: float = 1) -> None:
+    tolerance = DTYPES[expected.dtype] * scale
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def random(*shape: int, dtype: torch.dtype, device: str, scale: float = 1) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(device=device, dtype=dtype)
+
+
+def part_of_wider(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a slice of rows that are wider than it."""
+    wider = torch.full((*x.shape[:-1], x.shape[-1] + 24), 7.0, dtype=x.dtype, device=x.device)
+    wider[..., 8:-16] = x
+    return wider[..., 8:-16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1024), (5, 768), (33, 17), (2, 5000), (3, 4, 16)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_norm_equals_the_reference(dtype: torch.dtype, shape: tuple[int, ...], strided: bool, device: str) -> None:
+    torch.manual_seed(0)
+    x, weight = random(*shape, dtype=dtype, device=device), random(shape[-1], dtype=dtype, device=device)
+    given = part_of_wider(x) if strided else x
+    close(ops(device).rms_norm(given, weight, 1e-5), reference_ops.rms_norm(x, weight, 1e-5))
+
+
+def test_a_norm_weight_per_head_broadcasts(device: str) -> None:
+    x, weight = (random(*shape, dtype=torch.float32, device=device) for shape in ((3, 4, 16), (4, 16)))
+    close(ops(device).rms_norm(x, weight, 1e-6), reference_ops.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1024), (5, 768), (33, 17)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_add_and_norm_updates_the_residual_exactly(dtype: torch.dtype, shape: tuple[int, ...], strided: bool, device: str) -> None:
+    torch.manual_seed(0)
+    x, residual = (random(*shape, dtype=dtype, device=device) for _ in range(2))
+    weight = random(shape[-1], dtype=dtype, device=device)
+    expected_sum = residual.clone()
+    expected = reference_ops.add_rms_norm(x, expected_sum, weight, 1e-5)
+    given = part_of_wider(residual) if strided else residual
+    surroundings = given._base.clone() if strided else None
+    close(ops(device).add_rms_norm(part_of_wider(x) if strided else x, given, weight, 1e-5), expected)
+    assert torch.equal(given, expected_sum)
+    if surroundings is not None:
+        surroundings[..., 8:-16] = expected_sum
+        assert torch.equal(given._base, surroundings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+@pytest.mark.parametrize(
+    ("heads", "unrotated", "dim", "rotary"), [(24, 8, 128, 128), (3, 1, 64, 32), (1, 0, 48, 12), (5, 2, 20, 20)]
+)
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotary_turns_a_slice_of_the_merged_projection_in_place(
+    dtype: torch.dtype, num_tokens: int, heads: int, unrotated: int, dim: int, rotary: int, norm: bool, device: str
+) -> None:
+    torch.manual_seed(0)
+    merged = random(num_tokens, heads + unrotated, dim, dtype=dtype, device=device)
+    weight = random(heads, dim, dtype=dtype, device=device) if norm else None
+    angles = torch.rand(num_tokens, rotary // 2) * 6
+    cos_sin = part_of_wider(torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype))
+    expected = merged.clone()
+    reference_ops.qk_norm_rotary(expected[:, :heads], weight, 1e-6, cos_sin)
+    ops(device).qk_norm_rotary(merged[:, :heads], weight, 1e-6, cos_sin)
+    close(merged, expected, scale=2)
+    assert torch.equal(merged[:, heads:], expected[:, heads:])
+
+
+def test_rotary_takes_dims_that_are_apart_and_a_weight_that_all_heads_share(device: str) -> None:
+    torch.manual_seed(0)
+    weight = random(16, dtype=torch.float32, device=device).expand(3, 16)
+    angles = torch.rand(4, 4) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    for heads in (random(4, 3, 16, dtype=torch.float32, device=device), random(4, 16, 3, dtype=torch.float32, device=device).mT):
+        expected = heads.clone()
+        reference_ops.qk_norm_rotary(expected, weight, 1e-6, cos_sin)
+        ops(device).qk_norm_rotary(heads, weight, 1e-6, cos_sin)
+        close(heads, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize(("query", "kv", "dim", "rotary"), [(16, 8, 128, 128), (2, 1, 64, 32), (3, 3, 20, 12)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotary_with_the_kv_write_equals_rotary_and_then_the_write(
+    dtype: torch.dtype, num_tokens: int, query: int, kv: int, dim: int, rotary: int, norm: bool, device: str
+) -> None:
+    torch.manual_seed(0)
+    qkv = random(num_tokens, query + 2 * kv, dim, dtype=dtype, device=device)
+    weight = random(query + kv, dim, dtype=dtype, device=device) if norm else None
+    angles = torch.rand(num_tokens, rotary // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
+    keys, values = (random(12, kv, dim, dtype=dtype, device=device) for _ in range(2))
+    slots = torch.randperm(12)[:num_tokens].to(device)
+    together, expected_keys, expected_values = qkv.clone(), keys.clone(), values.clone()
+    ops(device).qk_norm_rotary(qkv[:, : query + kv], weight, 1e-6, cos_sin)
+    expected_keys.index_copy_(0, slots, qkv[:, query : query + kv])
+    expected_values.index_copy_(0, slots, qkv[:, query + kv :])
+    ops(device).qk_norm_rotary_write(together, weight, 1e-6, cos_sin, keys=keys, values=values, slots=slots)
+    assert torch.equal(together, qkv)
+    assert torch.equal(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+
+
+def test_a_kv_layout_that_the_kernel_cannot_write_is_refused(device: str) -> None:
+    qkv, cos_sin = (torch.zeros(shape, device=device) for shape in ((1, 3, 16), (1, 16)))
+    keys, values, slots = torch.zeros(4, 1, 16, device=device), torch.zeros(1, 4, 16, device=device), torch.zeros(1, device=device)
+    with pytest.raises(ValueError, match="adjacent dims"):
+        ops(device).qk_norm_rotary_write(
+            qkv, None, 0, cos_sin, keys=keys, values=values.transpose(0, 1), slots=slots.to(torch.int64)
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 6144), (33, 34), (3, 2, 1536)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_gated_silu_equals_the_reference(dtype: torch.dtype, shape: tuple[int, ...], strided: bool, device: str) -> None:
+    torch.manual_seed(0)
+    x = random(*shape, dtype=dtype, device=device, scale=3)
+    close(ops(device).gated_silu(part_of_wider(x) if strided else x), reference_ops.gated_silu(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize(("columns", "outputs"), [(256, 96), (17, 5), (5, 3), (1000, 33)])
+def test_linear_equals_the_reference(dtype: torch.dtype, bias: bool, rows: int, columns: int, outputs: int, device: str) -> None:
+    torch.manual_seed(0)
+    weight = random(outputs, columns, dtype=dtype, device=device, scale=columns**-0.5)
+    offset = random(outputs, dtype=dtype, device=device) if bias else None
+    x = random(rows, columns, dtype=dtype, device=device)
+    linear = ops(device).bind_linear(part_of_wider(weight), offset)
+    for given in (x, part_of_wider(x)):
+        close(linear(given), reference_ops.bind_linear(weight, offset)(x))
+
+
+@pytest.mark.parametrize(("block_n", "block_k"), [(1, 256), (2, 128), (8, 64), (2, 512)])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_matrix_vector_product_equals_the_reference_whatever_its_blocks(
+    block_n: int, block_k: int, rows: int, device: str
+) -> None:
+    torch.manual_seed(0)
+    for columns in (256, 200):
+        weight = random(9, columns, dtype=torch.bfloat16, device=device, scale=columns**-0.5)
+        x, bias = (random(*shape, dtype=torch.bfloat16, device=device) for shape in ((rows, columns), (9,)))
+        shape = MatvecShape(block_n=block_n, block_k=block_k, num_warps=2)
+        product = Matvec(weight, bias, shape, dependent_launch=ops(device).dependent_launch)
+        close(product(x), reference_ops.bind_linear(weight, bias)(x))
+
+
+@pytest.mark.parametrize("split", [1, 2, 5])
+@pytest.mark.parametrize("columns", [640, 600])
+def test_a_split_product_is_the_same_each_time(split: int, columns: int, device: str) -> None:
+    torch.manual_seed(0)
+    weight = random(50, columns, dtype=torch.bfloat16, device=device, scale=columns**-0.5)
+    x, bias = (random(*shape, dtype=torch.bfloat16, device=device) for shape in ((5, columns), (50,)))
+    shape = FewRowsShape(block_n=16, block_k=64, split=split, stages=3)
+    product = FewRows(weight, bias, shape, dependent_launch=ops(device).dependent_launch)
+    first = product(x)
+    close(first, reference_ops.bind_linear(weight, bias)(x))
+    for _ in range(3):
+        assert torch.equal(product(x), first)
+
+
+def test_other_inputs_go_to_torch(device: str) -> None:
+    weight = random(8, 16, 2, dtype=torch.float32, device=device)[..., 0]
+    x = random(2, 3, 16, dtype=torch.float32, device=device)
+    close(ops(device).bind_linear(weight, None)(x), reference_ops.bind_linear(weight, None)(x))
+    contiguous = weight.contiguous()
+    close(ops(device).bind_linear(contiguous, None)(x), reference_ops.bind_linear(weight, None)(x))
+    close(ops(device).bind_linear(contiguous, None)(x[0].T.contiguous().T), reference_ops.bind_linear(weight, None)(x[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_layer_of_operations_is_captured_in_a_graph(rows: int, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("graphs are of CUDA devices")
+    torch.manual_seed(0)
+    mine, dtype = ops(device), torch.bfloat16
+    weights = [random(*shape, dtype=dtype, device=device, scale=0.03) for shape in ((6144, 1024), (1024, 3072))]
+    norm = random(1024, dtype=dtype, device=device)
+    gate_up, down = (mine.bind_linear(weight, None) for weight in weights)
+    x, residual = (random(rows, 1024, dtype=dtype, device=device) for _ in range(2))
+
+    def run(table: TritonOps | None, residual: torch.Tensor) -> torch.Tensor:
+        if table is None:
+            normed = reference_ops.add_rms_norm(x, residual, norm, 1e-6)
+            return reference_ops.gated_silu(normed @ weights[0].T) @ weights[1].T
+        return down(table.gated_silu(gate_up(table.add_rms_norm(x, residual, norm, 1e-6))))
+
+    static = residual.clone()
+    run(mine, static.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(mine, static)
+    for _ in range(3):
+        x.copy_(random(rows, 1024, dtype=dtype, device=device))
+        static.copy_(residual)
+        graph.replay()
+        expected_sum = residual.clone()
+        expected = run(None, expected_sum)
+        assert torch.equal(static, expected_sum)
+        assert (out - expected).float().norm() < 1e-2 * expected.float().norm()
+
+
+def test_the_spec_gives_what_it_promises(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if device == "cpu" else "0")
+    needs = OpNeeds(device=device, dtype="bfloat16", compute_capability=(9, 0) if device == "cuda" else None)
+    assert TRITON.refuse(needs) == []
+    assert sorted(TRITON.load(needs)) == sorted(TRITON.provides)
+
+
+@pytest.mark.parametrize(
+    ("needs", "interpret", "rule"),
+    [
+        (OpNeeds(device="cpu", dtype="float32"), "0", "device"),
+        (OpNeeds(device="mps", dtype="float32"), "0", "device"),
+        (OpNeeds(device="cuda", dtype="float32"), "1", "device"),
+        (OpNeeds(device="cuda", dtype="float64"), "0", "dtype"),
+        (OpNeeds(device="cuda", dtype="float16", compute_capability=(7, 5)), "0", "compute_capability"),
+    ],
+)
+def test_the_rest_is_refused(needs: OpNeeds, interpret: str, rule: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    (reason,) = TRITON.refuse(needs)
+    assert reason.rule == rule

@@ -1,0 +1,134 @@
+"""Sampling without a sort keeps the tokens that sampling with one keeps, and draws them in proportion."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from enginery_ops_triton.kernels.precision import INTERPRETED
+from enginery_ops_triton.sampling import greedy_sample, sample_rows
+
+NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
+DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def chained(device: str) -> bool:
+    return device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def kept_weights(
+    logits: torch.Tensor, *, temperature: float = 1, top_k: int = 0, top_p: float = 1, min_p: float = 0
+) -> torch.Tensor:
+    """What each token weighs after the cuts, by a stable sort in float64: [V]."""
+    values, order = (logits.double() / temperature).sort(descending=True, stable=True)
+    weights = values.softmax(-1)
+    if top_k:
+        weights[top_k:] = 0
+        weights /= weights.sum()
+    before = weights.cumsum(-1) - weights
+    dropped = (before >= top_p) | (weights < weights[0] * min_p)
+    dropped[0] = False
+    return torch.zeros_like(weights).scatter(0, order, weights.masked_fill(dropped, 0))
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor, device: str, **cut: float) -> torch.Tensor:
+    """One row of logits, drawn from with each of the uniform numbers."""
+    num_rows = len(uniform)
+
+    def column(name: str, default: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((num_rows,), cut.get(name, default), dtype=dtype, device=device)
+
+    return sample_rows(
+        logits.to(device).expand(num_rows, -1),
+        column("temperature", 1),
+        top_k=column("top_k", 0, torch.int32),
+        top_p=column("top_p", 1),
+        min_p=column("min_p", 0),
+        uniform=uniform.to(device=device, dtype=torch.float32),
+        dependent_launch=chained(device),
+    ).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 10), (1, 5), (3, 4096), (2, 10001)])
+def test_greedy_is_the_first_of_the_largest(dtype: torch.dtype, shape: tuple[int, int], device: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(shape[0], shape[1] + 3).to(device=device, dtype=dtype)[:, : shape[1]]
+    assert torch.equal(greedy_sample(logits, dependent_launch=chained(device)), logits.argmax(-1))
+
+
+def test_greedy_takes_the_first_of_equals_across_blocks_and_always_a_token(device: str) -> None:
+    logits = torch.zeros(4, 9000)
+    logits[0, [4500, 8999]] = 1
+    logits[1] = float("-inf")
+    logits[2, 7000] = float("nan")
+    logits[3, [3, 4]] = 1
+    assert greedy_sample(logits.to(device), dependent_launch=chained(device)).tolist() == [4500, 0, 7000, 3]
+
+
+CUTS = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 10_000},
+    {"top_p": 0.5},
+    {"top_p": 0.0},
+    {"min_p": 0.2},
+    {"top_k": 7, "top_p": 0.7, "temperature": 1.5},
+    {"top_k": 20, "top_p": 0.95, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 50), (torch.bfloat16, 300), (torch.float16, 4200)])
+def test_each_kept_token_has_its_share_of_the_numbers(
+    cut: dict[str, float], dtype: torch.dtype, vocab_size: int, device: str
+) -> None:
+    torch.manual_seed(1)
+    logits = (torch.randn(vocab_size) * 3).to(dtype)
+    weights = kept_weights(logits, **cut)
+    shares = weights / weights.sum()
+    wide_enough = (shares > 1e-3).nonzero().squeeze(1)[:6]
+    middle = (shares.cumsum(0) - shares / 2)[wide_enough]
+    assert draw(logits, middle, device, **cut).tolist() == wide_enough.tolist()
+    ends = draw(logits, torch.tensor([0.0, 1.0]), device, **cut).tolist()
+    assert ends == [weights.nonzero()[0].item(), weights.nonzero()[-1].item()]
+
+
+def test_of_equal_logits_at_the_cut_the_first_are_kept(device: str) -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 1.0, -1.0])
+    uniform = torch.arange(0, 1, 1 / 8)
+    for cut in ({"top_k": 4}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.85}):
+        kept = set(kept_weights(logits, **cut).nonzero().squeeze(1).tolist())
+        assert set(draw(logits, uniform, device, **cut).tolist()) == kept
+        assert len(kept) == 4
+
+
+def test_a_row_without_heat_is_greedy(device: str) -> None:
+    logits = torch.randn(100)
+    assert draw(logits, torch.tensor([0.1, 0.9]), device, temperature=0.0, top_p=0.9).tolist() == [logits.argmax().item()] * 2
+
+
+def test_banned_tokens_are_never_drawn_and_a_row_without_any_gives_a_token(device: str) -> None:
+    logits = torch.full((64,), float("-inf"))
+    logits[[3, 9]] = 1
+    assert draw(logits, torch.tensor([0.0, 0.49, 0.51, 1.0]), device, top_k=5, top_p=0.99).tolist() == [3, 3, 9, 9]
+    assert draw(torch.full((64,), float("nan")), torch.tensor([0.5]), device, top_p=0.5).tolist() == [0]
+
+
+def test_rows_have_their_own_parameters(device: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 500).to(device)
+    tokens = sample_rows(
+        logits,
+        torch.tensor([0.0, 1.0, 1.0], device=device),
+        top_k=torch.tensor([0, 1, 0], dtype=torch.int32, device=device),
+        top_p=torch.tensor([1.0, 1.0, 0.0], device=device),
+        min_p=torch.zeros(3, device=device),
+        uniform=torch.rand(3, device=device),
+        dependent_launch=chained(device),
+    )
+    assert torch.equal(tokens, logits.argmax(-1))

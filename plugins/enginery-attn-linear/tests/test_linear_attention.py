@@ -305,18 +305,3 @@ def test_recurrent_layers_are_served_and_softmax_layers_are_refused() -> None:
 
     assert refused(Setting().facts) == []
     assert refused(Setting().facts, softmax) == ["softmax attention"]
-
-
-@pytest.mark.gpu
-def test_planning_and_attending_never_wait_for_the_device() -> None:
-    setting = Setting(device="cuda")
-    backend = setting.backend()
-    batch, rows = batch_of([(0, 1, 2), (0, 70, 0), (0, 0, 1)], device="cuda"), setting.rows(71)
-    attend(backend, setting, batch_of([(0, 1, 2), (0, 70, 0)], device="cuda"), rows)  # what is loaded once
-    out = torch.empty_like(rows[2])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batch.mark_planned(backend.plan_forward_metadata(batch, capture=False))
-        backend.attend(*rows, setting.layer, batch, out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

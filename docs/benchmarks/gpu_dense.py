@@ -9,14 +9,12 @@ import argparse
 import gc
 import json
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 
 from enginery import LLM, SamplingParams
-from enginery.run.bench import report, run_workload
-from enginery.run.workloads import find_workload, write_shape
+from enginery.run.bench import report, run_workload, serving
+from enginery.run.workloads import find_workload
 
 VARIANTS = {
     "full": {},
@@ -41,21 +39,10 @@ def check(attention: str) -> bool:
 def measure(name: str, variant: str, *, attention: str, repeats: int) -> dict[str, object]:
     """One workload with random bf16 weights."""
     workload = find_workload(name)
-    longest = max(sum(lengths) for lengths in workload.lengths)
-    with tempfile.TemporaryDirectory() as folder:
-        shape = write_shape(workload.shape, Path(folder))
-        with LLM(
-            str(shape),
-            served_model_name=workload.shape,
-            load_format="dummy",
-            dtype="bfloat16",
-            attention_backend=attention,
-            max_model_len=longest + 1,
-            **VARIANTS[variant],
-        ) as llm:
-            measured = {"variant": variant, **report(llm, workload, run_workload(llm, workload, repeats=repeats))}
-            measured["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            measured["memory_plan"] = llm.facts.memory_plan
+    with serving(workload, dtype="bfloat16", attention_backend=attention, **VARIANTS[variant]) as llm:
+        measured = {"variant": variant, **report(llm, workload, run_workload(llm, workload, repeats=repeats))}
+        measured["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        measured["memory_plan"] = llm.facts.memory_plan
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

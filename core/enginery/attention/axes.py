@@ -71,8 +71,7 @@ def num_decoding(batch: ForwardBatch) -> int:
     """How many requests at the front of the batch decode: all, none, or in a mixed batch those before the first longer one."""
     if batch.phase is not Phase.MIXED:
         return 0 if batch.phase is Phase.PREFILL else batch.num_requests
-    longer = (batch.q_lens_cpu != 1).nonzero()
-    return int(longer[0]) if len(longer) else batch.num_requests
+    return batch.num_leading_singles
 
 
 def split_requests(batch: ForwardBatch, *sizes: int) -> list[ForwardBatch]:

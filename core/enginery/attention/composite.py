@@ -106,9 +106,8 @@ def _both(composite: Composite, hook: str, arguments: dict[str, Any]) -> bool | 
         answers = []
         for part, cut in zip(plan.parts, cuts, strict=True):
             of_part = {"plan": part.batch.plan, "batch": cut.batch}
-            answers.append(
-                composite.ask(part.child, hook, arguments | {name: of_part[name] for name in of_part.keys() & arguments})
-            )
+            asked = {name: of_part.get(name, value) for name, value in arguments.items()}
+            answers.append(composite.ask(part.child, hook, asked))
     return True if any(answer is not None for answer in answers) else None
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import torch
+
 from enginery.attention.axes import unplanned
 from enginery.attention.composite import Composite, CompositePlan, Part
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.plan import ForwardPlan
+from enginery.memory.slots import slots_of
 from enginery.plugin.hookspecs import hookimpl
 
 
@@ -21,13 +24,13 @@ def step_batch(batch: ForwardBatch, step: int, *, page_size: int) -> ForwardBatc
     """The batch of draft step `step`: one token for each request, `step` tokens further on; unplanned, with ids of its own."""
     assert batch.phase is Phase.DECODE, f"draft steps decode, but the batch is of phase {batch.phase}"
     positions = batch.kv_lens_cpu.long() - 1 + step  # [B]
-    pages = batch.page_table_cpu.gather(1, (positions // page_size)[:, None]).squeeze(1).long()
+    slots = slots_of(batch.page_table_cpu, torch.arange(batch.num_requests), positions, page_size=page_size)
     device = batch.input_ids.device
     return dataclasses.replace(
         unplanned(batch),
         input_ids=batch.input_ids.clone(),
         positions=positions.to(device, non_blocking=True),
-        slots=(pages * page_size + positions % page_size).to(device, non_blocking=True),
+        slots=slots.to(device, non_blocking=True),
         kv_lens_cpu=batch.kv_lens_cpu + step,
     )
 

@@ -27,6 +27,7 @@ from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy
 from enginery.contracts.memory import KVPool
 from enginery.contracts.plan import covering_plan
+from enginery.memory.slots import slots_of
 from enginery.plugin.hookspecs import hookimpl
 
 CHUNKS: Final = "init_mha_chunk_metadata"
@@ -136,7 +137,7 @@ class LatentAttention(Composite):
         request = torch.repeat_interleave(lens)  # [L]
         first = lens.cumsum(0) - lens - piece.starts_cpu.long()  # [B]
         tokens = torch.arange(len(request)) - first[request]
-        slots = batch.page_table_cpu[request, tokens // self.page_size].long() * self.page_size + tokens % self.page_size
+        slots = slots_of(batch.page_table_cpu, request, tokens, page_size=self.page_size)
         return slots.to(batch.slots.device, non_blocking=True)
 
     def attend(

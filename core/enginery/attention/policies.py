@@ -13,7 +13,8 @@ from enum import StrEnum
 from typing import Any, Final, Protocol, TypeVar
 
 from enginery.attention.hookspecs import BackendHooks
-from enginery.plugin.hookspecs import PROJECT, hookimpl
+from enginery.plugin.checker import hooks_of
+from enginery.plugin.hookspecs import hookimpl
 
 
 class Policy(StrEnum):
@@ -61,7 +62,7 @@ def derived(specs: type, policies: Mapping[str, Policy]) -> Callable[[ClassT], C
 
     Raises TypeError for a spec without a policy and for a policy without a spec.
     """
-    members = {name: spec for name, spec in inspect.getmembers(specs, inspect.isfunction) if f"{PROJECT}_spec" in vars(spec)}
+    members = hooks_of(specs)
     if wrong := members.keys() ^ policies.keys():
         raise TypeError(f"{specs.__name__} and its policies differ in {', '.join(sorted(wrong))}; give each hook one policy")
 

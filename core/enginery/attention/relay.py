@@ -7,7 +7,6 @@ two microseconds, and the deepest nest of composites makes fourteen calls a step
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -18,10 +17,11 @@ from enginery.contracts.attention import AttnBackend
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.plan import ForwardPlan
 from enginery.errors import PluginError
+from enginery.plugin.checker import hooks_of
 from enginery.plugin.manager import StrictPluginManager
 
 PLANNING: Final = "plan_forward_metadata"
-HOOKS: Final = tuple(name for name, _ in inspect.getmembers(BackendHooks, inspect.isfunction))
+HOOKS: Final = tuple(hooks_of(BackendHooks))
 
 
 class BackendRelay:

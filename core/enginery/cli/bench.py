@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -25,25 +24,13 @@ def offline(
     output: Annotated[Path | None, typer.Option(help="Write the reports as JSON to this file too.")] = None,
 ) -> None:
     """Run workloads in this process, with random weights and without a tokenizer, and print tokens per second."""
-    from enginery.run.bench import report, run_workload
-    from enginery.run.llm import LLM
-    from enginery.run.workloads import find_workload, write_shape
+    from enginery.run.bench import report, run_workload, serving
+    from enginery.run.workloads import find_workload
 
     reports = []
     for chosen in [find_workload(name) for name in workload]:
-        with tempfile.TemporaryDirectory() as folder:
-            shape = write_shape(chosen.shape, Path(folder))
-            longest = max(sum(lengths) for lengths in chosen.lengths)
-            with LLM(
-                str(shape),
-                served_model_name=chosen.shape,
-                load_format="dummy",
-                dtype=dtype,
-                device=device,
-                attention_backend=attention_backend,
-                max_model_len=longest + 1,
-            ) as llm:
-                reports.append(report(llm, chosen, run_workload(llm, chosen, repeats=repeats)))
+        with serving(chosen, dtype=dtype, device=device, attention_backend=attention_backend) as llm:
+            reports.append(report(llm, chosen, run_workload(llm, chosen, repeats=repeats)))
     if output is not None:
         output.write_text(json.dumps(reports, indent=1) + "\n")
     if as_json:

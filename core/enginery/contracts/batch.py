@@ -66,6 +66,12 @@ class ForwardBatch:
         """B."""
         return self.q_lens_cpu.shape[0]
 
+    @property
+    def num_leading_singles(self) -> int:
+        """How many requests of one token there are before the first of another length: they can be decoded together."""
+        others = (self.q_lens_cpu != 1).nonzero()
+        return int(others[0]) if len(others) else self.num_requests
+
     def mark_planned(self, plan: ForwardPlan, *, replan_equivalent: bool = False) -> None:
         """Record the plan that covers this batch. Marking again records the new one with its shapes."""
         self.plan = plan

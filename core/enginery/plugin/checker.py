@@ -27,10 +27,15 @@ def marked_options(plugin: object, name: str) -> dict[str, Any] | None:
     return options if isinstance(options, dict) else None
 
 
+def hooks_of(specs: type) -> dict[str, Callable[..., Any]]:
+    """The functions of `specs` that are marked as hooks, by name."""
+    functions = inspect.getmembers_static(specs, inspect.isfunction)
+    return {name: function for name, function in functions if f"{PROJECT}_spec" in vars(function)}
+
+
 def check(plugin: object, specs: type) -> list[str]:
     """Every problem of the plugin's implementations against `specs`, one sentence each; empty if there is none."""
-    functions = inspect.getmembers_static(specs, inspect.isfunction)
-    wanted = {name: function for name, function in functions if f"{PROJECT}_spec" in vars(function)}
+    wanted = hooks_of(specs)
     problems: list[str] = []
     for name in dir(plugin):
         options = marked_options(plugin, name)

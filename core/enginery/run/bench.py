@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from enginery.run.llm import LLM
-from enginery.run.workloads import Workload
+from enginery.run.workloads import Workload, write_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,16 @@ class BenchRun:
     def prompt_rate(self) -> float:
         """Prompt tokens over all of the time."""
         return self.prompt_tokens / self.total_s
+
+
+@contextmanager
+def serving(workload: Workload, **options: Any) -> Iterator[LLM]:
+    """A model of the workload's shape with random weights and room for its longest request. options: of `LLM`."""
+    longest = max(sum(lengths) for lengths in workload.lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        shape = write_shape(workload.shape, Path(folder))
+        with LLM(str(shape), served_model_name=workload.shape, load_format="dummy", max_model_len=longest + 1, **options) as llm:
+            yield llm
 
 
 def run_workload(llm: LLM, workload: Workload, *, repeats: int) -> list[BenchRun]:

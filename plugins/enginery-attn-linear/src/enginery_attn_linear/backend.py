@@ -27,8 +27,7 @@ class LinearAttention:
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> LinearPlan:
         """Decide which states are read and which begin from zero. See `LinearPlan`."""
-        longer = (batch.q_lens_cpu != 1).nonzero()
-        grouped = int(longer[0]) if len(longer) else batch.num_requests
+        grouped = batch.num_leading_singles
         key = PlanKey(backend=self.backend_id, phase=batch.phase, num_requests=batch.num_requests, num_tokens=batch.num_tokens)
         group = plan_group(batch, grouped, self.device) if grouped else None
         return LinearPlan(key=key, group=group, parts=plan_parts(batch, grouped))

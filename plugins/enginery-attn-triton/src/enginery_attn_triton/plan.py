@@ -59,12 +59,6 @@ class TritonPlan(ForwardPlan):
     parts: torch.Tensor
 
 
-def num_decoding(q_lens: Ints) -> int:
-    """How many requests at the front have one token."""
-    longer = np.flatnonzero(q_lens != 1)
-    return int(longer[0]) if len(longer) else len(q_lens)
-
-
 def split_decoding(kv_lens: Ints, cut: DecodeCut, *, columns: int) -> tuple[Ints, Ints]:
     """Items [I, 8] and splits [B, 2] of requests of one row each, the i-th of which has row i of a page table of `columns`.
 
@@ -218,7 +212,7 @@ class Planner:
     def tables(self, batch: ForwardBatch) -> Tables:
         """Of the decoding requests at the front, of the others, and the page table."""
         q_lens, kv_lens = batch.q_lens_cpu.numpy(), batch.kv_lens_cpu.numpy()
-        table, count = used_pages(batch, page_size=self.page_size), num_decoding(batch.q_lens_cpu.numpy())
+        table, count = used_pages(batch, page_size=self.page_size), batch.num_leading_singles
         columns, packed = table.shape[1], Packed()
         splits: dict[DecodeCut, tuple[int, int]] = {}
         merged: dict[DecodeCut, bool] = {}

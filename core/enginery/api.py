@@ -26,7 +26,7 @@ from enginery.contracts.attention import (
 from enginery.contracts.batch import Axis, ForwardBatch, Phase
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy, RaggedAttendFn
 from enginery.contracts.memory import KVPool, LayerKV, StatePool, WorkspaceArena
-from enginery.contracts.model import AttendFn, Model, ModelContext, ModelFacts, ModelSpec, WeightSource, WriteKVFn
+from enginery.contracts.model import AttendFn, Model, ModelContext, ModelFacts, ModelSpec, WeightSource
 from enginery.contracts.offers import (
     CheckpointSpec,
     DrafterSpec,
@@ -36,7 +36,18 @@ from enginery.contracts.offers import (
     SparseCoordinatorSpec,
     WeightFormatSpec,
 )
-from enginery.contracts.ops import LinearFn, OpNeeds, OpSpec, OpTable
+from enginery.contracts.ops import (
+    LEAST_TEMPERATURE,
+    Draws,
+    ExpertScales,
+    ExpertsFn,
+    LinearFn,
+    OpNeeds,
+    OpSpec,
+    OpTable,
+    Routed,
+    Routing,
+)
 from enginery.contracts.plan import ForwardPlan, PlanKey, covering_plan
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
 from enginery.contracts.schedule import QueuedFacts, StepReport
@@ -57,6 +68,7 @@ from enginery.plugin.hookspecs import hookimpl
 
 __all__ = [
     "CONTRACT_VERSIONS",
+    "LEAST_TEMPERATURE",
     "ApiVersion",
     "AttendFn",
     "AttnBackend",
@@ -74,9 +86,12 @@ __all__ = [
     "DecoderShape",
     "Denied",
     "DrafterSpec",
+    "Draws",
     "EnginError",
     "EngineDied",
     "ExecutorSpec",
+    "ExpertScales",
+    "ExpertsFn",
     "FinishReason",
     "ForwardBatch",
     "ForwardPlan",
@@ -114,6 +129,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "RopeShape",
+    "Routed",
+    "Routing",
     "SamplingParams",
     "SchedulePolicySpec",
     "SparseCoordinator",
@@ -126,7 +143,6 @@ __all__ = [
     "WeightFormatSpec",
     "WeightSource",
     "WorkspaceArena",
-    "WriteKVFn",
     "covering_plan",
     "hookimpl",
     "read_decoder_shape",

@@ -67,14 +67,18 @@ def with_graphs(
     capture = AgainAndAgain()
     logits = torch.empty(MAX_REQUESTS, parts.choice.facts.vocab_size)
     pool = parts.relay.backend.pool
-    graphs = DecodeGraphs.build(parts.model, parts.relay, feed=parts.feed, geometry=pool.geometry, capture=capture, logits=logits)
+    graphs = DecodeGraphs.build(
+        parts.model, parts.relay, ops=parts.ops, feed=parts.feed, geometry=pool.geometry, capture=capture, logits=logits
+    )
     assert graphs is not None
     return Engine(dataclasses.replace(parts, graphs=graphs), registry, asked), capture
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("count", [1, 5, 7])
-def test_captured_steps_give_transformers_tokens(llama: Oracle, registry: Registry, *, count: int, overlap: bool) -> None:
+def test_captured_steps_give_transformers_tokens(
+    llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture, *, count: int, overlap: bool
+) -> None:
     engine, capture = with_graphs(options(llama, overlap=overlap, num_pages=60), registry)
     assert generate(engine, llama.prompts[:count]) == llama.greedy[:count]
     if count <= MAX_REQUESTS:  # seven at once are more than the largest graph
@@ -82,6 +86,7 @@ def test_captured_steps_give_transformers_tokens(llama: Oracle, registry: Regist
         assert 1 <= capture.num_captured <= 4
     else:
         assert capture.num_replayed == 0
+        assert "7 requests are decoded eagerly: graphs are for up to 6" in caplog.text
 
 
 def test_sizes_are_captured_when_needed_and_the_rest_in_idle_moments(llama: Oracle, registry: Registry) -> None:
@@ -110,6 +115,7 @@ def test_a_backend_without_graphs_runs_eagerly_and_says_so(
         graphs = DecodeGraphs.build(
             parts.model,
             relay,
+            ops=parts.ops,
             feed=parts.feed,
             geometry=parts.relay.backend.pool.geometry,
             capture=AgainAndAgain(),

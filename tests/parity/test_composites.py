@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from parity.oracle import FAMILIES, Oracle
 from enginery.errors import ConfigError, PluginError, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.run.build import build_parts
+from enginery.run.choice import choose
 from enginery.run.engine import Engine
 
 SPLIT = {"prefill_attention_backend": "torch", "decode_attention_backend": "torch"}
@@ -41,6 +43,17 @@ def test_composed_attention_changes_no_token(
     engine = Engine(parts, registry, wanted)
     assert engine.facts.attn_backend == "torch"
     assert generate(engine, oracle.prompts) == oracle.greedy
+
+
+def test_left_to_choose_it_takes_the_best_for_each_phase(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    torch_offer = next(offer for offer in registry.attn_backends if offer.name == "torch")
+    spec = dataclasses.replace(torch_offer.spec, name="prefiller", priority=0, prefill_priority=99)
+    prefiller = dataclasses.replace(torch_offer, name="prefiller", spec=spec)
+    both = dataclasses.replace(registry, attn_backends=(*registry.attn_backends, prefiller))
+    wanted = options(write_oracle("llama", FAMILIES["llama"]))
+    chosen = {role: offer.name for role, offer in choose(wanted, both).attention.by_role.items()}
+    assert chosen == {"prefill": "prefiller", "decode": "torch"}
+    assert set(choose(wanted, registry).attention.by_role) == {"softmax"}
 
 
 @pytest.mark.parametrize("strategy", ["auto", "chunked"])

@@ -9,6 +9,7 @@ from enginery.attention.axes import cut_at, num_decoding, unplanned
 from enginery.attention.composite import Composite, Part
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.plugin.hookspecs import hookimpl
 
 _PREFILL: Final = 0
 _DECODE: Final = 1
@@ -27,6 +28,13 @@ class PhaseSplit(Composite):
         if phase is Phase.MIXED:
             return (_PREFILL, _DECODE)
         return (_PREFILL,) if phase is Phase.PREFILL else (_DECODE,)
+
+    @hookimpl
+    def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool | None:
+        """Graphs are of decoding steps, which only one of the two sees."""
+        sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
+        answer: bool | None = self.ask(_DECODE, "init_graph_state", sizes)
+        return answer
 
     def cut(self, batch: ForwardBatch) -> Iterator[Part]:
         """One part, or of a mixed batch the decoding requests at its front and the rest."""

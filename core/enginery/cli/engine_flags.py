@@ -40,6 +40,7 @@ _FLAGS: Final = {
     "served_model_name": _Flag(_MODEL, "The name that requests use."),
     "load_format": _Flag(_MODEL, "auto, or dummy for random weights."),
     "dtype": _Flag(_MODEL, "auto, float32, bfloat16 or float16."),
+    "kv_dtype": _Flag(_MEMORY, "Of keys and values: auto (the model's), fp8, float32, bfloat16 or float16."),
     "max_model_len": _Flag(_MODEL, "Longest context in tokens."),
     "device": _Flag(_PARTS, "auto, cpu or cuda."),
     "attention_backend": _Flag(_PARTS, "auto, or a name that engine list-backends shows."),

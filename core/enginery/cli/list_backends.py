@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.table import Table
 from enginery.cli.plugin_flags import BlockFlags, JsonFlag, NoPluginsFlag, load_registry
 from enginery.cli.plugins import print_reasons
 from enginery.config.checkpoint_folder import find_folder, read_config
-from enginery.config.needs import attn_needs
+from enginery.config.needs import attn_needs, by_phase
 from enginery.config.resolve import DeviceFacts, resolve
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
@@ -25,6 +25,13 @@ from enginery.plugin.loading import present_devices
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import Candidate, ranked, weigh
+
+_KINDS: Final = {
+    "softmax": "softmax attention layers",
+    "prefill": "softmax attention layers, in prefills",
+    "decode": "softmax attention layers, decoding",
+    "recurrent": "recurrent attention layers",
+}
 
 
 def list_backends(
@@ -42,13 +49,23 @@ def list_backends(
     """Show the attention backends on offer. With --why MODEL, exits with 1 if none of them serves the model."""
     registry = load_registry(block, no_plugins=no_plugins)
     asked = EngineOptions(model=why, device=device, dtype=dtype, page_size=page_size)
-    candidates = {} if why is None else {kind: weigh(needs, registry.attn_backends) for kind, needs in _needs(why, asked, registry)}
+    candidates = {} if why is None else _weigh(why, asked, registry)
     if as_json:
         print(json.dumps(_as_data(registry, candidates), indent=2))
     else:
         _show(registry, candidates)
     if not all(any(candidate.chosen for candidate in weighed) for weighed in candidates.values()):
         raise typer.Exit(1)
+
+
+def _weigh(model: str, asked: EngineOptions, registry: Registry) -> dict[str, tuple[Candidate, ...]]:
+    """By kind of layers; those of softmax layers by phase, if `auto` takes another backend for prefills than for decoding."""
+    weighed: dict[str, tuple[Candidate, ...]] = {}
+    for kind, needs in _needs(model, asked, registry):
+        phases = {role: weigh(part, registry.attn_backends) for role, part in by_phase(needs).items()}
+        best = {next((candidate.name for candidate in each if candidate.chosen), None) for each in phases.values()}
+        weighed |= {kind: weigh(needs, registry.attn_backends)} if len(best) == 1 or kind == "recurrent" else phases
+    return weighed
 
 
 def _needs(model: str, asked: EngineOptions, registry: Registry) -> Iterator[tuple[str, AttnNeeds]]:
@@ -63,14 +80,7 @@ def _needs(model: str, asked: EngineOptions, registry: Registry) -> Iterator[tup
     where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
     settings = resolve(asked, where, facts, config=config)
     for kind, recurrent in (("softmax", False), ("recurrent", True)):
-        needs = attn_needs(
-            facts,
-            dtype=settings.dtype,
-            device=device,
-            page_size=asked.page_size,
-            compute_capability=capability,
-            recurrent=recurrent,
-        )
+        needs = attn_needs(facts, settings, where, recurrent=recurrent)
         if needs.layers:
             yield kind, needs
 
@@ -128,6 +138,6 @@ def _show(registry: Registry, candidates: Mapping[str, Sequence[Candidate]]) -> 
         console.print("There is no attention backend; install a plugin that offers one.")
     print_reasons(console, [record for record in registry.records if not record.is_live])
     for kind, weighed in candidates.items():
-        console.print(f"for its {kind} attention layers:")
+        console.print(f"for {_KINDS[kind]}:")
         for candidate in weighed:
             console.print(("-> " if candidate.chosen else "   ") + str(candidate), markup=False, soft_wrap=True)

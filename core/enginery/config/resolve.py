@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from enginery.config.schema import Decision, Dtype, EngineOptions
+from enginery.config.schema import Decision, Dtype, EngineOptions, KVDtype
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.model import ModelFacts
 from enginery.errors import ConfigError
 
 DTYPES: tuple[str, ...] = get_args(Dtype)
-MAX_GRAPH_REQUESTS = 256
+KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
+MAX_GRAPH_REQUESTS = 512
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+DEFAULT_BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Settings:
     """
 
     dtype: Dtype
+    kv_dtype: KVDtype
+    page_size: int
     max_model_len: int
     max_batch_tokens: int
     max_batch_requests: int
@@ -58,9 +62,12 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         value=str(asked.max_batch_tokens or default_tokens),
         reason="asked for" if asked.max_batch_tokens else f"default on {device.kind}",
     )
-    requests = min(asked.max_batch_requests, int(tokens.value))
+    requests = min(asked.max_batch_requests or DEFAULT_BATCH_REQUESTS[device.kind], int(tokens.value))
+    kv_dtype = _kv_dtype(asked, model, dtype=dtype.value)
     return Settings(
         dtype=dtype.value,  # type: ignore[arg-type]  # checked to be one of them
+        kv_dtype=kv_dtype.value,  # type: ignore[arg-type]  # likewise
+        page_size=asked.page_size,
         max_model_len=int(length.value),
         max_batch_tokens=int(tokens.value),
         max_batch_requests=requests,
@@ -72,6 +79,7 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         decisions=(
             Decision(setting="device", value=device.kind, reason=device.name),
             dtype,
+            *((kv_dtype,) if asked.kv_dtype != "auto" else ()),
             length,
             tokens,
             *_without_prefix_cache(asked, model),
@@ -139,6 +147,19 @@ def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, Any])
     if stated == "float16" and device.kind == "cpu":
         return Decision(setting="dtype", value="float32", reason="config.json states float16, for which CPUs have no fast kernels")
     return Decision(setting="dtype", value=stated, reason="stated in config.json")
+
+
+def _kv_dtype(asked: EngineOptions, model: ModelFacts, *, dtype: str) -> Decision:
+    if asked.kv_dtype in ("auto", dtype):
+        return Decision(setting="kv_dtype", value=dtype, reason="that of the model")
+    name = {"fp8": "float8_e4m3fn"}.get(asked.kv_dtype, asked.kv_dtype)
+    if name not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype is {asked.kv_dtype!r}, but must be one of auto, fp8, {', '.join(KV_DTYPES)}")
+    if model.has_latents:
+        raise ConfigError(
+            f"kv_dtype is {asked.kv_dtype!r}, but latents of MLA layers are kept in the model's {dtype}; leave it out"
+        )
+    return Decision(setting="kv_dtype", value=name, reason="asked for")
 
 
 def _max_model_len(asked: EngineOptions, model: ModelFacts) -> Decision:

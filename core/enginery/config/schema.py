@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What a user may ask for. None and "auto" leave the choice to `resolve`.
 
-    max_batch_tokens: token budget of a step. max_batch_requests: requests in a step. max_model_len: longest context in tokens.
+    kv_dtype: of keys and values in memory; auto is the model's, fp8 is float8_e4m3fn. max_batch_tokens: token budget of a step.
+    max_batch_requests: requests in a step. max_model_len: longest context in tokens.
     prefill_attention_backend, decode_attention_backend: instead of one for both. micro_batches: each batch in two halves.
     mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.
     overlap: prepare a step while the one before runs; None does so where the device is not the host. graphs: capture decoding
@@ -28,6 +30,7 @@ class EngineOptions:
     model: str | None = None
     served_model_name: str | None = None
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
     attention_backend: str = "auto"
@@ -45,7 +48,7 @@ class EngineOptions:
     memory_fraction: float = 0.85
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
-    max_batch_requests: int = 256
+    max_batch_requests: int | None = None
     max_queued_requests: int = 4096
     prefix_cache: bool = True
     overlap: bool | None = None

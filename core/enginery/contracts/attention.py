@@ -248,7 +248,8 @@ def _refuses_nothing(needs: AttnNeeds) -> list[Reason]:
 class AttnBackendSpec:
     """An attention backend on offer.
 
-    priority: `auto` takes the highest that refuses nothing. refuse_also: reasons that capabilities cannot express; pure, needs no
+    priority: `auto` takes the highest that refuses nothing. prefill_priority: the same where it would only prefill, beside another
+    that decodes; None for priority. refuse_also: reasons that capabilities cannot express; pure, needs no
     device. options: a dataclass whose fields `-o NAME.field=value` sets.
     """
 
@@ -257,8 +258,14 @@ class AttnBackendSpec:
     priority: int
     capabilities: Capabilities
     summary: str
+    prefill_priority: int | None = None
     refuse_also: Callable[[AttnNeeds], list[Reason]] = _refuses_nothing
     options: type[Any] | None = None
+
+    def priority_for(self, needs: AttnNeeds) -> int:
+        """Its rank among those that could serve `needs`."""
+        only_prefills = needs.phases == {Phase.PREFILL}
+        return self.prefill_priority if only_prefills and self.prefill_priority is not None else self.priority
 
     def refuse(self, needs: AttnNeeds) -> list[Reason]:
         """Every reason why this backend cannot serve `needs`; empty if it can."""

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class LayerKV(NamedTuple):
-    """One layer's paged keys and values: [num_pages + 1, page_size, K, D] each, device. Views of the pool, never copies.
+    """One layer's paged keys and values: [num_pages + 1, page_size, K, D] each, device; `by_slot`, [slots, K, D]. Views, no copies.
 
-    Of an MLA layer, k are the latents [num_pages + 1, page_size, 1, R + P] and v their first R dims.
+    Of an MLA layer, k are the latents, one row of R + P dims per token in place of K and D, and v their first R dims.
     """
 
     k: torch.Tensor
@@ -27,6 +27,10 @@ class KVPool(Protocol):
 
     def layer(self, layer: LocalLayerId) -> LayerKV:
         """The pages of one layer of this stage."""
+        ...
+
+    def by_slot(self, layer: LocalLayerId) -> LayerKV:
+        """The same without the pages: a row per slot."""
         ...
 
     def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:

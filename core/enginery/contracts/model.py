@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from enginery.contracts.attention import LayerSpec
     from enginery.contracts.batch import ForwardBatch
+    from enginery.contracts.memory import KVPool
     from enginery.contracts.ops import OpTable
 
 
@@ -70,22 +71,19 @@ class AttendFn(Protocol):
     ) -> None: ...
 
 
-class WriteKVFn(Protocol):
-    """Stores a step's keys and values in the pool: `KVPool.write`, bound."""
-
-    def __call__(self, layer: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelContext:
-    """All that a model is built from. config is the checkpoint's config.json. max_positions: the longest context that is served."""
+    """All that a model is built from. config is the checkpoint's config.json. pool: where keys and values go.
+
+    max_positions: the longest context that is served.
+    """
 
     config: Mapping[str, Any]
     facts: ModelFacts
     weights: WeightSource
     ops: OpTable
     attend: AttendFn
-    write_kv: WriteKVFn
+    pool: KVPool
     device: torch.device
     dtype: torch.dtype
     max_positions: int

@@ -1,13 +1,14 @@
 """The operations a model is made of, as a table of functions. The core has a torch reference for each; plugins offer faster ones.
 
-T tokens, N rows or heads, D head dim, R rotary dim, C columns, V vocabulary.
+T tokens, N rows or heads, H query heads, K KV heads, D head dim, R rotary dim, S slots, C columns, V vocabulary,
+E experts, I an expert's inner size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from enginery.contracts.versions import ApiVersion
 
@@ -17,10 +18,107 @@ if TYPE_CHECKING:
     from enginery.contracts.attention import Reason
 
 
+LEAST_TEMPERATURE: Final = 1e-5  # dividing logits by less overflows, and the best token has all of the probability long before
+
+
 class LinearFn(Protocol):
     """y = x W^T + b with W and b bound: [N, in] -> [N, out]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Draws:
+    """How each of N rows is sampled. table: [5, N] float32 on the logits' device, the properties' values one after the other.
+
+    A temperature below `LEAST_TEMPERATURE` takes the largest logit, of equal ones the first. top_k: 0 for all. top_p
+    (arXiv:1904.09751) and min_p (arXiv:2407.01082) are of what top_k left. uniform: where in [0, 1] of the kept tokens' mass, in
+    the order of their indices, the token is. most_kept: no row keeps more tokens, by its top_k. cut: whether a row drops any.
+    """
+
+    table: torch.Tensor
+    most_kept: int
+    cut: bool
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """[N]."""
+        return self.table[0]
+
+    @property
+    def top_k(self) -> torch.Tensor:
+        """[N], whole numbers."""
+        return self.table[1]
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """[N]."""
+        return self.table[2]
+
+    @property
+    def min_p(self) -> torch.Tensor:
+        """[N]."""
+        return self.table[3]
+
+    @property
+    def uniform(self) -> torch.Tensor:
+        """[N]."""
+        return self.table[4]
+
+
+class QKNormRotaryWriteFn(Protocol):
+    """See `OpTable`."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        cos_sin: torch.Tensor,
+        *,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens choose their experts: scores, groups, the best top_k, weights.
+
+    scoring: of the router's logits over all experts. num_groups, top_groups: experts are chosen from the best groups alone; the
+    score of a group is its best expert's (`max`, DeepSeek-V2) or the sum of its two best (`top2`, DeepSeek-V3). renormalise: the
+    weights of a token sum to 1. scale multiplies them.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    renormalise: bool = False
+    scale: float = 1.0
+
+
+class Routed(NamedTuple):
+    """The experts of each token: ids [T, top_k] int32, weights [T, top_k] float32."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class ExpertsFn(Protocol):
+    """The sum of each token's experts, weighted: [T, C] -> [T, C]. An expert is down(silu(gate x) * up x)."""
+
+    def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertScales:
+    """Of float8 weights in blocks of 128 x 128, float32: gate_up [E, 2I / 128, C / 128], down [E, C / 128, I / 128], rounded up."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +130,26 @@ class OpTable:
     add_rms_norm(x [N, C], residual [N, C], weight, eps): adds x into residual in place, returns the norm of the sum.
     qk_norm_rotary(qk [T, N, D], weight [N, D] or None, eps, cos_sin [T, R]): in place; RMSNorm over each head if there is a weight,
     then rotates the first R dims, halves convention (GPT-NeoX).
+    qk_norm_rotary_write(qkv [T, H + 2K, D], weight [H + K, D] or None, eps, cos_sin, keys, values [S, K, D], slots [T] int64): the
+    same on the first H + K heads; then keys and values, which may be of another dtype, go to the rows of their slots.
     gated_silu(x [N, 2C]): silu(first half) * second half.
+    route(logits [T, E] float32, bias [E] float32 or None, routing): the experts of each token. The bias counts in the choice of
+    groups and experts, not in the weights (DeepSeek-V3).
+    bind_experts(gate_up [E, 2I, C], down [E, C, I], scales or None): may repack; keeps what it needs.
+    greedy(logits [N, V]): the index of each row's largest, of equal ones the first: [N] int64. Runs inside of graphs.
+    sample_rows(logits [N, V], draws): a token for each row, [N] int64, see `Draws`.
     """
 
     bind_linear: Callable[[torch.Tensor, torch.Tensor | None], LinearFn]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     qk_norm_rotary: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor], None]
+    qk_norm_rotary_write: QKNormRotaryWriteFn
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
+    route: Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]
+    bind_experts: Callable[[torch.Tensor, torch.Tensor, ExpertScales | None], ExpertsFn]
+    greedy: Callable[[torch.Tensor], torch.Tensor]
+    sample_rows: Callable[[torch.Tensor, Draws], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

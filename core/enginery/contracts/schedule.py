@@ -19,7 +19,8 @@ class QueuedFacts:
 class StepReport:
     """What one step did; given to `observe_step`.
 
-    step: counts from 0. The times are of the host: schedule, build and plan, and until the results were there.
+    step: counts from 0. captured: a CUDA graph ran it. The times are of the host: schedule, build and plan, and until the results
+    were there.
     """
 
     step: int
@@ -32,6 +33,7 @@ class StepReport:
     cached_pages: int
     total_pages: int
     attn_backend: str
+    captured: bool
     schedule_s: float
     plan_s: float
     run_s: float

@@ -17,8 +17,14 @@ import torch
 
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LocalLayerId
 from enginery.contracts.memory import LayerKV
+from enginery.nn.reference_ops import store_rows
 
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 def page_bytes(geometry: KVGeometry) -> int:
@@ -41,9 +47,7 @@ class PagedKVPool:
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self.geometry = geometry
-        pages = [_pages(geometry, layer, device) for layer in geometry.layers]
-        self._layers = pages
-        self._by_slot = [tuple(part.view(-1, *part.shape[2:]) for part in stored) for stored in pages]
+        self._layers = [_pages(geometry, layer, device) for layer in geometry.layers]
 
     def layer(self, layer: LocalLayerId) -> LayerKV:
         """[num_pages + 1, page_size, K, D], twice; of an MLA layer the second is a part of the first."""
@@ -55,10 +59,15 @@ class PagedKVPool:
         assert latent is not None
         return LayerKV(latents, latents[..., : latent.rank])
 
+    def by_slot(self, layer: LocalLayerId) -> LayerKV:
+        """[slots, K, D], twice."""
+        k, v = self.layer(layer)
+        return LayerKV(k.flatten(0, 1), v.flatten(0, 1))
+
     def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """k, v: [T, K, D]; slots: [T] int64."""
-        for stored, values in zip(self._by_slot[layer], (k, v), strict=False):
-            stored.index_copy_(0, slots, values)
+        for stored, rows in zip(self._layers[layer], (k, v), strict=False):
+            store_rows(stored.flatten(0, 1), slots, rows)
 
 
 def _pages(geometry: KVGeometry, layer: AttnLayerFacts, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -41,17 +41,17 @@ class SelfAttention:
             q_norm, k_norm = weights.take("q_norm.weight", (dim,)), weights.take("k_norm.weight", (dim,))
             self.norm_weight = torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)))  # [H + K, D]
         self.norm_eps = qk_norm_eps or 0.0
-        self.qk_norm_rotary = ops.qk_norm_rotary
+        self.qk_norm_rotary_write = ops.qk_norm_rotary_write
         self.attend = context.attend
-        self.write_kv = context.write_kv
+        self.memory = context.pool.by_slot(spec.local_id)
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, hidden], cos_sin: [T, R]. Returns [T, hidden]."""
         num_tokens = x.shape[0]
         qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)  # [T, H + 2K, D]
-        self.qk_norm_rotary(qkv[:, : self.num_rotated], self.norm_weight, self.norm_eps, cos_sin)
+        keys, values = self.memory
+        self.qk_norm_rotary_write(qkv, self.norm_weight, self.norm_eps, cos_sin, keys=keys, values=values, slots=batch.slots)
         q, k, v = qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :]
-        self.write_kv(self.spec.local_id, k, v, batch.slots)
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         self.attend(q, k, v, self.spec, batch, attended)
         return self.out(attended.view(num_tokens, -1))

@@ -55,15 +55,20 @@ class DecoderLayer:
         mlp: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.eps = shape.rms_eps
-        self.add_rms_norm = context.ops.add_rms_norm
+        self.rms_norm, self.add_rms_norm = context.ops.rms_norm, context.ops.add_rms_norm
         self.attention_norm = weights.take("input_layernorm.weight", (shape.hidden_size,))
         self.mlp_norm = weights.take("post_attention_layernorm.weight", (shape.hidden_size,))
         self.attention = attention
         self.mlp = mlp
 
-    def __call__(self, delta: torch.Tensor, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Adds `delta`, the last block's output, to the residual stream in place and returns this layer's own: all [T, C]."""
-        x = self.add_rms_norm(delta, residual, self.attention_norm, self.eps)
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Adds `delta`, the last layer's output, to the residual stream in place and returns this layer's own: all [T, C]."""
+        if delta is None:
+            x = self.rms_norm(residual, self.attention_norm, self.eps)
+        else:
+            x = self.add_rms_norm(delta, residual, self.attention_norm, self.eps)
         x = self.attention(x, cos_sin, batch)
         x = self.add_rms_norm(x, residual, self.mlp_norm, self.eps)
         return self.mlp(x)
@@ -112,11 +117,12 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the last norm: [T, C]."""
-        delta = F.embedding(batch.input_ids, self.embedding)  # [T, C]
-        residual = torch.zeros_like(delta)
+        residual = F.embedding(batch.input_ids, self.embedding)  # [T, C]
+        delta: torch.Tensor | None = None
         cos_sin = F.embedding(batch.positions, self.rotary)  # [T, R]
         for layer in self.layers:
             delta = layer(delta, residual, cos_sin=cos_sin, batch=batch)
+        assert delta is not None, "a decoder without layers"
         return self.add_rms_norm(delta, residual, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

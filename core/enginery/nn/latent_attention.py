@@ -55,7 +55,7 @@ class LatentSelfAttention:
         self.rms_norm = ops.rms_norm
         self.qk_norm_rotary = ops.qk_norm_rotary
         self.attend = context.attend
-        self.write_kv = context.write_kv
+        self.pool = context.pool
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, C], cos_sin: [T, P]. Returns [T, C]."""
@@ -70,7 +70,7 @@ class LatentSelfAttention:
         latents = latents[:, None]  # [T, 1, R + P]
         self.qk_norm_rotary(q[..., facts.nope_dim :], None, 0.0, cos_sin)
         self.qk_norm_rotary(latents[..., facts.rank :], None, 0.0, cos_sin)
-        self.write_kv(self.spec.local_id, latents, latents, batch.slots)
+        self.pool.write(self.spec.local_id, latents, latents, batch.slots)
         attended = torch.empty((num_tokens, self.num_heads, facts.value_dim), dtype=q.dtype, device=q.device)
         self.attend(q, latents, latents, self.spec, batch, attended)
         return self.out(attended.view(num_tokens, -1))

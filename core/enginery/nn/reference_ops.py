@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from enginery.contracts.ops import LinearFn, OpTable
+from enginery.contracts.ops import LEAST_TEMPERATURE, Draws, LinearFn, OpTable
+from enginery.nn.reference_experts import bind_experts, route
 
 
 def reference_ops() -> OpTable:
     """The table that plugins override in part."""
     return OpTable(
-        bind_linear=bind_linear, rms_norm=rms_norm, add_rms_norm=add_rms_norm, qk_norm_rotary=qk_norm_rotary, gated_silu=gated_silu
+        bind_linear=bind_linear,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        qk_norm_rotary=qk_norm_rotary,
+        qk_norm_rotary_write=qk_norm_rotary_write,
+        gated_silu=gated_silu,
+        route=route,
+        bind_experts=bind_experts,
+        greedy=greedy,
+        sample_rows=sample_rows,
     )
 
 
@@ -48,7 +58,77 @@ def qk_norm_rotary(qk: torch.Tensor, weight: torch.Tensor | None, eps: float, co
     first.copy_(turned)
 
 
+def qk_norm_rotary_write(
+    qkv: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    *,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """`qk_norm_rotary` on queries and keys, then keys and values into their slots."""
+    num_kv = keys.shape[1]
+    rotated = qkv.shape[1] - num_kv
+    qk_norm_rotary(qkv[:, :rotated], weight, eps, cos_sin)
+    store_rows(keys, slots, qkv[:, rotated - num_kv : rotated])
+    store_rows(values, slots, qkv[:, rotated:])
+
+
+def store_rows(stored: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """stored[slots[i]] = rows[i]. What a float8 cannot hold becomes its largest number."""
+    if stored.dtype.itemsize > 1:
+        stored.index_copy_(0, slots, rows.to(stored.dtype))
+        return
+    most = torch.finfo(stored.dtype).max
+    narrow = rows.clamp(-most, most).to(stored.dtype)
+    stored.view(torch.uint8).index_copy_(0, slots, narrow.view(torch.uint8))
+
+
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate, arXiv:2002.05202."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The best token of each row."""
+    return logits.argmax(-1)
+
+
+def sample_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Inverse transform sampling over the kept tokens in the order of their indices; see `Draws`."""
+    heat = draws.temperature[:, None]  # [N, 1]
+    scaled = logits.float() / heat.clamp(min=LEAST_TEMPERATURE)
+    weights = scaled.softmax(-1)  # [N, V]
+    if draws.cut:
+        weights.masked_fill_(~_kept(scaled, draws), 0)
+    return torch.where(draws.temperature < LEAST_TEMPERATURE, greedy(logits), _invert(weights, draws.uniform))
+
+
+def _kept(scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Which tokens no cut drops: [N, V] bool."""
+    vocab_size = scaled.shape[-1]
+    top_k, top_p, min_p = draws.top_k[:, None], draws.top_p[:, None], draws.min_p[:, None]  # [N, 1]
+    whole = draws.most_kept >= vocab_size
+    best, tokens = scaled.sort(dim=-1, descending=True, stable=True) if whole else scaled.topk(draws.most_kept, dim=-1)  # [N, k]
+    rank = torch.arange(best.shape[-1], device=best.device)
+    beyond = (top_k > 0) & (rank >= top_k)  # [N, k]
+    shares = best.masked_fill(beyond, float("-inf")).softmax(-1)
+    before = shares.cumsum(-1) - shares  # of the likelier ones
+    dropped = beyond | (before >= top_p) | (shares < shares[:, :1] * min_p)
+    dropped[:, 0] = False
+    return torch.zeros_like(scaled, dtype=torch.bool).scatter_(1, tokens, ~dropped)
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first column whose cumulative weight exceeds `uniform` times the total. [N, V] -> [N].
+
+    A `uniform` that rounds to 1 would end beyond the last column, or on one without weight; it gets the last one that has some.
+    """
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    last = torch.searchsorted(cumulative, total)  # the first column to reach it
+    target = uniform[:, None] * total
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last).squeeze(1)

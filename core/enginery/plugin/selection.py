@@ -53,11 +53,18 @@ def refusals(offer: Offer[AttnBackendSpec] | Offer[OpSpec], needs: Any) -> tuple
 
 def weigh(needs: AttnNeeds, offers: Iterable[Offer[AttnBackendSpec]], *, wanted: str = "auto") -> tuple[Candidate, ...]:
     """Every backend with what speaks against it, the likeliest first; at most one is chosen."""
-    all_reasons = [(offer, refusals(offer, needs)) for offer in ranked(offers)]
+    by_rank = sorted(offers, key=lambda offer: (-offer.spec.priority_for(needs), offer.name))
+    all_reasons = [(offer, refusals(offer, needs)) for offer in by_rank]
     eligible = (offer.name for offer, reasons in all_reasons if not reasons and wanted in ("auto", offer.name))
     chosen = next(eligible, None)
     return tuple(
-        Candidate(name=offer.name, plugin=offer.plugin, priority=offer.spec.priority, reasons=reasons, chosen=offer.name == chosen)
+        Candidate(
+            name=offer.name,
+            plugin=offer.plugin,
+            priority=offer.spec.priority_for(needs),
+            reasons=reasons,
+            chosen=offer.name == chosen,
+        )
         for offer, reasons in all_reasons
     )
 

@@ -17,7 +17,7 @@ import torch
 from enginery.attention.relay import BackendRelay
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, ParallelFacts, SparseCoordinator
-from enginery.contracts.model import AttendFn, Model, ModelContext, WeightSource, WriteKVFn
+from enginery.contracts.model import AttendFn, Model, ModelContext, WeightSource
 from enginery.contracts.ops import OpTable
 from enginery.errors import CheckpointError
 from enginery.memory.arena import DeviceArena
@@ -31,8 +31,9 @@ from enginery.run.build_order import build_in_order
 from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint
 from enginery.run.choice import Choice, choose
 from enginery.run.graphs import CudaCapture, DecodeGraphs
-from enginery.run.memory_plan import MemoryPlan, plan_memory, workspace_bytes
+from enginery.run.memory_plan import SAMPLING_COPIES, MemoryPlan, plan_memory, workspace_bytes
 from enginery.run.token_feed import TokenFeed
+from enginery.run.warm_up import warm_up
 from enginery.run.weights import LoadedWeights, WeightRecord, check, load, random_weights
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class BuiltParts:
     choice: Choice
     memory: MemoryPlan
     relay: BackendRelay
+    ops: OpTable
     model: Model
     feed: TokenFeed
     graphs: DecodeGraphs | None
@@ -66,6 +68,7 @@ def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
         choice=built.parts["choice"],
         memory=built.parts["memory"],
         relay=built.parts["attention"],
+        ops=built.parts["ops"],
         model=built.parts["model"],
         feed=built.parts["feed"],
         graphs=built.parts["graphs"],
@@ -87,9 +90,9 @@ def make_ops(asked: EngineOptions, choosing: Choice) -> OpTable:
 def check_weights(choosing: Choice) -> NeededWeights:
     """Compare what the model will ask for with what the checkpoint has. Reads headers only."""
     record = WeightRecord(choosing.dtype)
-    context = model_context(
-        choosing, record, ops=reference_ops(), attend=_before_binding, write_kv=_before_binding, device=torch.device("meta")
-    )
+    device = torch.device("meta")
+    pool = PagedKVPool(no_pages(choosing), device)
+    context = model_context(choosing, record, ops=reference_ops(), attend=_before_binding, pool=pool, device=device)
     with inside(choosing.family, "build the model"):
         choosing.family.spec.build(context)
     if choosing.checkpoint.random:
@@ -98,6 +101,12 @@ def check_weights(choosing: Choice) -> NeededWeights:
     tied = ("lm_head.weight",) if choosing.checkpoint.config.get("tie_word_embeddings") else ()
     check(record, stored, (*choosing.family.spec.ignored_weights, *tied), folder=choosing.checkpoint.folder)
     return NeededWeights(record=record, stored=stored)
+
+
+def no_pages(choosing: Choice) -> KVGeometry:
+    """The shape of a page, before it is known how many there are."""
+    settings = choosing.settings
+    return KVGeometry(num_pages=0, page_size=settings.page_size, layers=choosing.facts.layers, dtype=settings.kv_dtype)
 
 
 def _before_binding(*args: Any, **kwargs: Any) -> None:
@@ -110,14 +119,21 @@ def plan_sizes(asked: EngineOptions, choosing: Choice, needed_weights: NeededWei
     mixed = [layer for layer in facts.layers if layer.latent is None and layer.recurrent is None]
     if facts.has_latents and mixed:
         raise CheckpointError("the model has both MLA and other softmax-attention layers, which no backend plans together")
-    geometry = KVGeometry(num_pages=0, page_size=asked.page_size, layers=facts.layers, dtype=settings.dtype)
+    geometry = no_pages(choosing)
+    sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choosing.ops)
     backend_bytes = sum(offer.spec.capabilities.workspace_bytes for offer in choosing.attention.by_role.values())
     memory = plan_memory(
         asked,
         settings,
         choosing.device_facts,
         weights=needed_weights.record.num_bytes(),
-        workspace=workspace_bytes(settings, facts, backend_bytes=backend_bytes, itemsize=choosing.dtype.itemsize),
+        workspace=workspace_bytes(
+            settings,
+            facts,
+            backend_bytes=backend_bytes,
+            itemsize=choosing.dtype.itemsize,
+            sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
+        ),
         page_bytes=page_bytes(geometry),
         states=state_bytes(geometry) * (settings.max_batch_requests + 1),
     )
@@ -147,13 +163,7 @@ def load_weights(asked: EngineOptions, choice: Choice, needed_weights: NeededWei
 
 def make_geometry(choice: Choice, memory: MemoryPlan, weights: LoadedWeights) -> KVGeometry:
     """Of the pools. They come after the weights, which need the most memory while they are loaded."""
-    return KVGeometry(
-        num_pages=memory.num_pages,
-        page_size=memory.page_size,
-        layers=choice.facts.layers,
-        dtype=choice.settings.dtype,
-        num_states=choice.settings.max_batch_requests,
-    )
+    return dataclasses.replace(no_pages(choice), num_pages=memory.num_pages, num_states=choice.settings.max_batch_requests)
 
 
 def make_pool(choice: Choice, geometry: KVGeometry) -> PagedKVPool:
@@ -199,7 +209,7 @@ def make_attention(
 
 def make_model(choice: Choice, *, ops: OpTable, weights: LoadedWeights, pool: PagedKVPool, attention: BackendRelay) -> Model:
     """Built a second time, bound to its weights and its backend."""
-    context = model_context(choice, weights, ops=ops, attend=attention.backend.attend, write_kv=pool.write, device=choice.device)
+    context = model_context(choice, weights, ops=ops, attend=attention.backend.attend, pool=pool, device=choice.device)
     with torch.inference_mode(), inside(choice.family, "build the model"):
         return choice.family.spec.build(context)
 
@@ -209,8 +219,15 @@ def make_feed(choice: Choice) -> TokenFeed:
     return TokenFeed(choice.settings.max_batch_requests, choice.device)
 
 
+def run_once(choice: Choice, *, attention: BackendRelay, ops: OpTable, model: Model, geometry: KVGeometry) -> None:
+    """Kernels for CUDA devices are compiled before the engine is ready."""
+    if choice.device.type == "cuda":
+        longest = min(choice.settings.max_batch_tokens, choice.settings.max_model_len)
+        warm_up(model, attention, ops=ops, geometry=geometry, device=choice.device, longest=longest)
+
+
 def make_graphs(
-    choice: Choice, *, attention: BackendRelay, model: Model, feed: TokenFeed, geometry: KVGeometry
+    choice: Choice, *, attention: BackendRelay, ops: OpTable, model: Model, feed: TokenFeed, geometry: KVGeometry
 ) -> DecodeGraphs | None:
     """None: every step runs eagerly."""
     if not choice.settings.max_graph_requests:
@@ -218,11 +235,11 @@ def make_graphs(
     shape = (choice.settings.max_graph_requests, choice.facts.vocab_size)
     logits = torch.empty(shape, dtype=choice.dtype, device=choice.device)
     capture = CudaCapture(choice.device)
-    return DecodeGraphs.build(model, attention, feed=feed, geometry=geometry, capture=capture, logits=logits)
+    return DecodeGraphs.build(model, attention, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
 
 
 def model_context(
-    choice: Choice, weights: WeightSource, *, ops: OpTable, attend: AttendFn, write_kv: WriteKVFn, device: torch.device
+    choice: Choice, weights: WeightSource, *, ops: OpTable, attend: AttendFn, pool: PagedKVPool, device: torch.device
 ) -> ModelContext:
     """What the model is built from, for the recording build and for the real one."""
     return ModelContext(
@@ -231,7 +248,7 @@ def model_context(
         weights=weights,
         ops=ops,
         attend=attend,
-        write_kv=write_kv,
+        pool=pool,
         device=device,
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
@@ -254,5 +271,6 @@ PARTS: Final[Mapping[str, Callable[..., Any]]] = {
     "attention": make_attention,
     "model": make_model,
     "feed": make_feed,
+    "warm_up": run_once,
     "graphs": make_graphs,
 }

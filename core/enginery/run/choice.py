@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from enginery.config.checkpoint_folder import find_folder, read_config
-from enginery.config.needs import attn_needs
+from enginery.config.needs import attn_needs, by_phase
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
-from enginery.contracts.batch import Phase
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.offers import SparseCoordinatorSpec
@@ -93,10 +92,10 @@ def choose(asked: EngineOptions, registry: Registry) -> Choice:
         facts = family.spec.describe(checkpoint.config)
     device = device_facts(asked.device, asked.num_threads)
     settings = resolve(asked, device, facts, config=checkpoint.config)
-    where: dict[str, Any] = dict(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
-    attention, attention_decisions = choose_attention(asked, registry, facts, where)
+    softmax, recurrent = (attn_needs(facts, settings, device, recurrent=each) for each in (False, True))
+    attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     coordinator = None if asked.sparse_coordinator == "off" else registry.sparse_coordinator(asked.sparse_coordinator)
-    op_needs = OpNeeds(**where)
+    op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
     ops = registry.select_ops(op_needs)
     return Choice(
         checkpoint=checkpoint,
@@ -123,21 +122,26 @@ def choose(asked: EngineOptions, registry: Registry) -> Choice:
 
 
 def choose_attention(
-    asked: EngineOptions, registry: Registry, facts: ModelFacts, where: Mapping[str, Any]
+    asked: EngineOptions, registry: Registry, *, softmax: AttnNeeds, recurrent: AttnNeeds
 ) -> tuple[AttentionChoice, tuple[Decision, ...]]:
-    """A backend for each role that the model has work for. where: device, dtype and compute capability."""
-    softmax = attn_needs(facts, page_size=asked.page_size, **where)
+    """A backend for each role that the model has work for. softmax, recurrent: needs of those layers.
+
+    Left to choose, it takes two for the softmax layers where the best one for prefills is not the best one for decoding.
+    """
     if asked.mla_prefill not in ("auto", PrefillStrategy.ABSORBED):
         softmax = _needing_ragged(softmax, asked.mla_prefill)
+    phases = by_phase(softmax)
     split = asked.prefill_attention_backend is not None or asked.decode_attention_backend is not None
+    if softmax.layers and not split and asked.attention_backend == "auto":
+        best = {registry.select_attn_backend("auto", needs).winner.name for needs in phases.values()}
+        split = len(best) > 1
     wanted = {
         "softmax": (asked.attention_backend, softmax, not split),
-        "prefill": (asked.prefill_attention_backend or asked.attention_backend, _only(softmax, Phase.PREFILL), split),
-        "decode": (asked.decode_attention_backend or asked.attention_backend, _only(softmax, Phase.DECODE), split),
+        "prefill": (asked.prefill_attention_backend or asked.attention_backend, phases["prefill"], split),
+        "decode": (asked.decode_attention_backend or asked.attention_backend, phases["decode"], split),
     }
     chosen: dict[str, Offer[AttnBackendSpec]] = {}
     decisions: list[Decision] = []
-    recurrent = attn_needs(facts, page_size=asked.page_size, recurrent=True, **where)
     for role, (name, needs, applies) in {**wanted, "recurrent": (asked.linear_attention_backend, recurrent, True)}.items():
         if not (applies and needs.layers):
             continue
@@ -150,10 +154,6 @@ def choose_attention(
         decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {selection.winner.source}"))
     roles = ("softmax", "prefill", "decode", "recurrent")
     return AttentionChoice(**{role: chosen.get(role) for role in roles}), tuple(decisions)
-
-
-def _only(needs: AttnNeeds, phase: Phase) -> AttnNeeds:
-    return dataclasses.replace(needs, phases=frozenset({phase}))
 
 
 def _needing_ragged(needs: AttnNeeds, strategy: str) -> AttnNeeds:

@@ -60,6 +60,7 @@ class Engine:
         self._runner = Runner(
             parts.model,
             parts.relay,
+            ops=parts.ops,
             page_size=asked.page_size,
             feed=parts.feed,
             graphs=parts.graphs,
@@ -199,6 +200,7 @@ class Engine:
             cached_pages=scheduler.cached_pages,
             total_pages=self.facts.num_pages,
             attn_backend=self.facts.attn_backend,
+            captured=result.captured,
             schedule_s=schedule_s,
             plan_s=result.plan_s,
             run_s=result.run_s,

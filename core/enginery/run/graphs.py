@@ -1,10 +1,11 @@
 """Decoding steps as CUDA graphs: one per batch size, captured when first needed or in idle moments, replayed for fewer requests.
 
     host      pad to a captured size, copy the token fields over those of the graph, let the backend refresh its captured plan
-    device    [ fill pending ids | device_prologue | model | logits ]      one launch
+    device    [ fill pending ids | device_prologue | model | logits | best tokens, kept ]      one launch
 
 A graph's token fields are one tensor, made from the axes of the batch; everything else that it reads belongs to the backend or the
-model. The logits of all sizes are in one buffer. Prefills, mixed steps and larger batches run eagerly.
+model. The logits of all sizes are in one buffer. The best tokens are kept for the next step; what is sampled otherwise, from the
+logits, is kept in their place. Prefills, mixed steps and larger batches run eagerly.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from enginery.attention.axes import pad, token_fields
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
 from enginery.run.batch import KNOWN, HostStep
 from enginery.run.token_feed import TokenFeed
 
@@ -61,83 +64,119 @@ class CudaCapture:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
-    """packed: [fields + 1, size] int64, device: the token fields and the sources. batch: planned, its token fields in `packed`.
+    """packed: [fields + 2, size] int64, device: the token fields, the sources, and the state slots of what is sampled.
 
-    logits: [size, V], valid from a replay to the next one of any size.
+    batch: planned, its token fields in `packed`. logits: [size, V], best: [size] int64, the tokens of the largest ones; both valid
+    from a replay to the next one of any size.
     """
 
     packed: torch.Tensor
     batch: ForwardBatch
     graph: Replayable
     logits: torch.Tensor
+    best: torch.Tensor
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[size] int64, device."""
+        return self.packed[-1]
 
 
 def graph_sizes(max_requests: int) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8 up to 64 and of 16 beyond: padding costs an eighth at most where batches are large."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_requests, 16)]
+    """1, 2, 4, then multiples of 8 up to 64, 16 up to 256, 32 beyond: padding costs an eighth at most where batches are large."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_requests, 32)]
     return (*(size for size in sizes if size < max_requests), max_requests)
 
 
 class DecodeGraphs:
-    """Captures and replays. `waiting`: the sizes not captured yet, the smallest first."""
+    """Captures and replays. num_too_large: decoding steps that no graph was large enough for."""
 
     def __init__(
-        self, model: Model, relay: BackendRelay, *, feed: TokenFeed, geometry: KVGeometry, capture: Capture, logits: torch.Tensor
+        self,
+        model: Model,
+        relay: BackendRelay,
+        *,
+        ops: OpTable,
+        feed: TokenFeed,
+        geometry: KVGeometry,
+        capture: Capture,
+        logits: torch.Tensor,
     ) -> None:
         """logits: [largest size, V], where all graphs write theirs."""
         self.model = model
         self.relay = relay
+        self.greedy = ops.greedy
         self.feed = feed
         self.geometry = geometry
         self.logits = logits
+        self.best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         self.sizes = graph_sizes(len(logits))
+        self.num_too_large = 0
         self._capture = capture
         self._captured: dict[int, CapturedStep] = {}
 
     @classmethod
     def build(
-        cls, model: Model, relay: BackendRelay, *, feed: TokenFeed, geometry: KVGeometry, capture: Capture, logits: torch.Tensor
+        cls,
+        model: Model,
+        relay: BackendRelay,
+        *,
+        ops: OpTable,
+        feed: TokenFeed,
+        geometry: KVGeometry,
+        capture: Capture,
+        logits: torch.Tensor,
     ) -> DecodeGraphs | None:
         """None, with the reason in the log, where the backend cannot be captured."""
         if relay.ask("init_graph_state", max_batch_size=len(logits), max_num_tokens=len(logits)) is None:
             _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend.backend_id)
             return None
-        return cls(model, relay, feed=feed, geometry=geometry, capture=capture, logits=logits)
+        return cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
 
     @property
     def waiting(self) -> list[int]:
-        """Sizes without a graph."""
+        """Sizes without a graph, the smallest first."""
         return [size for size in self.sizes if size not in self._captured]
 
     @torch.inference_mode()
     def capture(self, size: int) -> None:
         """Capture the graph of one size. Takes as long as two or three eager steps."""
         batch = pad(_no_requests(), num_requests=size, num_tokens=size, geometry=self.geometry)
-        packed = torch.stack([*token_fields(batch).values(), torch.full((size,), KNOWN)]).to(self.feed.device)
+        nobody = torch.full((size,), self.feed.scratch_slot)
+        packed = torch.stack([*token_fields(batch).values(), torch.full((size,), KNOWN), nobody]).to(self.feed.device)
         batch = self.feed.unpack(batch, packed)
         self.relay.plan(batch, capture=True)
 
         def run() -> None:
-            batch.input_ids = self.feed.fill(packed[0], packed[-1])
+            batch.input_ids = self.feed.fill(packed[0], packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
-            self.logits[:size].copy_(self.model.logits(self.model.forward(batch)))
+            logits = self.logits[:size].copy_(self.model.logits(self.model.forward(batch)))
+            self.feed.keep(self.best[:size].copy_(self.greedy(logits)), packed[-1])
 
         graph = self._capture(run)
-        self._captured[size] = CapturedStep(packed=packed, batch=batch, graph=graph, logits=self.logits[:size])
+        self._captured[size] = CapturedStep(
+            packed=packed, batch=batch, graph=graph, logits=self.logits[:size], best=self.best[:size]
+        )
         _log.debug("captured a decoding step of %d requests", size)
 
     def plan(self, step: HostStep) -> CapturedStep | None:
         """Bring the graph for a decoding step up to date with it. None if there is none: larger steps, and other phases."""
         count = step.batch.num_requests
         size = next((size for size in self.sizes if size >= count), None)
-        if step.batch.phase is not Phase.DECODE or size is None:
+        if step.batch.phase is not Phase.DECODE:
+            return None
+        if size is None:
+            if not self.num_too_large:
+                _log.warning("%d requests are decoded eagerly: graphs are for up to %d", count, self.sizes[-1])
+            self.num_too_large += 1
             return None
         if size not in self._captured:
             self.capture(size)
         captured = self._captured[size]
         padded = pad(step.batch, num_requests=size, num_tokens=size, geometry=self.geometry)
-        sources = torch.nn.functional.pad(step.sources, (0, size - count), value=KNOWN)
-        packed = torch.stack([*token_fields(padded).values(), sources])
+        sources = F.pad(step.sources, (0, size - count), value=KNOWN)
+        slots = F.pad(step.sampled_slots, (0, size - count), value=self.feed.scratch_slot)
+        packed = torch.stack([*token_fields(padded).values(), sources, slots])
         captured.packed.copy_(packed if self.feed.device.type == "cpu" else packed.pin_memory(), non_blocking=True)
         self.relay.ask("refresh_graph_metadata", plan=captured.batch.plan, batch=padded)
         return captured

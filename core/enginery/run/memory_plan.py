@@ -13,7 +13,7 @@ from enginery.errors import OutOfMemory
 
 MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_HOST_KV_BYTES = 4 * GIB  # a CPU's memory is shared with everything else on the machine
-LOGITS_COPIES = 4  # in float32: the logits, their softmax or sort, and what sampling makes of them
+SAMPLING_COPIES = 4  # of the logits, in float32: scaled, their softmax or sort, and what the reference sampling makes of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,13 @@ def _readable(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
-def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int) -> int:
-    """Activations of the largest step, its logits, keys and values made from latents, graphs, and the backends' scratch memory."""
+def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int, sampling_copies: int) -> int:
+    """Activations of the largest step, its logits, keys and values made from latents, graphs, and the backends' scratch memory.
+
+    sampling_copies: `SAMPLING_COPIES`, or 0 where a plugin samples without copies of the logits.
+    """
     activations = settings.max_batch_tokens * model.activation_width * itemsize
-    logits = settings.max_batch_requests * model.vocab_size * 4 * LOGITS_COPIES
+    logits = settings.max_batch_requests * model.vocab_size * (itemsize + 4 * sampling_copies)
     made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
     captured = settings.max_graph_requests * (model.activation_width + 2 * model.vocab_size) * itemsize  # one buffer, one copy
     return activations + logits + made + captured + backend_bytes

@@ -11,10 +11,11 @@ import torch
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
 from enginery.contracts.request import TokenLogprob
 from enginery.run.batch import HostStep, build_step, logits_rows
-from enginery.run.graphs import DecodeGraphs
-from enginery.run.sampling import SamplingRow, sample, token_logprobs
+from enginery.run.graphs import CapturedStep, DecodeGraphs
+from enginery.run.sampling import SamplingRow, sample, takes_best, token_logprobs
 from enginery.run.token_feed import TokenFeed
 from enginery.schedule.step import ScheduledItem, ScheduledStep
 
@@ -31,6 +32,7 @@ class StepResult:
     token_ids: list[int | None]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[list[TokenLogprob]]
+    captured: bool
     plan_s: float
     run_s: float
 
@@ -56,6 +58,7 @@ class LaunchedStep:
     copied: torch.cuda.Event | None
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[list[TokenLogprob]]
+    captured: bool
     times: StepTimes
 
     def wait(self) -> StepResult:
@@ -69,6 +72,7 @@ class LaunchedStep:
             token_ids=token_ids,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            captured=self.captured,
             plan_s=self.times.planned_s - self.times.scheduled_s,
             run_s=time.perf_counter() - self.times.planned_s,
         )
@@ -82,6 +86,7 @@ class Runner:
         model: Model,
         relay: BackendRelay,
         *,
+        ops: OpTable,
         page_size: int,
         feed: TokenFeed,
         graphs: DecodeGraphs | None,
@@ -89,6 +94,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.relay = relay
+        self.ops = ops
         self.graphs = graphs
         self.page_size = page_size
         self.feed = feed
@@ -114,10 +120,10 @@ class Runner:
             wanted = self._wanted(batch, self.model.forward(batch))
             prompt_logprobs = self._prompt_logprobs(step.items, wanted)
             logits = self._logits(built, wanted)
-        sampled, logprobs = self._sample(step.items, built, logits)
+        sampled, logprobs = self._sample(step.items, built, logits, captured)
+        sampled = sampled.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         copied: torch.cuda.Event | None = None
         if self.device.type == "cuda":
-            sampled = sampled.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         return LaunchedStep(
@@ -127,6 +133,7 @@ class Runner:
             copied=copied,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            captured=captured is not None,
             times=StepTimes(
                 began_s=began_s,
                 scheduled_s=scheduled,
@@ -147,15 +154,23 @@ class Runner:
         return self.model.logits(wanted if len(last_rows) == len(wanted) else wanted.index_select(0, last_rows.to(self.device)))
 
     def _sample(
-        self, items: Sequence[ScheduledItem], built: HostStep, logits: torch.Tensor
+        self, items: Sequence[ScheduledItem], built: HostStep, logits: torch.Tensor, captured: CapturedStep | None
     ) -> tuple[torch.Tensor, list[TokenLogprob | None]]:
-        """The tokens of the items that sample, [N] int64 on the device, and log-probabilities where they were asked for."""
+        """The tokens of the items that sample, [N] int64 on the device, and log-probabilities where they were asked for.
+
+        The tokens are kept for the next step.
+        """
         logprobs: list[TokenLogprob | None] = [None] * len(items)
         sampling = built.sampling
         if not sampling:
             return torch.empty(0, dtype=torch.int64), logprobs
-        sampled = sample(logits, [_sampling_row(items[index]) for index in sampling], self.eos_token_ids)
-        self.feed.keep(sampled, built.sampled_slots)
+        rows = [_sampling_row(items[index]) for index in sampling]
+        if captured is not None and all(map(takes_best, rows)):
+            sampled = captured.best[: len(rows)]
+        else:
+            slots = self.feed.on_device(built.sampled_slots) if captured is None else captured.slots[: len(rows)]
+            sampled = sample(logits, rows, self.eos_token_ids, ops=self.ops)
+            self.feed.keep(sampled, slots)
         asked = [items[index].request.asked.params.logprobs for index in sampling]
         if any(count is not None for count in asked):
             reported = token_logprobs(logits, sampled, [count or 0 for count in asked])

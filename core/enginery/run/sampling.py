@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from enginery.contracts.ops import LEAST_TEMPERATURE, Draws, OpTable
 from enginery.contracts.request import SamplingParams, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 _NOTHING = float("-inf")
-LEAST_TEMPERATURE = 1e-5  # dividing logits by less overflows, and the best token has all of the probability long before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +44,21 @@ def uniform(seed: int, position: int) -> float:
     return ((x ^ (x >> 31)) >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int]) -> torch.Tensor:
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], *, ops: OpTable) -> torch.Tensor:
     """Choose a token for each row. logits: [N, V]. Every row's `params.seed` is set. Returns [N] int64 on the same device."""
     adjusted = [index for index, row in enumerate(rows) if _is_adjusted(row)]
     if adjusted:
         logits = logits.to(torch.float32, copy=True)
         for index in adjusted:
             _adjust(logits[index], rows[index], eos_token_ids)
-    random = [index for index, row in enumerate(rows) if row.params.temperature >= LEAST_TEMPERATURE]
-    if not random:
-        return logits.argmax(-1)
-    chosen = logits.argmax(-1) if len(random) < len(rows) else torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    cut = [index for index in random if _is_cut(rows[index].params)]
-    whole = [index for index in random if not _is_cut(rows[index].params)]
-    for indices, draw in ((whole, _draw_whole), (cut, _draw_cut)):
-        picked = [rows[index] for index in indices]
-        temperatures = [row.params.temperature for row in picked]
-        if len(indices) == len(rows):
-            return draw(logits.float() / _column(temperatures, logits), picked)
-        if indices:
-            where = _on_device(torch.tensor(indices), logits.device)
-            chosen[where] = draw(logits[where].float() / _column(temperatures, logits), picked)
-    return chosen
+    if all(row.params.temperature < LEAST_TEMPERATURE for row in rows):
+        return ops.greedy(logits)
+    return ops.sample_rows(logits, _draws(rows, logits))
+
+
+def takes_best(row: SamplingRow) -> bool:
+    """Whether the row's token is that of its largest logit."""
+    return row.params.temperature < LEAST_TEMPERATURE and not _is_adjusted(row)
 
 
 def reads_tokens(params: SamplingParams) -> bool:
@@ -96,49 +89,22 @@ def _adjust(logits: torch.Tensor, row: SamplingRow, eos_token_ids: frozenset[int
         logits[torch.tensor(sorted(ends), dtype=torch.int64, device=device)] = _NOTHING
 
 
-def _is_cut(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return _on_device(torch.tensor(values, dtype=torch.float32), like.device)[:, None]  # [N, 1]
-
-
-def _on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
-
-
-def _invert(weights: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Inverse transform sampling: the first column whose cumulative weight exceeds u times the total. [N, V] -> [N, 1].
-
-    A u that rounds to 1 would end beyond the last column, or on one without weight; it gets the last one that has some.
-    """
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:].contiguous()
-    last = torch.searchsorted(cumulative, total)  # the first column to reach it
-    drawn = _column([uniform(row.params.seed or 0, row.position) for row in rows], weights)
-    target = drawn * total
-    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
-
-
-def _draw_whole(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    return _invert(scaled.softmax(-1), rows).squeeze(1)
-
-
-def _draw_cut(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """top_k, then top_p (arXiv:1904.09751) and min_p (arXiv:2407.01082) of what it left, over the tokens in falling order."""
-    vocab_size = scaled.shape[-1]
-    top_k = [min(row.params.top_k or vocab_size, vocab_size) for row in rows]
-    best, tokens = scaled.topk(max(top_k), dim=-1)  # [N, k]
-    rank = torch.arange(best.shape[-1], device=best.device)
-    best = best.masked_fill(rank >= _column(top_k, best), _NOTHING)
-    weights = best.softmax(-1)
-    before = weights.cumsum(-1) - weights  # probability of the likelier ones
-    dropped = before >= _column([row.params.top_p for row in rows], best)
-    dropped |= weights < weights[:, :1] * _column([row.params.min_p for row in rows], best)
-    dropped[:, 0] = False
-    return tokens.gather(1, _invert(weights.masked_fill(dropped, 0), rows)).squeeze(1)
+def _draws(rows: Sequence[SamplingRow], logits: torch.Tensor) -> Draws:
+    """One upload for all rows, without waiting for the device."""
+    every = [row.params for row in rows]
+    drawn = [uniform(row.params.seed or 0, row.position) for row in rows]
+    columns = [
+        (params.temperature, params.top_k, params.top_p, params.min_p, number) for params, number in zip(every, drawn, strict=True)
+    ]
+    table = torch.tensor(columns, dtype=torch.float32).t().contiguous()  # [5, N]
+    if logits.device.type != "cpu":
+        table = table.pin_memory().to(logits.device, non_blocking=True)
+    vocab_size = logits.shape[-1]
+    return Draws(
+        table=table,
+        most_kept=max(min(params.top_k or vocab_size, vocab_size) for params in every),
+        cut=any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in every),
+    )
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:

@@ -20,10 +20,11 @@ from enginery.run.batch import KNOWN, HostStep
 
 
 class TokenFeed:
-    """Owns the last token of each running request on the device, [num_states + 1] int64; the last slot is for padding."""
+    """Owns the last token of each running request on the device, [num_states + 1] int64; the `scratch_slot` is for padding."""
 
     def __init__(self, num_states: int, device: torch.device) -> None:
         self.device = device
+        self.scratch_slot = num_states
         self.last_tokens = torch.zeros(num_states + 1, dtype=torch.int64, device=device)
 
     def pack(self, step: HostStep) -> torch.Tensor:
@@ -50,6 +51,9 @@ class TokenFeed:
         return torch.where(sources == KNOWN, input_ids, self.last_tokens[sources.clamp(min=0)])
 
     def keep(self, sampled: torch.Tensor, slots: torch.Tensor) -> None:
-        """Remember what was sampled, [N] int64, device; slots: [N] int64, host."""
-        where = slots if self.device.type == "cpu" else slots.pin_memory().to(self.device, non_blocking=True)
-        self.last_tokens.index_copy_(0, where, sampled)
+        """Remember what was sampled, [N] int64; slots: [N] int64. Device work alone."""
+        self.last_tokens.index_copy_(0, slots, sampled)
+
+    def on_device(self, slots: torch.Tensor) -> torch.Tensor:
+        """Host tensors, without waiting for the device."""
+        return slots if self.device.type == "cpu" else slots.pin_memory().to(self.device, non_blocking=True)

@@ -112,7 +112,7 @@ def test_logits_are_transformers_in_float64(*, q_rank: int | None, bias: bool, r
             weights=weights,
             ops=reference_ops(),
             attend=memory.attend,
-            write_kv=memory.write,
+            pool=memory,
             device=torch.device("cpu"),
             dtype=torch.float64,
             max_positions=LENGTH,

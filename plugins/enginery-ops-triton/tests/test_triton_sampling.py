@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from enginery.api import Draws
+from enginery.nn import reference_ops
 from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.sampling import greedy_sample, sample_rows
 
@@ -33,22 +35,17 @@ def kept_weights(
     return torch.zeros_like(weights).scatter(0, order, weights.masked_fill(dropped, 0))
 
 
+def draws(uniform: torch.Tensor, device: str, **cut: float) -> Draws:
+    """One row for each of the uniform numbers, all with the same cuts."""
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
+    columns = [torch.full_like(uniform, value, dtype=torch.float32) for value in values.values()]
+    return Draws(table=torch.stack([*columns, uniform.float()]).to(device), most_kept=1 << 30, cut=True)
+
+
 def draw(logits: torch.Tensor, uniform: torch.Tensor, device: str, **cut: float) -> torch.Tensor:
     """One row of logits, drawn from with each of the uniform numbers."""
-    num_rows = len(uniform)
-
-    def column(name: str, default: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((num_rows,), cut.get(name, default), dtype=dtype, device=device)
-
-    return sample_rows(
-        logits.to(device).expand(num_rows, -1),
-        column("temperature", 1),
-        top_k=column("top_k", 0, torch.int32),
-        top_p=column("top_p", 1),
-        min_p=column("min_p", 0),
-        uniform=uniform.to(device=device, dtype=torch.float32),
-        dependent_launch=chained(device),
-    ).cpu()
+    rows = logits.to(device).expand(len(uniform), -1)
+    return sample_rows(rows, draws(uniform, device, **cut), dependent_launch=chained(device)).cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,6 +91,8 @@ def test_each_kept_token_has_its_share_of_the_numbers(
     wide_enough = (shares > 1e-3).nonzero().squeeze(1)[:6]
     middle = (shares.cumsum(0) - shares / 2)[wide_enough]
     assert draw(logits, middle, device, **cut).tolist() == wide_enough.tolist()
+    same = reference_ops.sample_rows(logits.expand(len(middle), -1), draws(middle, "cpu", **cut))
+    assert same.tolist() == wide_enough.tolist()
     ends = draw(logits, torch.tensor([0.0, 1.0]), device, **cut).tolist()
     assert ends == [weights.nonzero()[0].item(), weights.nonzero()[-1].item()]
 
@@ -122,13 +121,6 @@ def test_banned_tokens_are_never_drawn_and_a_row_without_any_gives_a_token(devic
 def test_rows_have_their_own_parameters(device: str) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 500).to(device)
-    tokens = sample_rows(
-        logits,
-        torch.tensor([0.0, 1.0, 1.0], device=device),
-        top_k=torch.tensor([0, 1, 0], dtype=torch.int32, device=device),
-        top_p=torch.tensor([1.0, 1.0, 0.0], device=device),
-        min_p=torch.zeros(3, device=device),
-        uniform=torch.rand(3, device=device),
-        dependent_launch=chained(device),
-    )
-    assert torch.equal(tokens, logits.argmax(-1))
+    columns = [[0.0, 1.0, 1.0], [0, 1, 0], [1.0, 1.0, 0.0], [0.0] * 3, [0.9] * 3]
+    own = Draws(table=torch.tensor(columns, device=device), most_kept=500, cut=True)
+    assert torch.equal(sample_rows(logits, own, dependent_launch=chained(device)), logits.argmax(-1))

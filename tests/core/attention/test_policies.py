@@ -176,6 +176,14 @@ def test_all_of_needs_every_child() -> None:
     assert hybrid(Child("a"), Planner("b")).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is None
 
 
+def test_graphs_of_a_split_are_those_of_the_child_that_decodes() -> None:
+    prefill, decode = Child("a"), Child("b")
+    assert split(prefill, decode).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is True
+    assert not prefill.asked
+    assert split(Planner("a"), Child("b")).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is True
+    assert split(Child("a"), Planner("b")).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is None
+
+
 def test_any_of_takes_the_first_child_that_has_it() -> None:
     assert hybrid(Planner("a"), Child("b")).ask("verify_mask") == ("b", "verify_mask")
     assert hybrid(Planner("a"), Planner("b")).ask("verify_mask") is None

@@ -23,6 +23,7 @@ REPORT = StepReport(
     free_pages=1,
     cached_pages=0,
     total_pages=1,
+    captured=False,
     attn_backend="x",
     schedule_s=0.0,
     plan_s=0.0,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from enginery.config.needs import attn_needs
+from enginery.config.resolve import DeviceFacts, resolve
+from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnLayerFacts, AttnNeeds, Capabilities, LatentFacts, RecurrentFacts, capability_refusals
 from enginery.contracts.model import ModelFacts
 
@@ -13,11 +15,13 @@ def test_the_needs_of_a_model_are_its_facts_and_the_settings() -> None:
     layer = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=8)
     linear = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=8, recurrent=RecurrentFacts(value_dim=8))
     facts = ModelFacts(vocab_size=8, hidden_size=8, max_positions=64, activation_width=8, layers=(layer, linear))
-    where = dict(dtype="bfloat16", device="cuda", page_size=32, compute_capability=(9, 0))
-    needs = attn_needs(facts, **where)
-    assert (needs.dtype, needs.kv_dtype, needs.page_size, needs.layers) == ("bfloat16", "bfloat16", 32, (layer,))
+    device = DeviceFacts(kind="cuda", name="card", available_bytes=0, num_threads=1, compute_capability=(9, 0))
+    settings = resolve(EngineOptions(dtype="bfloat16", kv_dtype="fp8", page_size=32), device, facts, config={})
+    needs = attn_needs(facts, settings, device)
+    assert (needs.dtype, needs.kv_dtype, needs.page_size, needs.layers) == ("bfloat16", "float8_e4m3fn", 32, (layer,))
     assert needs.compute_capability == (9, 0)
-    assert attn_needs(facts, **where, recurrent=True).layers == (linear,)
+    recurrent = attn_needs(facts, settings, device, recurrent=True)
+    assert (recurrent.kv_dtype, recurrent.layers) == ("bfloat16", (linear,))
 
 
 def test_what_a_model_needs_and_a_backend_lacks_is_a_reason() -> None:

@@ -19,6 +19,7 @@ from enginery.api import (
     Reason,
     Unsupported,
 )
+from enginery.config.needs import by_phase
 from enginery.plugin.records import Offer, PluginRecord, Status
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import select, weigh
@@ -50,6 +51,13 @@ def test_auto_takes_the_highest_priority_that_refuses_nothing_and_keeps_the_lose
         ("middle", True, []),
         ("low", False, []),
     ]
+
+
+def test_a_backend_can_rank_otherwise_where_it_would_only_prefill() -> None:
+    offers = [offer("decoder", 5), offer("prefiller", 3, prefill_priority=7)]
+    winners = {role: select("auto", needs, offers, []).winner.name for role, needs in by_phase(NEEDS).items()}
+    assert winners == {"prefill": "prefiller", "decode": "decoder"}
+    assert select("auto", NEEDS, offers, []).winner.name == "decoder"
 
 
 def test_equal_priorities_are_settled_by_name_in_any_order() -> None:

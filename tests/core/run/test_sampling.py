@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections import Counter
@@ -12,9 +13,12 @@ import torch
 
 from enginery.contracts.request import SamplingParams
 from enginery.errors import RequestError
-from enginery.run.sampling import SamplingRow, sample, token_logprobs, uniform
+from enginery.nn.reference_ops import reference_ops
+from enginery.run import sampling
+from enginery.run.sampling import SamplingRow, token_logprobs, uniform
 
 VOCAB = 12
+sample = functools.partial(sampling.sample, ops=reference_ops())
 
 
 def row(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: object) -> SamplingRow:

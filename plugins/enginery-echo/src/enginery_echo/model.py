@@ -16,13 +16,13 @@ class EchoModel:
     def __init__(self, context: ModelContext) -> None:
         self.vocab_size = context.facts.vocab_size
         self.attend = context.attend
-        self.write_kv = context.write_kv
+        self.pool = context.pool
         self.spec = LayerSpec(global_id=GlobalLayerId(0), local_id=LocalLayerId(0), facts=context.facts.layers[0], scale=1.0)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The checksum after each token: [T, 1] float32."""
         ids = batch.input_ids.view(-1, 1, 1).to(torch.float32)  # [T, 1, 1]
-        self.write_kv(self.spec.local_id, ids, ids, batch.slots)
+        self.pool.write(self.spec.local_id, ids, ids, batch.slots)
         out = torch.empty_like(ids)
         self.attend(ids, ids, ids, self.spec, batch, out)
         return out.view(-1, 1)

@@ -7,10 +7,11 @@ from typing import Final
 
 import torch
 
-from enginery.api import LinearFn
+from enginery.api import Draws, LinearFn
 from enginery.nn import reference_ops
 from enginery_ops_triton.kernels import activation, norm, rotary
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.sampling import greedy_sample, sample_rows
 from enginery_ops_triton.small_linear import bind_small_linear
 
 GATE_BLOCK: Final = 1024
@@ -164,3 +165,11 @@ class TritonOps:
             launch_pdl=self.dependent_launch,
         )
         return out
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Several programs a row."""
+        return greedy_sample(logits, dependent_launch=self.dependent_launch)
+
+    def sample_rows(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """One program a row."""
+        return sample_rows(logits, draws, dependent_launch=self.dependent_launch)

@@ -1,4 +1,4 @@
-"""Tokens from logits, without a sort and without the host: can be captured in a CUDA graph. Not in the core's table yet.
+"""Tokens from logits, without a sort and without the host: can be captured in a CUDA graph.
 
 N rows, V vocabulary.
 """
@@ -9,12 +9,12 @@ from typing import Final
 
 import torch
 
+from enginery.api import LEAST_TEMPERATURE, Draws
 from enginery_ops_triton.kernels import sampling
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
 ARGMAX_BLOCK: Final = 4096
 SAMPLE_BLOCK: Final = 8192
-LEAST_TEMPERATURE: Final = 1e-5
 _MISSING_BITS: Final = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # in which its float32 differs from no other
 
 
@@ -50,31 +50,18 @@ def greedy_sample(logits: torch.Tensor, *, dependent_launch: bool) -> torch.Tens
     return tokens
 
 
-def sample_rows(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    *,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniform: torch.Tensor,
-    dependent_launch: bool,
-) -> torch.Tensor:
-    """A token for each row of logits [N, V]: [N] int64.
-
-    temperature, top_p, min_p, uniform: [N] float32; top_k: [N] int32, 0 for all. A temperature of 0 is greedy. top_p is of what
-    top_k left. The tokens kept stand in the order of their indices, and `uniform` in [0, 1) says where to stop.
-    """
+def sample_rows(logits: torch.Tensor, draws: Draws, *, dependent_launch: bool) -> torch.Tensor:
+    """A token for each row of logits [N, V]: [N] int64. Of equal logits at a cut the first are kept."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     block = min(SAMPLE_BLOCK, next_power_of_2(vocab_size))
     sampling.sample_rows[(num_rows,)](
         logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        uniform,
+        draws.temperature,
+        draws.top_k,
+        draws.top_p,
+        draws.min_p,
+        draws.uniform,
         tokens,
         logits.stride(0),
         LEAST_TEMPERATURE,

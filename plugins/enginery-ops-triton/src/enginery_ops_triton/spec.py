@@ -34,25 +34,24 @@ def _refuse(needs: OpNeeds) -> list[Reason]:
     return reasons
 
 
+PROVIDES = (
+    "bind_linear",
+    "rms_norm",
+    "add_rms_norm",
+    "qk_norm_rotary",
+    "qk_norm_rotary_write",
+    "gated_silu",
+    "greedy",
+    "sample_rows",
+)
+
+
 def _load(needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:
     from enginery_ops_triton.ops import TritonOps
 
     chained = needs.device == "cuda" and (needs.compute_capability or OLDEST) >= DEPENDENT_LAUNCH
     ops = TritonOps(dependent_launch=chained)
-    return {
-        "bind_linear": ops.bind_linear,
-        "rms_norm": ops.rms_norm,
-        "add_rms_norm": ops.add_rms_norm,
-        "qk_norm_rotary": ops.qk_norm_rotary,
-        "gated_silu": ops.gated_silu,
-    }
+    return {name: getattr(ops, name) for name in PROVIDES}
 
 
-TRITON = OpSpec(
-    name="triton",
-    api=(1, 0),
-    priority=20,
-    provides=("bind_linear", "rms_norm", "add_rms_norm", "qk_norm_rotary", "gated_silu"),
-    refuse=_refuse,
-    load=_load,
-)
+TRITON = OpSpec(name="triton", api=(1, 0), priority=20, provides=PROVIDES, refuse=_refuse, load=_load)

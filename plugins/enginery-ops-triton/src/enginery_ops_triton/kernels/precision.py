@@ -20,6 +20,14 @@ def round_to(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @kernel
+def narrow_to(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """To the type of the KV memory: what a float8 (e4m3fn) cannot hold becomes its largest number, 448."""
+    if DTYPE.is_fp8():
+        return tl.minimum(tl.maximum(values.to(tl.float32), -448.0), 448.0).to(DTYPE)
+    return values.to(DTYPE)
+
+
+@kernel
 def add_product(acc: tl.tensor, a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """acc + a b, in float32."""
     if INTERPRETED:

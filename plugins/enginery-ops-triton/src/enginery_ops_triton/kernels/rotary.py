@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
-from enginery_ops_triton.kernels.precision import round_to
+from enginery_ops_triton.kernels.precision import narrow_to, round_to
 
 
 @kernel
@@ -101,10 +101,10 @@ def rotate_heads(
         is_key = (head[:, None] >= NUM_QUERY) & rotated
         is_value = head[:, None] >= NUM_ROTATED
         stored = keys.dtype.element_ty
-        tl.store(keys + key_row + dim[None, :], first.to(stored), mask=inside & is_key)
-        tl.store(keys + key_row + dim[None, :] + half, second.to(stored), mask=inside & is_key)
-        tl.store(values + value_row + dim[None, :], first.to(stored), mask=inside & is_value)
-        tl.store(values + value_row + dim[None, :] + half, second.to(stored), mask=inside & is_value)
+        tl.store(keys + key_row + dim[None, :], narrow_to(first, stored), mask=inside & is_key)
+        tl.store(keys + key_row + dim[None, :] + half, narrow_to(second, stored), mask=inside & is_key)
+        tl.store(values + value_row + dim[None, :], narrow_to(first, stored), mask=inside & is_value)
+        tl.store(values + value_row + dim[None, :] + half, narrow_to(second, stored), mask=inside & is_value)
         if BLOCK_REST > 0:
-            tl.store(keys + key_row + beyond[None, :], rest.to(stored), mask=inside_rest & is_key)
-            tl.store(values + value_row + beyond[None, :], rest.to(stored), mask=inside_rest & is_value)
+            tl.store(keys + key_row + beyond[None, :], narrow_to(rest, stored), mask=inside_rest & is_key)
+            tl.store(values + value_row + beyond[None, :], narrow_to(rest, stored), mask=inside_rest & is_value)

@@ -1,0 +1,53 @@
+"""Mixture-of-experts layers in plain torch: routing, and each expert on its own tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from enginery.contracts.ops import ExpertScales, ExpertsFn, Routed, Routing
+
+BLOCK = 128  # rows and columns of a float8 weight that share a scale
+
+
+def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> Routed:
+    """DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437), and without groups every other router in use."""
+    scores = logits.float().softmax(-1) if routing.scoring == "softmax" else logits.float().sigmoid()  # [T, E]
+    ranked = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        grouped = ranked.view(len(ranked), routing.num_groups, -1)  # [T, G, E / G]
+        best = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)  # [T, G]
+        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups, dim=-1).indices, True)
+        ranked = grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(1)
+    ids = ranked.topk(routing.top_k, dim=-1).indices  # [T, top_k]
+    weights = scores.gather(1, ids)
+    if routing.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+    return Routed(ids.to(torch.int32), weights * routing.scale)
+
+
+def bind_experts(gate_up: torch.Tensor, down: torch.Tensor, scales: ExpertScales | None) -> ExpertsFn:
+    """Float8 weights are widened when an expert is used."""
+
+    def weight(stored: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        return stored[expert] if scale is None else widen(stored[expert], scale[expert], dtype)
+
+    def experts(x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        for expert in torch.unique(routed.ids).tolist():
+            token, place = (routed.ids == expert).nonzero(as_tuple=True)
+            wide = weight(gate_up, None if scales is None else scales.gate_up, expert, x.dtype)
+            gate, up = F.linear(x[token], wide).chunk(2, dim=-1)
+            narrow = weight(down, None if scales is None else scales.down, expert, x.dtype)
+            answer = F.linear(F.silu(gate) * up, narrow)
+            out.index_add_(0, token, (answer * routed.weights[token, place, None]).to(out.dtype))
+        return out.to(x.dtype)
+
+    return experts
+
+
+def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float8 weight [N, C] times its blocks' scales [N / 128, C / 128]."""
+    rows, columns = weight.shape
+    spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (weight.float() * spread).to(dtype)

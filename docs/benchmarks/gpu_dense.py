@@ -1,22 +1,22 @@
 """Dense models on one GPU: checks that graphs and overlap change no token, then times workloads with and without them.
 
-python docs/benchmarks/gpu_dense.py --workloads W2s W2 > gpu-dense.json
+python docs/benchmarks/gpu_dense.py --workloads W2s W2 W5 > gpu-dense.json
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import dataclasses
 import json
 import sys
-
-import torch
+from typing import Any
 
 from enginery import LLM, SamplingParams
-from enginery.run.bench import report, run_workload, serving
+from enginery.config.schema import EngineOptions
+from enginery.run.bench import bench_offline
 from enginery.run.workloads import find_workload
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "no overlap": {"overlap": False},
     "no graphs": {"graphs": False},
@@ -25,46 +25,41 @@ VARIANTS = {
 }
 
 
-def check(attention: str) -> bool:
+def check(options: EngineOptions) -> bool:
     """Whether greedy float32 tokens of the embedded model are those of eager steps with the torch reference."""
     prompts = [[5 + row, 6, 7 + row] * (1 + 9 * row) for row in range(7)]
     params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    reference = EngineOptions(attention_backend="torch", graphs=False, overlap=False)
     answers = []
-    for options in ({"attention_backend": attention}, {"attention_backend": "torch", "graphs": False, "overlap": False}):
-        with LLM(dtype="float32", max_batch_requests=16, num_pages=512, **options) as llm:
+    for asked in (options, reference):
+        small = dataclasses.replace(asked, dtype="float32", max_batch_requests=16, num_pages=512)
+        with LLM(**vars(small)) as llm:
             answers.append([generation.token_ids for generation in llm.generate(prompts, params, progress=False)])
     return answers[0] == answers[1]
 
 
-def measure(name: str, variant: str, *, attention: str, repeats: int) -> dict[str, object]:
-    """One workload with random bf16 weights."""
-    workload = find_workload(name)
-    with serving(workload, dtype="bfloat16", attention_backend=attention, **VARIANTS[variant]) as llm:
-        measured = {"variant": variant, **report(llm, workload, run_workload(llm, workload, repeats=repeats))}
-        measured["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        measured["memory_plan"] = llm.facts.memory_plan
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return measured
-
-
 def main() -> None:
-    """Print JSON; what is measured goes to stderr as it comes."""
+    """Print the reports as JSON; what is measured goes to stderr as it comes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workloads", nargs="+", default=["W2s", "W2"])
     parser.add_argument("--variants", nargs="+", default=["full"], choices=VARIANTS)
-    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--attention-backend", default="triton")
+    parser.add_argument("--prefill-attention-backend")
+    parser.add_argument("--decode-attention-backend")
     parser.add_argument("--repeats", type=int, default=2)
-    asked = parser.parse_args()
-    same = check(asked.attention)
+    asked = vars(parser.parse_args())
+    names, variants, repeats = (asked.pop(name) for name in ("workloads", "variants", "repeats"))
+    options = EngineOptions(dtype="bfloat16", **asked)
+    same = check(options)
     print("greedy tokens are the reference's:", same, file=sys.stderr)
-    runs = []
-    for name in asked.workloads:
-        for variant in asked.variants:
-            runs.append(measure(name, variant, attention=asked.attention, repeats=asked.repeats))
-            print(name, variant, round(float(str(runs[-1]["output_tokens_per_s"])), 1), "out tok/s", file=sys.stderr, flush=True)
-    json.dump({"command": " ".join(sys.argv), "tokens_are_the_references": same, "runs": runs}, sys.stdout, indent=1)
+    reports = []
+    for name in names:
+        for variant in variants:
+            chosen = dataclasses.replace(options, **VARIANTS[variant])
+            reports.append({"variant": variant, **bench_offline([find_workload(name)], chosen, repeats=repeats)})
+            (row,) = reports[-1]["rows"]
+            print(name, variant, row["measured"], row["derived"], file=sys.stderr, flush=True)
+    json.dump({"tokens_are_the_references": same, "reports": reports}, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

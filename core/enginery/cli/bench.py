@@ -1,46 +1,119 @@
-"""`engine bench`: how fast this machine runs a model."""
+"""`engine bench`: how fast this machine runs a model, and its parts."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from enginery.cli.bench_flags import with_report_flags
+from enginery.cli.engine_flags import with_engine_flags
+from enginery.cli.plugin_flags import BlockFlags
+from enginery.config.schema import EngineOptions
+from enginery.errors import ConfigError
+from enginery.plugin.discovery import blocked_names
+from enginery.run.bench_report import Report
+
 bench_app = typer.Typer(no_args_is_help=True, help="Measure how fast this machine runs a model.")
+
+_Repeats = Annotated[int, typer.Option(min=1, help="Passes that count, after one that does not.")]
 
 
 @bench_app.command()
+@with_engine_flags
+@with_report_flags
 def offline(
+    options: EngineOptions,
+    *,
     workload: Annotated[list[str], typer.Argument(help="Names of workloads: W1..W7 for a GPU, C1, C16, CP for a CPU.")],
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
-    attention_backend: Annotated[str, typer.Option(help="A name of `engine list-backends`, or auto.")] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Passes that count, after one that does not.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of reports.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the reports as JSON to this file too.")] = None,
-) -> None:
-    """Run workloads in this process, with random weights and without a tokenizer, and print tokens per second."""
-    from enginery.run.bench import report, run_workload, serving
+    repeats: _Repeats = 3,
+) -> Report:
+    """Run workloads with random weights and without a tokenizer, and print how near they come to what the device can do."""
+    from enginery.run.bench import bench_offline
     from enginery.run.workloads import find_workload
 
-    reports = []
-    for chosen in [find_workload(name) for name in workload]:
-        with serving(chosen, dtype=dtype, device=device, attention_backend=attention_backend) as llm:
-            reports.append(report(llm, chosen, run_workload(llm, chosen, repeats=repeats)))
-    if output is not None:
-        output.write_text(json.dumps(reports, indent=1) + "\n")
-    if as_json:
-        typer.echo(json.dumps(reports, indent=1))
-        return
-    table = Table("workload", "what", "dtype", "seconds", "out tok/s", "in tok/s")
-    for entry in reports:
-        rates = (f"{entry[key]:,.1f}" for key in ("total_s", "output_tokens_per_s", "prompt_tokens_per_s"))
-        table.add_row(entry["workload"], f"{entry['shape']}: {entry['summary']}", entry["dtype"], *rates)
-    Console().print(table)
+    if options.model is not None:
+        raise ConfigError(
+            f"a workload has a shape of its own; leave out the model {options.model} (--model, ENGINERY_MODEL, --config)"
+        )
+    return bench_offline([find_workload(name) for name in workload], options, repeats=repeats)
+
+
+@bench_app.command()
+@with_engine_flags
+@with_report_flags
+def latency(
+    options: EngineOptions,
+    *,
+    named: Annotated[str, typer.Argument(metavar="MODEL", help="A shape or workload of engine bench offline, or any model.")],
+    input_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; the workload's, or 128.")] = None,
+    output_len: Annotated[int | None, typer.Option(min=1, help="Tokens to generate; the workload's, or 128.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. Repeatable.")] = None,
+    repeats: _Repeats = 3,
+) -> Report:
+    """Run equal requests, a batch at a time, and print how long the first token and each further one take."""
+    from enginery.run.bench_latency import bench_latency
+    from enginery.run.workloads import WORKLOADS, equal_requests
+
+    workload = WORKLOADS.get(named)
+    lengths = workload.lengths[0] if workload else (128, 128)
+    options = _with_model(options, workload.shape if workload else named)
+    batches = [
+        equal_requests(count, input_len=input_len or lengths[0], output_len=output_len or lengths[1]) for count in batch_size or [1]
+    ]
+    return bench_latency(options, batches, repeats=repeats)
+
+
+@bench_app.command()
+@with_engine_flags
+@with_report_flags
+def startup(
+    options: EngineOptions,
+    *,
+    named: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A shape of engine bench offline, or any model.")] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes to start, one after the other.")] = 3,
+) -> Report:
+    """Start fresh processes, and print how long each takes from its start to its first token, and with what."""
+    from enginery.run.bench_startup import bench_startup
+
+    return bench_startup(options if named is None else _with_model(options, named), repeats=repeats, input_len=input_len)
+
+
+@bench_app.command()
+@with_report_flags
+def kernels(
+    *,
+    attention_backend: Annotated[
+        list[str] | None, typer.Option(help="A name of engine list-backends. Repeatable; all that can run here if left out.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quick: Annotated[bool | None, typer.Option("--quick/--full", help="Small sizes, as on a CPU, or large ones.")] = None,
+    plugin_options: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="NAME.KEY=VALUE", help="An option of a plugin's part. Repeatable.")
+    ] = None,
+    block: BlockFlags = None,
+) -> Report:
+    """Time attention backends and operations alone, beside what the device can do."""
+    from enginery.plugin.registry import Registry
+    from enginery.run.bench_kernels import bench_kernels
+    from enginery.run.device import torch_device
+
+    registry = Registry.load(blocked=blocked_names(block or ()), options=plugin_options or ())
+    small = torch_device(device).type == "cpu" if quick is None else quick
+    options = EngineOptions(device=device, dtype=dtype, plugin_options=tuple(plugin_options or ()))
+    return bench_kernels(registry, options, attention_backend or [], quick=small)
+
+
+def _with_model(options: EngineOptions, named: str) -> EngineOptions:
+    if options.model not in (None, named):
+        raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
+    return dataclasses.replace(options, model=named)
 
 
 @bench_app.command()

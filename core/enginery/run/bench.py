@@ -1,51 +1,61 @@
-"""Runs a workload in this process and reports what it took."""
+"""`engine bench offline`: whole workloads in this process, and how near they come to what the device allows."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-import statistics
+import dataclasses
+import gc
+import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineFacts
+from enginery.memory.pool import TORCH_DTYPES
+from enginery.run.bench_floor import DeviceLimits, dense_shape, floor_s
+from enginery.run.bench_report import Report, Row, facts_details, make_report
+from enginery.run.device import torch_device
+from enginery.run.device_limits import device_name, measure_limits
 from enginery.run.llm import LLM
-from enginery.run.workloads import Workload, write_shape
+from enginery.run.workloads import Workload, is_shape, write_shape
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchRun:
-    """One pass over a workload. Times in seconds, rates in tokens per second."""
+class BenchRun(NamedTuple):
+    """One pass over a workload. cached_tokens: of the prompts, those that another request had computed."""
 
     total_s: float
     prompt_tokens: int
     output_tokens: int
-
-    @property
-    def output_rate(self) -> float:
-        """Generated tokens over all of the time, prompts included."""
-        return self.output_tokens / self.total_s
-
-    @property
-    def prompt_rate(self) -> float:
-        """Prompt tokens over all of the time."""
-        return self.prompt_tokens / self.total_s
+    cached_tokens: int
 
 
 @contextmanager
-def serving(workload: Workload, **options: Any) -> Iterator[LLM]:
-    """A model of the workload's shape with random weights and room for its longest request. options: of `LLM`."""
-    longest = max(sum(lengths) for lengths in workload.lengths)
+def checkpoint_folder(options: EngineOptions) -> Iterator[EngineOptions]:
+    """The options with a folder for the model. The name of a shape becomes one without weights, for random ones."""
     with tempfile.TemporaryDirectory() as folder:
-        shape = write_shape(workload.shape, Path(folder))
-        with LLM(str(shape), served_model_name=workload.shape, load_format="dummy", max_model_len=longest + 1, **options) as llm:
-            yield llm
+        if options.model is not None and is_shape(options.model):
+            path, name = str(write_shape(options.model, Path(folder))), options.served_model_name or options.model
+            options = dataclasses.replace(options, model=path, served_model_name=name, load_format="dummy")
+        yield options
+
+
+def with_room(options: EngineOptions, workload: Workload) -> EngineOptions:
+    """For the workload's longest request and no more, unless a length is asked for."""
+    longest = max(sum(lengths) for lengths in workload.lengths)
+    return dataclasses.replace(options, max_model_len=options.max_model_len or longest + 1)
+
+
+def free_memory() -> None:
+    """Give back what a closed engine had, so that the next one plans with it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def run_workload(llm: LLM, workload: Workload, *, repeats: int) -> list[BenchRun]:
@@ -56,29 +66,55 @@ def run_workload(llm: LLM, workload: Workload, *, repeats: int) -> list[BenchRun
         began = time.perf_counter()
         generations = llm.generate(prompts, params, progress=False)
         total_s = time.perf_counter() - began
-        output_tokens = sum(len(generation.token_ids) for generation in generations)
-        runs.append(BenchRun(total_s=total_s, prompt_tokens=sum(map(len, prompts)), output_tokens=output_tokens))
+        produced, cached = (
+            sum(counts) for counts in zip(*((len(g.token_ids), g.num_cached_tokens) for g in generations), strict=True)
+        )
+        runs.append(BenchRun(total_s, sum(map(len, prompts)), produced, cached))
     return runs[1:]
 
 
-def report(llm: LLM, workload: Workload, runs: list[BenchRun]) -> Mapping[str, Any]:
-    """What `--json` prints: the median and every run, with what is needed to repeat it."""
-    middle = statistics.median_low(run.total_s for run in runs)
-    chosen = next(run for run in runs if run.total_s == middle)
-    return {
-        "workload": workload.name,
-        "summary": workload.summary,
-        "shape": workload.shape,
-        "total_s": chosen.total_s,
-        "output_tokens_per_s": chosen.output_rate,
-        "prompt_tokens_per_s": chosen.prompt_rate,
-        "prompt_tokens": chosen.prompt_tokens,
-        "output_tokens": chosen.output_tokens,
-        "runs_s": [run.total_s for run in runs],
-        "dtype": llm.facts.dtype,
-        "attention": llm.facts.attn_backend,
-        "decisions": [list(decision) for decision in llm.facts.decisions],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads",
-        "versions": {name: importlib.metadata.version(name) for name in ("enginery", "torch")}
-        | {"python": platform.python_version()},
-    }
+def bench_offline(workloads: Sequence[Workload], options: EngineOptions, *, repeats: int) -> Report:
+    """Every workload with its shape and random weights, one after the other."""
+    device = torch_device(options.device)
+    limits: dict[str, DeviceLimits] = {}
+    rows = []
+    for workload in workloads:
+        free_memory()
+        asked = dataclasses.replace(with_room(options, workload), model=workload.shape, load_format="dummy")
+        with checkpoint_folder(asked) as named:
+            with LLM(**vars(named)) as llm:
+                facts, runs = llm.facts, run_workload(llm, workload, repeats=repeats)
+            peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+            free_memory()
+            if facts.dtype not in limits:
+                limits[facts.dtype] = measure_limits(device, facts.dtype)
+            rows.append(_row(workload, runs, facts=facts, limits=limits[facts.dtype], peak_gib=peak))
+    return make_report("offline", device_name(device), rows, options=options, limits=limits.values())
+
+
+def floor_and_fraction(folder: str, workload: Workload, limits: DeviceLimits, *, total_s: float) -> dict[str, float | None]:
+    """Of the workload with the model in `folder`; None where no floor is counted."""
+    shape = dense_shape(json.loads((Path(folder) / "config.json").read_text()))
+    if shape is None:
+        return {"floor_s": None, "fraction": None}
+    least = floor_s(shape, workload, limits, itemsize=TORCH_DTYPES[limits.dtype].itemsize)
+    return {"floor_s": least, "fraction": least / total_s}
+
+
+def _row(workload: Workload, runs: Sequence[BenchRun], *, facts: EngineFacts, limits: DeviceLimits, peak_gib: float | None) -> Row:
+    """The median pass, and all of them."""
+    middle = sorted(runs)[(len(runs) - 1) // 2]
+    counts = {"prompt_tokens": middle.prompt_tokens, "output_tokens": middle.output_tokens}
+    return Row(
+        what={"workload": workload.name, "shape": facts.model_name, "dtype": facts.dtype, **counts},
+        measured={"total_s": middle.total_s},
+        derived={f"{name}_per_s": count / middle.total_s for name, count in counts.items()}
+        | floor_and_fraction(facts.folder, workload, limits, total_s=middle.total_s),
+        details={
+            "summary": workload.summary,
+            "runs_s": [run.total_s for run in runs],
+            "cached_tokens": middle.cached_tokens,
+            "peak_gib": peak_gib,
+            **facts_details(facts),
+        },
+    )

@@ -1,4 +1,4 @@
-"""The workloads that `engine bench offline` runs: shapes of models without weights, and lengths of prompts and outputs."""
+"""The workloads that `engine bench` runs: shapes of models without weights, and lengths of prompts and outputs."""
 
 from __future__ import annotations
 
@@ -80,9 +80,24 @@ def find_workload(name: str) -> Workload:
     return WORKLOADS[name]
 
 
+def equal_requests(count: int, *, input_len: int, output_len: int) -> Workload:
+    """So many requests of these lengths, of any shape."""
+    return Workload(name="", shape="", summary="equal requests", lengths=((input_len, output_len),) * count)
+
+
+def is_shape(name: str) -> bool:
+    """Whether `write_shape` knows it."""
+    return name in _shapes()
+
+
+def _shapes() -> dict[str, dict[str, Any]]:
+    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES_FILE.read_text())
+    return shapes
+
+
 def write_shape(name: str, folder: Path) -> Path:
     """A checkpoint folder with a config.json and no weights, for `--load-format dummy`."""
-    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES_FILE.read_text())
+    shapes = _shapes()
     if name not in shapes:
         raise ConfigError(f"there is no shape {name!r}; known are {', '.join(sorted(shapes))}")
     (folder / "config.json").write_text(json.dumps(shapes[name]))

@@ -1,0 +1,79 @@
+"""`engine bench latency`: batches of equal requests, one batch at a time: how long for the first token, and for each one more."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineLike
+from enginery.contracts.request import GenerationRequest
+from enginery.errors import EnginError
+from enginery.plugin.registry import Registry
+from enginery.run.bench import checkpoint_folder, floor_and_fraction, free_memory, with_room
+from enginery.run.bench_report import Report, Row, facts_details, make_report
+from enginery.run.device import torch_device
+from enginery.run.device_limits import device_name, measure_limits
+from enginery.run.engine import Engine
+from enginery.run.workloads import Workload
+
+
+def bench_latency(options: EngineOptions, batches: Sequence[Workload], *, repeats: int) -> Report:
+    """One engine for all batches."""
+    device = torch_device(options.device)
+    with checkpoint_folder(options) as named:
+        asked = with_room(named, batches[0])
+        registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+        engine = Engine.build(asked, registry)
+        facts = engine.facts
+        measured = [measure_latencies(engine, batch, repeats=repeats) for batch in batches]
+        del engine
+        free_memory()
+        limits = measure_limits(device, facts.dtype)
+        rows = []
+        for batch, times in zip(batches, measured, strict=True):
+            what = {"model": facts.model_name, "dtype": facts.dtype, "batch_size": len(batch.lengths)}
+            what |= dict(zip(("input_len", "output_len"), batch.lengths[0], strict=True))
+            derived = floor_and_fraction(facts.folder, batch, limits, total_s=times["total_s"])
+            rows.append(Row(what=what, measured=times, derived=derived, details=facts_details(facts)))
+    return make_report("latency", device_name(device), rows, options=options, limits=[limits])
+
+
+def measure_latencies(engine: EngineLike, workload: Workload, *, repeats: int) -> dict[str, float]:
+    """Of `repeats` passes after one that does not count, each with prompts of its own: percentiles, and the median pass."""
+    passes = [one_pass(engine, workload, seed=1 + repeat) for repeat in range(repeats + 1)][1:]
+    requests = [times for each in passes for times in each]
+    by_name = {
+        "first_token": [times[1] - times[0] for times in requests],
+        "per_token": [after - before for times in requests for before, after in itertools.pairwise(times[1:])],
+    }
+    measured = {
+        f"{name}_p{percent}_s": percentile(values, percent)
+        for name, values in by_name.items()
+        if values
+        for percent in (50, 90, 99)
+    }
+    return {**measured, "total_s": statistics.median(max(times[-1] for times in each) - each[0][0] for each in passes)}
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent of all do not exceed."""
+    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
+
+
+def one_pass(engine: EngineLike, workload: Workload, *, seed: int) -> list[list[float]]:
+    """For each request: when it was submitted, and when each of its tokens came."""
+    times: dict[str, list[float]] = {}
+    prompts = workload.prompts(engine.facts.vocab_size, seed=seed)
+    for index, (prompt, params) in enumerate(zip(prompts, workload.params(), strict=True)):
+        name = f"{seed}-{index}"
+        times[name] = [time.perf_counter()]
+        engine.submit(GenerationRequest(request_id=name, prompt_token_ids=tuple(prompt), params=params))
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise EnginError(output.error)
+            times[output.request_id] += [time.perf_counter()] * len(output.token_ids)
+    return list(times.values())

@@ -1,0 +1,95 @@
+"""What a benchmark reports, with all that is needed to repeat it, and how it compares with an earlier report. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineFacts
+from enginery.errors import ConfigError
+
+Report = Mapping[str, Any]  # as JSON has it
+_LIBRARIES: Final = ("torch", "triton", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """what: tells this measurement from others, and is the same in a report to compare with. measured: seconds, which are compared.
+
+    derived: rates and shares that follow from them; None where there is none. details: anything else, as JSON.
+    """
+
+    what: Mapping[str, Any]
+    measured: Mapping[str, float]
+    derived: Mapping[str, float | None] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_report(bench: str, device: str, rows: Iterable[Row], *, options: EngineOptions, limits: Iterable[Any] = ()) -> Report:
+    """bench: the command's name. Of the options, those that are not defaults. limits: `DeviceLimits`, measured in the same run."""
+    installed = {found.name: found.version for found in importlib.metadata.distributions() if found.name}
+    return {
+        "bench": bench,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "device": device,
+        "versions": {name: installed[name] for name in sorted(installed) if name in _LIBRARIES or name.startswith("enginery")}
+        | {"python": platform.python_version()},
+        "settings": {name: value for name, value in vars(options).items() if value != vars(EngineOptions())[name]},
+        "limits": [asdict(each) for each in limits],
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def facts_details(facts: EngineFacts) -> dict[str, Any]:
+    """What was chosen."""
+    return {
+        "attention": facts.attn_backend,
+        "memory_plan": facts.memory_plan,
+        "decisions": [list(each) for each in facts.decisions],
+    }
+
+
+def read_report(path: Path, *, bench: str) -> Report:
+    """A report that `--output` wrote. Raises `ConfigError` if it is none, or one of another benchmark."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be compared with: {error}") from error
+    if not isinstance(data, dict) or data.get("bench") != bench:
+        raise ConfigError(f"{path} is no report of engine bench {bench}; its --output FILE writes one")
+    return data
+
+
+def compare(before: Report, after: Report) -> list[dict[str, Any]]:
+    """Every time of `after` beside the one before. Raises `ConfigError` for another device, or a row that is not in `before`."""
+    if before["device"] != after["device"]:
+        raise ConfigError(f"the report to compare with is of another device, {before['device']}; this is {after['device']}")
+    earlier = {_named(row): row["measured"] for row in before["rows"]}
+    changes = []
+    for what, measured in ((_named(row), row["measured"]) for row in after["rows"]):
+        if measured.keys() - earlier.get(what, {}).keys():
+            raise ConfigError("\n  ".join([f"the report to compare with has no\n  {what}\nbut only", *earlier]))
+        changes += [{"what": what, "name": name, "before": earlier[what][name], "after": now} for name, now in measured.items()]
+    return changes
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in row["what"].items())
+
+
+def _commit() -> str | None:
+    """Of the tree that this file is tracked in, with a mark if it was changed since; None outside of one."""
+    here = Path(__file__)
+    script = f"git ls-files --error-unmatch {here.name} && git --no-optional-locks describe --always --dirty --exclude='*'"
+    done = subprocess.run(script, shell=True, cwd=here.parent, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.split()[-1] if done.returncode == 0 else None

@@ -1,0 +1,85 @@
+"""`engine bench startup`: fresh processes, each from its start to its first token.
+
+This module is also what runs in them: `python -m enginery.run.bench_startup STARTED OPTIONS INPUT_LEN`. Heavy imports are inside
+the functions, so that a process imports what an engine needs and no more. Times are of `time.monotonic`, one clock for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.errors import EnginError
+from enginery.run.bench_report import Report, Row, facts_details, make_report
+
+
+def bench_startup(options: EngineOptions, *, repeats: int, input_len: int) -> Report:
+    """Medians of `repeats` starts, one after the other. The first may find caches cold; all are in the details."""
+    from enginery.run.bench import checkpoint_folder
+    from enginery.run.device import torch_device
+    from enginery.run.device_limits import device_name
+
+    with checkpoint_folder(options) as named:
+        starts = [start_once(named, input_len=input_len) for _ in range(repeats)]
+    phases = {name: statistics.median(start["phases_s"].get(name, 0.0) for start in starts) for name in starts[0]["phases_s"]}
+    row = Row(
+        what=starts[0]["what"] | {"load_format": named.load_format, "input_len": input_len},
+        measured={name: statistics.median(start["measured"][name] for start in starts) for name in starts[0]["measured"]},
+        details={**starts[0]["facts"], "phases_s": phases, "starts": [(start["measured"], start["phases_s"]) for start in starts]},
+    )
+    return make_report("startup", device_name(torch_device(options.device)), [row], options=options)
+
+
+def start_once(options: EngineOptions, *, input_len: int) -> dict[str, Any]:
+    """What the process prints. Raises `EnginError` with its last words if it fails."""
+    command = [sys.executable, "-m", __name__, str(time.monotonic()), json.dumps(vars(options)), str(input_len)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = "\n".join(done.stderr.strip().splitlines()[-5:]) or "it says nothing"
+        raise EnginError(f"the process ended with exit status {done.returncode}:\n{said}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def main(started: str, options: str, input_len: str) -> None:
+    """Build an engine, generate two tokens, and print when what had been done, as JSON."""
+    from enginery.plugin.registry import Registry
+    from enginery.run.engine import Engine
+
+    times = [float(started), time.monotonic()]
+    asked = msgspec.json.decode(options, type=EngineOptions)
+    registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+    times.append(time.monotonic())
+    engine = Engine.build(asked, registry)
+    times.append(time.monotonic())
+    facts, params = engine.facts, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    prompt = tuple(place % facts.vocab_size for place in range(int(input_len)))
+    engine.submit(GenerationRequest(request_id="0", prompt_token_ids=prompt, params=params))
+    while engine.has_work:
+        count = sum(len(output.token_ids) for output in engine.step())
+        times += [time.monotonic()] * count
+    imports, plugins, build, prompt_s, second = (after - before for before, after in itertools.pairwise(times))
+    answer = {
+        "what": {"model": facts.model_name, "dtype": facts.dtype},
+        "measured": {
+            "ready_s": imports + plugins + build,
+            "first_token_s": times[4] - times[0],
+            "first_token_after_ready_s": prompt_s,
+        },
+        "phases_s": {"imports": imports, "plugins": plugins, **facts.phases_s, "prompt": prompt_s, "second token": second},
+        "facts": facts_details(facts),
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

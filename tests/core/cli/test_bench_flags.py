@@ -1,0 +1,96 @@
+"""What becomes of a report: printed, written, compared; and how a comparison ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from enginery.cli.bench_flags import with_report_flags
+from enginery.cli.main import build_app
+from enginery.config.schema import EngineOptions
+from enginery.errors import ConfigError
+from enginery.run.bench_floor import DeviceLimits
+from enginery.run.bench_report import Report, Row, make_report
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs a benchmark whose one time is its argument."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    @with_report_flags
+    def offline(seconds: float, *, device: str = "a CPU") -> Report:
+        limits = DeviceLimits(copy_bytes_per_s=2.5e9, read_bytes_per_s=3e9, product_flop_per_s=4.2e12, dtype="float32")
+        row = Row(what={"workload": "W1"}, measured={"total_s": seconds}, derived={"out_tokens_per_s": 1234.5, "floor_s": None})
+        return make_report("offline", device, [row], options=EngineOptions(), limits=[limits])
+
+    app = typer.Typer()
+    app.command()(offline)
+
+    def run(*arguments: object) -> Result:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        if isinstance(result.exception, ConfigError):
+            raise result.exception
+        return result
+
+    return run
+
+
+def test_a_report_is_a_table_with_units(bench: Callable[..., Result]) -> None:
+    shown = bench(0.0123).output
+    for text in ("workload", "W1", "12.30 ms", "1,234.5/s", "-", "a CPU: copy bytes 2.5 GB/s", "product flop 4.2 TFLOP/s"):
+        assert text in shown
+
+
+def test_json_is_all_that_is_printed(bench: Callable[..., Result], tmp_path: Path) -> None:
+    printed = bench(2, "--json", "--output", tmp_path / "out.json")
+    assert json.loads(printed.stdout) == json.loads((tmp_path / "out.json").read_text())
+    again = bench(9, "--json", "--compare", tmp_path / "out.json")
+    assert json.loads(again.stdout)["rows"][0]["measured"] == {"total_s": 9.0}
+    assert "slower" in again.stderr
+    assert again.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("now", "tolerance", "exit_code"),
+    [(1.0, 0.05, 0), (1.04, 0.05, 0), (1.06, 0.05, 1), (1.06, 0.1, 0), (0.1, 0, 0), (1.001, 0, 1)],
+)
+def test_what_grew_beyond_the_tolerance_fails(
+    bench: Callable[..., Result], tmp_path: Path, now: float, tolerance: float, exit_code: int
+) -> None:
+    before = tmp_path / "before.json"
+    assert bench(1, "--output", before).exit_code == 0
+    result = bench(now, "--compare", before, "--tolerance", tolerance)
+    assert result.exit_code == exit_code
+    assert ("slower" in result.output) == bool(exit_code)
+    assert f"{1 / now:.3f}" in result.output
+
+
+def test_a_report_that_cannot_be_compared_with_is_still_written(bench: Callable[..., Result], tmp_path: Path) -> None:
+    bench(1, "--output", tmp_path / "before.json", "--device", "other")
+    with pytest.raises(ConfigError, match="another device"):
+        bench(2, "--compare", tmp_path / "before.json", "--output", tmp_path / "now.json")
+    assert json.loads((tmp_path / "now.json").read_text())["device"] == "a CPU"
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        bench(3, "--compare", tmp_path / "none.json", "--output", tmp_path / "never.json")
+    assert not (tmp_path / "never.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("offline", "W2", "--model", "m"), "leave out the model m"),
+        (("offline", "W99"), "no workload 'W99'"),
+        (("latency", "a", "--model", "b"), "two models are named, a and b"),
+        (("startup", "a", "--model", "b"), "two models are named, a and b"),
+        (("kernels", "--device", "cpu", "--attention-backend", "none", "-p", "no:x"), "plugin 'x'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(build_app(), ["bench", *arguments])
+    assert words in str(result.exception)

@@ -1,0 +1,127 @@
+"""Benchmarks from end to end, on tiny shapes: every command's JSON, and that each compares with itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from enginery.cli.main import build_app
+from enginery.config.schema import EngineOptions
+from enginery.errors import PluginError, Unsupported
+from enginery.plugin.registry import Registry
+from enginery.run import bench_kernels, device_limits, workloads
+from enginery.run.bench_kernels import Sizes
+from enginery.run.workloads import Workload
+
+Bench = Callable[..., dict[str, Any]]
+SHAPE = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=256,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    torch_dtype="float32",
+)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny shape; device limits take no time."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    monkeypatch.setattr(device_limits, "_SIZES", {"cpu": (1 << 20, 64, 0.0)})
+    return tmp_path
+
+
+@pytest.fixture
+def bench(tiny: Path) -> Bench:
+    """Runs `engine bench` on a CPU and returns its report."""
+
+    def run(*arguments: str) -> dict[str, Any]:
+        result = CliRunner().invoke(build_app(), ["bench", *arguments, "--device", "cpu", "--json"])
+        if result.exception is not None:
+            raise result.exception
+        report: dict[str, Any] = json.loads(result.stdout)
+        return report
+
+    return run
+
+
+def test_offline_reports_rate_floor_and_what_was_shared(bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Workload(name="T5", shape=str(tiny), summary="tiny", lengths=((40, 8),) * 4, shared_prefix=32)
+    monkeypatch.setitem(workloads.WORKLOADS, "T5", shared)
+    report = bench("offline", "T5", "--repeats", "1", "--num-pages", "64", "--attention-backend", "torch")
+    (row,), (limits,) = report["rows"], report["limits"]
+    assert row["what"] == {"workload": "T5", "shape": str(tiny), "dtype": "float32", "prompt_tokens": 160, "output_tokens": 32}
+    assert row["derived"]["output_tokens_per_s"] == pytest.approx(32 / row["measured"]["total_s"])
+    assert 0 < row["derived"]["fraction"] == row["derived"]["floor_s"] / row["measured"]["total_s"]
+    assert row["details"]["cached_tokens"] == 3 * 32
+    assert row["details"]["attention"] == "torch"
+    assert limits["dtype"] == "float32"
+    assert report["settings"] == {"device": "cpu", "num_pages": 64, "attention_backend": "torch"}
+
+
+def test_a_model_without_a_floor_is_measured_all_the_same(bench: Bench, tmp_path: Path) -> None:
+    echo = dict(architectures=["EchoForCausalLM"], vocab_size=97, max_position_embeddings=256)
+    (tmp_path / "config.json").write_text(json.dumps(echo))
+    report = bench("latency", str(tmp_path), "--load-format", "dummy", "--num-pages", "32", "--input-len", "4", "--output-len", "2")
+    (row,) = report["rows"]
+    assert row["derived"] == {"floor_s": None, "fraction": None}
+    assert row["measured"]["total_s"] > 0
+
+
+def test_latency_has_a_row_for_each_batch_size(bench: Bench, tiny: Path) -> None:
+    lengths = ("--input-len", "20", "--output-len", "6", "--repeats", "2")
+    report = bench(
+        "latency", str(tiny), "--load-format", "dummy", "--num-pages", "64", "--batch-size", "1", "--batch-size", "3", *lengths
+    )
+    one, three = report["rows"]
+    assert [row["what"]["batch_size"] for row in (one, three)] == [1, 3]
+    assert (one["what"]["input_len"], one["what"]["output_len"]) == (20, 6)
+    measured = three["measured"]
+    assert 0 < measured["first_token_p50_s"] <= measured["first_token_p99_s"] <= measured["total_s"] * 2
+    assert 0 < measured["per_token_p50_s"] <= measured["per_token_p90_s"] <= measured["per_token_p99_s"]
+
+
+def test_startup_measures_fresh_processes(bench: Bench, tiny: Path) -> None:
+    report = bench("startup", str(tiny), "--load-format", "dummy", "--num-pages", "16", "--repeats", "1", "--input-len", "5")
+    (row,) = report["rows"]
+    assert row["what"] == {"model": str(tiny), "dtype": "float32", "load_format": "dummy", "input_len": 5}
+    measured, phases = row["measured"], row["details"]["phases_s"]
+    assert measured["first_token_s"] == pytest.approx(measured["ready_s"] + measured["first_token_after_ready_s"])
+    assert {"imports", "plugins", "prompt", "second token"} <= phases.keys()
+    assert 0.1 < sum(phases.values()) - phases["second token"] <= measured["first_token_s"]
+
+
+def test_kernels_are_timed_for_every_backend_and_operation(bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "QUICK", Sizes(((2, 40),), ((1, 33),), (4,), 256, 128))
+    report = bench("kernels", "--dtype", "float32")
+    kernels = {row["what"]["kernel"]: row for row in report["rows"]}
+    decode, prefill = kernels["torch decode"], kernels["torch prefill"]
+    assert decode["what"]["shape"] == "heads 16/8, 2 x 40"
+    assert decode["derived"]["bytes_per_s"] == pytest.approx(2 * 40 * 2 * 8 * 128 * 4 / decode["measured"]["median_s"])
+    flop = 33 * 34 // 2 * 4 * 16 * 128
+    assert prefill["derived"]["flop_per_s"] == pytest.approx(flop / prefill["measured"]["median_s"])
+    (limits,) = report["limits"]
+    assert prefill["derived"]["fraction"] == pytest.approx(prefill["derived"]["flop_per_s"] / limits["product_flop_per_s"])
+    operations = {name.split()[-1] for name in kernels}
+    assert {"rms_norm", "add_rms_norm", "qk_norm_rotary_write", "gated_silu", "linear"} <= operations
+
+
+def test_a_backend_that_is_named_and_refuses_is_an_error(tiny: Path) -> None:
+    registry, options = Registry.load(), EngineOptions(device="cpu", dtype="float32")
+    with pytest.raises(PluginError, match="'none'"):
+        bench_kernels.bench_kernels(registry, options, ["none"], quick=True)
+    with pytest.raises(Unsupported, match="device cpu is not among"):
+        bench_kernels.bench_kernels(registry, options, ["triton"], quick=True)

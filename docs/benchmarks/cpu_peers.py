@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingCon
 
 import enginery
 from enginery import LLM, SamplingParams
-from enginery.run.workloads import write_shape
+from enginery.bench.workloads import write_shape
 
 INPUT, OUTPUT = 128, 128
 PREFILL = 2048

@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 from enginery import LLM, SamplingParams
+from enginery.bench.offline import bench_offline
+from enginery.bench.workloads import find_workload
 from enginery.config.schema import EngineOptions
-from enginery.run.bench import bench_offline
-from enginery.run.workloads import find_workload
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},

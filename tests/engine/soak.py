@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
+from enginery.bench.workloads import write_shape
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import QueueFull
 from enginery.plugin.registry import Registry
 from enginery.run.engine import Engine
-from enginery.run.workloads import write_shape
 
 NUM_FAMILIES = 5  # of prompts that begin alike
 CONTROL_TOKENS = 32

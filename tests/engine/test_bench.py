@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from enginery.bench import device_limits, workloads
+from enginery.bench import kernels as kernel_bench
+from enginery.bench.kernels import Sizes
+from enginery.bench.workloads import Workload
 from enginery.cli.main import build_app
 from enginery.config.schema import EngineOptions
 from enginery.errors import PluginError, Unsupported
 from enginery.plugin.registry import Registry
-from enginery.run import bench_kernels, device_limits, workloads
-from enginery.run.bench_kernels import Sizes
-from enginery.run.workloads import Workload
 
 Bench = Callable[..., dict[str, Any]]
 SHAPE = dict(
@@ -105,7 +106,7 @@ def test_startup_measures_fresh_processes(bench: Bench, tiny: Path) -> None:
 
 
 def test_kernels_are_timed_for_every_backend_and_operation(bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_kernels, "QUICK", Sizes(((2, 40),), ((1, 33),), (4,), 256, 128))
+    monkeypatch.setattr(kernel_bench, "QUICK", Sizes(((2, 40),), ((1, 33),), (4,), 256, 128))
     report = bench("kernels", "--dtype", "float32")
     kernels = {row["what"]["kernel"]: row for row in report["rows"]}
     decode, prefill = kernels["torch decode"], kernels["torch prefill"]
@@ -122,6 +123,6 @@ def test_kernels_are_timed_for_every_backend_and_operation(bench: Bench, tiny: P
 def test_a_backend_that_is_named_and_refuses_is_an_error(tiny: Path) -> None:
     registry, options = Registry.load(), EngineOptions(device="cpu", dtype="float32")
     with pytest.raises(PluginError, match="'none'"):
-        bench_kernels.bench_kernels(registry, options, ["none"], quick=True)
+        kernel_bench.bench_kernels(registry, options, ["none"], quick=True)
     with pytest.raises(Unsupported, match="device cpu is not among"):
-        bench_kernels.bench_kernels(registry, options, ["triton"], quick=True)
+        kernel_bench.bench_kernels(registry, options, ["triton"], quick=True)

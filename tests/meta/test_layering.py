@@ -29,7 +29,7 @@ RANKS = [
     {"speculate"},
     {"run"},
     {"serve"},
-    {"testing"},
+    {"testing", "bench"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from enginery.bench.report import Report
 from enginery.cli.bench_flags import with_report_flags
 from enginery.cli.engine_flags import with_engine_flags
 from enginery.cli.plugin_flags import BlockFlags
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
 from enginery.plugin.discovery import blocked_names
-from enginery.run.bench_report import Report
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure how fast this machine runs a model.")
 
@@ -33,8 +33,8 @@ def offline(
     repeats: _Repeats = 3,
 ) -> Report:
     """Run workloads with random weights and without a tokenizer, and print how near they come to what the device can do."""
-    from enginery.run.bench import bench_offline
-    from enginery.run.workloads import find_workload
+    from enginery.bench.offline import bench_offline
+    from enginery.bench.workloads import find_workload
 
     if options.model is not None:
         raise ConfigError(
@@ -56,8 +56,8 @@ def latency(
     repeats: _Repeats = 3,
 ) -> Report:
     """Run equal requests, a batch at a time, and print how long the first token and each further one take."""
-    from enginery.run.bench_latency import bench_latency
-    from enginery.run.workloads import WORKLOADS, equal_requests
+    from enginery.bench.latency import bench_latency
+    from enginery.bench.workloads import WORKLOADS, equal_requests
 
     workload = WORKLOADS.get(named)
     lengths = workload.lengths[0] if workload else (128, 128)
@@ -79,7 +79,7 @@ def startup(
     repeats: Annotated[int, typer.Option(min=1, help="Processes to start, one after the other.")] = 3,
 ) -> Report:
     """Start fresh processes, and print how long each takes from its start to its first token, and with what."""
-    from enginery.run.bench_startup import bench_startup
+    from enginery.bench.startup import bench_startup
 
     return bench_startup(options if named is None else _with_model(options, named), repeats=repeats, input_len=input_len)
 
@@ -100,8 +100,8 @@ def kernels(
     block: BlockFlags = None,
 ) -> Report:
     """Time attention backends and operations alone, beside what the device can do."""
+    from enginery.bench.kernels import bench_kernels
     from enginery.plugin.registry import Registry
-    from enginery.run.bench_kernels import bench_kernels
     from enginery.run.device import torch_device
 
     registry = Registry.load(blocked=blocked_names(block or ()), options=plugin_options or ())
@@ -122,7 +122,7 @@ def hooks(
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers.")] = False,
 ) -> None:
     """Plan steps through the deepest nest of attention composites, and print what its hooks cost: microseconds per step."""
-    from enginery.run.bench_hooks import measure_hooks
+    from enginery.bench.hooks import measure_hooks
 
     measured = measure_hooks(repeats=repeats)
     if as_json:

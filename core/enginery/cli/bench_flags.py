@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from enginery.run.bench_report import Report, compare, read_report
+from enginery.bench.report import Report, compare, read_report
 
 _FLAGS: Final = {
     "as_json": (Annotated[bool, typer.Option("--json", help="Print the report as JSON.")], False),

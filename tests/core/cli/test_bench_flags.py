@@ -10,12 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from enginery.bench.floor import DeviceLimits
+from enginery.bench.report import Report, Row, make_report
 from enginery.cli.bench_flags import with_report_flags
 from enginery.cli.main import build_app
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
-from enginery.run.bench_floor import DeviceLimits
-from enginery.run.bench_report import Report, Row, make_report
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from enginery.run.bench_floor import DeviceLimits, dense_shape, floor_s, num_parameters
-from enginery.run.workloads import SHAPES_FILE, WORKLOADS, Workload, equal_requests
+from enginery.bench.floor import DeviceLimits, dense_shape, floor_s, num_parameters
+from enginery.bench.workloads import SHAPES_FILE, WORKLOADS, Workload, equal_requests
 
 SHAPES = json.loads(SHAPES_FILE.read_text())
 H200 = DeviceLimits(copy_bytes_per_s=4.26e12, read_bytes_per_s=4.47e12, product_flop_per_s=792e12, dtype="bfloat16")

@@ -12,7 +12,7 @@ from typing import Any, Final
 from enginery.contracts.request import SamplingParams
 from enginery.errors import ConfigError
 
-SHAPES_FILE: Final = Path(__file__).with_name("bench_shapes.json")
+SHAPES_FILE: Final = Path(__file__).with_name("shapes.json")
 HIGHEST_TOKEN: Final = 100_000
 
 

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import torch
 
+from enginery.bench.device_limits import device_name, measure_limits
+from enginery.bench.floor import DeviceLimits, dense_shape, floor_s
+from enginery.bench.report import Report, Row, facts_details, make_report
+from enginery.bench.workloads import Workload, is_shape, write_shape
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.memory.pool import TORCH_DTYPES
-from enginery.run.bench_floor import DeviceLimits, dense_shape, floor_s
-from enginery.run.bench_report import Report, Row, facts_details, make_report
 from enginery.run.device import torch_device
-from enginery.run.device_limits import device_name, measure_limits
 from enginery.run.llm import LLM
-from enginery.run.workloads import Workload, is_shape, write_shape
 
 
 class BenchRun(NamedTuple):

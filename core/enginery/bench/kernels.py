@@ -16,6 +16,9 @@ from typing import Final, NamedTuple
 import torch
 
 from enginery.attention.relay import BackendRelay
+from enginery.bench.device_limits import device_name, measure_limits, several_s
+from enginery.bench.floor import DeviceLimits
+from enginery.bench.report import Report, Row, make_report
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import (
     AttnLayerFacts,
@@ -35,10 +38,7 @@ from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import ranked, refusals
-from enginery.run.bench_floor import DeviceLimits
-from enginery.run.bench_report import Report, Row, make_report
 from enginery.run.device import device_facts, torch_device
-from enginery.run.device_limits import device_name, measure_limits, several_s
 from enginery.run.graphs import CudaCapture
 
 Run = Callable[[], object]

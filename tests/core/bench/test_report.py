@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from enginery.bench import startup
+from enginery.bench.device_limits import measure_limits
+from enginery.bench.latency import measure_latencies, percentile
+from enginery.bench.report import Row, compare, make_report, read_report
+from enginery.bench.workloads import equal_requests
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.errors import ConfigError, EnginError
-from enginery.run import bench_startup
-from enginery.run.bench_latency import measure_latencies, percentile
-from enginery.run.bench_report import Row, compare, make_report, read_report
-from enginery.run.device_limits import measure_limits
-from enginery.run.workloads import equal_requests
 
 FACTS = EngineFacts(
     model_name="slow",
@@ -133,7 +133,7 @@ def test_a_start_is_timed_part_by_part(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("enginery.run.engine.Engine", Late)
     monkeypatch.setattr("enginery.plugin.registry.Registry", SimpleNamespace(load=lambda **wanted: None))
     options = json.dumps(vars(EngineOptions(blocked_plugins=("x",))))
-    bench_startup.main(str(time.monotonic() - 5), options, "4")
+    startup.main(str(time.monotonic() - 5), options, "4")
     printed = json.loads(capsys.readouterr().out)
     measured, phases = printed["measured"], printed["phases_s"]
     assert phases["imports"] >= 5
@@ -147,7 +147,7 @@ def test_a_start_is_timed_part_by_part(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_process_that_does_not_start_says_why(tmp_path: Path) -> None:
     options = EngineOptions(model=str(tmp_path), no_plugins=True)
     with pytest.raises(EnginError, match=r"exit status 1:(?s:.*)config\.json"):
-        bench_startup.start_once(options, input_len=1)
+        startup.start_once(options, input_len=1)
 
 
 def test_limits_of_the_device_are_rates_that_it_reached() -> None:

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
+from enginery.bench.floor import DeviceLimits
 from enginery.memory.pool import TORCH_DTYPES
-from enginery.run.bench_floor import DeviceLimits
 
 # By device: bytes of what is copied, more than any cache holds; rows of a square matrix; seconds for each of the three.
 _SIZES: Final = {"cuda": (2 << 30, 8192, 0.3), "cpu": (128 << 20, 768, 0.1)}

@@ -7,17 +7,17 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from enginery.bench.device_limits import device_name, measure_limits
+from enginery.bench.offline import checkpoint_folder, floor_and_fraction, free_memory, with_room
+from enginery.bench.report import Report, Row, facts_details, make_report
+from enginery.bench.workloads import Workload
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
 from enginery.contracts.request import GenerationRequest
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
-from enginery.run.bench import checkpoint_folder, floor_and_fraction, free_memory, with_room
-from enginery.run.bench_report import Report, Row, facts_details, make_report
 from enginery.run.device import torch_device
-from enginery.run.device_limits import device_name, measure_limits
 from enginery.run.engine import Engine
-from enginery.run.workloads import Workload
 
 
 def bench_latency(options: EngineOptions, batches: Sequence[Workload], *, repeats: int) -> Report:

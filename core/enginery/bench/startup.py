@@ -1,6 +1,6 @@
 """`engine bench startup`: fresh processes, each from its start to its first token.
 
-This module is also what runs in them: `python -m enginery.run.bench_startup STARTED OPTIONS INPUT_LEN`. Heavy imports are inside
+This module is also what runs in them: `python -m enginery.bench.startup STARTED OPTIONS INPUT_LEN`. Heavy imports are inside
 the functions, so that a process imports what an engine needs and no more. Times are of `time.monotonic`, one clock for all.
 """
 
@@ -16,17 +16,17 @@ from typing import Any
 
 import msgspec
 
+from enginery.bench.report import Report, Row, facts_details, make_report
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import EnginError
-from enginery.run.bench_report import Report, Row, facts_details, make_report
 
 
 def bench_startup(options: EngineOptions, *, repeats: int, input_len: int) -> Report:
     """Medians of `repeats` starts, one after the other. The first may find caches cold; all are in the details."""
-    from enginery.run.bench import checkpoint_folder
+    from enginery.bench.device_limits import device_name
+    from enginery.bench.offline import checkpoint_folder
     from enginery.run.device import torch_device
-    from enginery.run.device_limits import device_name
 
     with checkpoint_folder(options) as named:
         starts = [start_once(named, input_len=input_len) for _ in range(repeats)]

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import KVGeometry
 from enginery.errors import CheckpointError, EnginError
+from enginery.memory.pool import PagedKVPool
 from enginery.plugin.registry import Registry
 from enginery.run.build import build_parts
 from enginery.run.checkpoint_files import scan_checkpoint
@@ -186,8 +188,11 @@ def test_the_memory_plan_is_told_before_anything_is_allocated(
     def allocate(*_: object, **__: object) -> None:
         raise AssertionError("allocated")
 
+    def pool(geometry: KVGeometry, device: torch.device) -> PagedKVPool:
+        return PagedKVPool(geometry, device) if device.type == "meta" else allocate()
+
     monkeypatch.setattr("enginery.run.build.random_weights", allocate)
-    monkeypatch.setattr("enginery.run.build.PagedKVPool", allocate)
+    monkeypatch.setattr("enginery.run.build.PagedKVPool", pool)
     with caplog.at_level("INFO", "enginery"), pytest.raises(AssertionError, match="allocated"):
         build(folder, load_format="dummy")
     (plan,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory plan")]

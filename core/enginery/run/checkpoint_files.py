@@ -7,22 +7,26 @@ tensor's dtype, shape and byte range. https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from enginery.errors import CheckpointError
 from enginery.text.tokenizer import read_json
 
-READABLE = ("F64", "F32", "F16", "BF16")
+READABLE: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor is and what it looks like."""
+    """Where a tensor is and what it looks like. start: its first byte in the file."""
 
     file: Path
+    start: int
     dtype: str
     shape: tuple[int, ...]
 
@@ -57,15 +61,28 @@ def _scan_file(file: Path) -> dict[str, StoredTensor]:
                 f"{file} is cut off or no safetensors file: its header needs {length:,} bytes, it has {size:,} in all"
             )
         try:
-            header: dict[str, Any] = json.loads(stream.read(length))
-        except (ValueError, UnicodeDecodeError) as error:
+            header: dict[str, Any] = dict(json.loads(stream.read(length)))
+        except (ValueError, TypeError) as error:
             raise CheckpointError(f"{file} has a damaged header ({error}); fetch it again") from error
-    tensors: dict[str, StoredTensor] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        end = 8 + length + entry["data_offsets"][1]
-        if end > size:
-            raise CheckpointError(f"{file} is cut off: tensor {name!r} ends at byte {end:,}, the file has {size:,}; fetch it again")
-        tensors[name] = StoredTensor(file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]))
-    return tensors
+    return {
+        name: _stored(name, entry, file=file, base=8 + length, size=size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _stored(name: str, entry: Mapping[str, Any], *, file: Path, base: int, size: int) -> StoredTensor:
+    """base: where the tensors' bytes begin in the file, which has `size` bytes."""
+    try:
+        dtype, shape, (start, end) = str(entry["dtype"]), tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} has a damaged header ({error!r} at tensor {name!r}); fetch it again") from error
+    if base + end > size:
+        raise CheckpointError(
+            f"{file} is cut off: tensor {name!r} ends at byte {base + end:,}, the file has {size:,}; fetch it again"
+        )
+    if dtype in READABLE and end - start != math.prod(shape) * READABLE[dtype].itemsize:
+        raise CheckpointError(
+            f"{file} has a damaged header: tensor {name!r} is {dtype} {list(shape)} in {end - start:,} bytes; fetch it again"
+        )
+    return StoredTensor(file=file, start=base + start, dtype=dtype, shape=shape)

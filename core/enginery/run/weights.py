@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import safetensors
 import torch
 
 from enginery.errors import CheckpointError
 from enginery.run.checkpoint_files import READABLE, StoredTensor
+from enginery.run.weight_reader import read_tensors
 
 Shape = tuple[int, ...]
 MAX_LISTED = 10
@@ -108,15 +108,9 @@ def check(record: WeightRecord, stored: Mapping[str, StoredTensor], ignored: Seq
 
 
 def load(record: WeightRecord, stored: Mapping[str, StoredTensor], device: torch.device) -> LoadedWeights:
-    """Read every recorded tensor, file by file, into memory of the model's dtype on `device`."""
+    """Read every recorded tensor into memory of the model's dtype on `device`."""
     tensors, targets = _allocate(record, device)
-    by_file: dict[Path, list[str]] = {}
-    for name in targets:
-        by_file.setdefault(stored[name].file, []).append(name)
-    for file, names in by_file.items():
-        with safetensors.safe_open(file, framework="pt", device="cpu") as reader:
-            for name in names:
-                targets[name].copy_(reader.get_tensor(name))
+    read_tensors(targets, stored, device)
     return LoadedWeights(tensors)
 
 
@@ -124,7 +118,7 @@ def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> 
     """Matrices from N(0, 1 / columns), norms of one, biases of zero; each tensor's values depend on its name and the seed alone."""
     tensors, targets = _allocate(record, device)
     generator = torch.Generator(device)
-    for name, target in targets.items():
+    for name, target in targets:
         if target.dim() > 1:
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # CPU generators use 32 bits of it
             target.normal_(0, target.shape[-1] ** -0.5, generator=generator)
@@ -133,14 +127,16 @@ def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> 
     return LoadedWeights(tensors)
 
 
-def _allocate(record: WeightRecord, device: torch.device) -> tuple[dict[tuple[str, ...], torch.Tensor], dict[str, torch.Tensor]]:
-    """Memory for each piece, and by name the view of it that one tensor of the checkpoint fills."""
+def _allocate(
+    record: WeightRecord, device: torch.device
+) -> tuple[dict[tuple[str, ...], torch.Tensor], list[tuple[str, torch.Tensor]]]:
+    """Memory for each piece, and the views of it that the checkpoint's tensors fill, with their names."""
     tensors: dict[tuple[str, ...], torch.Tensor] = {}
-    targets: dict[str, torch.Tensor] = {}
+    targets: list[tuple[str, torch.Tensor]] = []
     for piece in record.pieces:
         whole = torch.empty(piece.shape, dtype=record.dtype, device=device)
         tensors[piece.names] = whole
-        targets.update(_parts(piece, whole))
+        targets += _parts(piece, whole)
     return tensors, targets
 
 

@@ -1,7 +1,9 @@
 """The attention kernels of enginery-attn-triton on a CUDA device: `python docs/benchmarks/kernels_triton_attention.py > FILE`.
 
 Numbers are checked first, against float64, then decoding is timed as bytes of keys and values over the time of one replay of a
-graph, and prefill as multiply-adds that causality leaves. Beside them the read bandwidth and matrix product of the same device.
+graph, and prefill as multiply-adds that causality leaves. Beside them the read bandwidth and matrix product of the same device, and
+what the host needs to plan a captured decoding step. Keys that requests share are counted once for each: the rate can be more than
+the memory's.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import dataclasses
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +22,10 @@ import numpy as np
 import torch
 import triton
 
-from enginery.api import AttnLayerFacts, LatentFacts
+from enginery.api import AttnLayerFacts, ForwardBatch, LatentFacts, Phase
 from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
-from enginery_attn_triton.plan import Split, Tiles, split_decoding, tiles_of
+from enginery_attn_triton.plan import GraphState, Split, Tiles, split_decoding, tiles_of
+from enginery_attn_triton.prefixes import shared_prefixes
 from enginery_attn_triton.tiling import Device, LayerCut, Tile, prefill_tile
 
 PAGE = 16
@@ -32,12 +36,40 @@ SHAPES = {
     "Llama-3.1-8B": AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128),
     "DeepSeek-V2-Lite": AttnLayerFacts(num_heads=16, num_kv_heads=1, head_dim=576, latent=LATENT),
 }
-DECODES = ((1, 4096), (1, 32768), (16, 32768), (64, 4096), (256, 1024))
 PREFILLS = ((4, 4096), (1, 16384))
-SWEPT = ((64, 4096), (1, 32768), (4, 4096))
-# Keys, stages, warps and the size of a wave relative to the usual; rows, keys, warps and stages.
-DECODE_TILES = ((64, 3, 4, 0.5), (64, 3, 4, 2), (128, 3, 4, 1), (64, 3, 8, 1), (64, 5, 8, 1), (128, 3, 8, 1), (32, 3, 4, 2))
-PREFILL_TILES = ((128, 64, 8, 7), (128, 32, 8, 5), (64, 64, 4, 5), (64, 64, 8, 3), (64, 32, 8, 3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests that decode. shared: how many first tokens are the same for all; sharing: whether planning knows."""
+
+    kv_lens: tuple[int, ...]
+    shared: int = 0
+    sharing: bool = True
+
+    @property
+    def name(self) -> str:
+        own = {length - self.shared for length in self.kv_lens}
+        lengths = str(own.pop()) if len(own) == 1 else f"{min(own)} to {max(own)}"
+        shared = f"{self.shared} {'shared' if self.sharing else 'unknown to be shared'} + " if self.shared else ""
+        return f"{len(self.kv_lens)} x {shared}{lengths}"
+
+
+def uniform(seed: int, count: int) -> tuple[int, ...]:
+    """As in the middle of W1: prompts of 100 to 1024 tokens, and half of answers that are as long."""
+    random = np.random.default_rng(seed)
+    return tuple((random.integers(100, 1025, count) + random.integers(100, 1025, count) // 2).tolist())
+
+
+ALONE = [
+    Load(kv_lens=lens)
+    for lens in ((640,), (4096,), (32768,), (4096,) * 8, (32768,) * 16, (4096,) * 64, (1024,) * 256, uniform(0, 256))
+]
+SHARED = [
+    Load(kv_lens=(shared + own,) * count, shared=shared, sharing=sharing)
+    for count, shared, own in ((128, 4096, 96), (8, 4096, 96), (256, 512, 512))
+    for sharing in (False, True)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +90,19 @@ class Bench:
     memory: Memory
     kv_lens: np.ndarray
     table: np.ndarray
+    sharing: bool
 
     @classmethod
-    def of(cls, facts: AttnLayerFacts, requests: int, length: int) -> Bench:
-        columns = -(-length // PAGE)
+    def of(cls, facts: AttnLayerFacts, load: Load) -> Bench:
+        requests, columns, same = len(load.kv_lens), -(-max(load.kv_lens) // PAGE), load.shared // PAGE
         table = torch.randperm(requests * columns).view(requests, columns).to(torch.int32)
+        table[:, :same] = table[0, :same]
         k = torch.randn(requests * columns, PAGE, facts.num_kv_heads, facts.head_dim, device="cuda", dtype=torch.bfloat16)
         v = torch.randn_like(k) if facts.latent is None else k[..., : facts.value_dim]
         cut = LayerCut.of(facts, itemsize=2, device=Device.of(torch.device("cuda")))
         memory = Memory(k=k, v=v, pages=table.cuda())
-        return cls(facts=facts, cut=cut, memory=memory, kv_lens=np.full(requests, length, dtype=np.int32), table=table.numpy())
+        kv_lens = np.array(load.kv_lens, dtype=np.int32)
+        return cls(facts=facts, cut=cut, memory=memory, kv_lens=kv_lens, table=table.numpy(), sharing=load.sharing)
 
     def tensors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(rows, self.facts.num_heads, self.facts.head_dim, device="cuda", dtype=torch.bfloat16)
@@ -78,10 +113,23 @@ class Bench:
         return Scores(scale=self.facts.head_dim**-0.5)
 
     def decode(self, cut: LayerCut) -> Run:
-        items, splits = split_decoding(self.kv_lens, cut.decode, columns=self.table.shape[1])
-        split = Split(items=torch.from_numpy(items).cuda(), splits=torch.from_numpy(splits).cuda(), merged=bool(splits[:, 1].any()))
+        columns, num = self.table.shape[1], len(self.kv_lens)
+        shared = shared_prefixes(self.table, self.kv_lens, page_size=PAGE) if self.sharing else []
+        items, splits, num_tall = split_decoding(self.kv_lens, cut.decode, columns=columns, page_size=PAGE, shared=shared)
+
+        def captured(part: np.ndarray, size: int) -> torch.Tensor:
+            """With as many empty items as in a captured step."""
+            return torch.from_numpy(np.pad(part, ((0, size - len(part)), (0, 0)))).cuda()
+
+        most_tall = cut.decode.tall_room(num)
+        split = Split(
+            items=captured(items[num_tall:], num + cut.decode.room(num)),
+            splits=torch.from_numpy(splits).cuda(),
+            tall=captured(items[:num_tall], most_tall) if most_tall else None,
+            merged=True,
+        )
         parts = torch.empty(cut.workspace_bytes, dtype=torch.uint8, device="cuda")
-        q, out = self.tensors(len(self.kv_lens))
+        q, out = self.tensors(num)
 
         def launch() -> None:
             run_decode(q, self.memory, out, cut=cut, split=split, parts=parts, scores=self.scores)
@@ -141,29 +189,13 @@ def limits() -> dict[str, float]:
     return {"read_bytes_per_s": read, "matmul_flop_per_s": 2 * 8192**3 / median_s(lambda: torch.mm(a, b))}
 
 
-def decode_tiles(cut: LayerCut, *, sweep: bool) -> Iterator[LayerCut]:
-    """The one that the backend takes, then others."""
-    yield cut
-    for keys, stages, warps, wave in DECODE_TILES if sweep else ():
-        tile = dataclasses.replace(cut.decode_tile, keys=keys, stages=stages, warps=warps)
-        decode = dataclasses.replace(cut.decode, tile_keys=keys, wave=int(cut.decode.wave * wave))
-        yield dataclasses.replace(cut, decode_tile=tile, decode=decode)
-
-
-def prefill_tiles(tile: Tile, *, sweep: bool) -> Iterator[Tile]:
-    """The one that the backend takes, then others."""
-    yield tile
-    for rows, keys, warps, stages in PREFILL_TILES if sweep else ():
-        yield dataclasses.replace(tile, rows=rows, keys=keys, warps=warps, stages=stages)
-
-
 def measured(bench: Bench, run: Run, *, request: int, rows: int) -> dict[str, Any]:
     """The error of the last `rows` rows, which are of this request, and then the time."""
     try:
         relative = bench.error(run, request=request, rows=rows)
         if not relative < 0.01:
             return {"error": f"relative error {relative}"}
-        launches = 8 if bench.memory.k.nbytes > L2_BYTES else 1  # what fits is in the cache the second time
+        launches = 8 if bench.memory.k.nbytes > L2_BYTES else 28  # what fits is in the cache the second time
         return {"relative_error": relative, "seconds": median_s(run.launch, launches=launches), "launches": launches}
     except triton.OutOfResources as full:
         return {"error": str(full)[:80]}
@@ -174,44 +206,84 @@ def rate(amount: float, found: dict[str, Any]) -> float | None:
     return amount / found["seconds"] if "seconds" in found else None
 
 
-def decodes(name: str, *, sweep: bool) -> Iterator[dict[str, Any]]:
+def decodes(name: str) -> Iterator[dict[str, Any]]:
     """Of one model."""
     facts = SHAPES[name]
-    for requests, length in DECODES:
-        bench = Bench.of(facts, requests, length)
-        num_bytes = bench.memory.k.nbytes * (1 if facts.latent is not None else 2)
-        for cut in decode_tiles(bench.cut, sweep=sweep and (requests, length) in SWEPT):
-            found = measured(bench, bench.decode(cut), request=requests - 1, rows=1)
-            tile = dataclasses.asdict(cut.decode_tile) | {"wave": cut.decode.wave}
-            what = {"model": name, "kind": "decode", "requests": requests, "length": length, "tile": tile}
-            yield what | found | {"bytes_per_s": rate(num_bytes, found)}
+    token_bytes = facts.num_kv_heads * 2 * (facts.head_dim if facts.latent is not None else facts.head_dim + facts.value_dim)
+    for load in ALONE + (SHARED if facts.latent is None else []):
+        bench = Bench.of(facts, load)
+        variants = {"as it is": bench.cut}
+        if len(load.kv_lens) == 1:
+            variants["not chained"] = dataclasses.replace(bench.cut, chained=False)
+        for variant, cut in variants.items():
+            found = measured(bench, bench.decode(cut), request=len(load.kv_lens) - 1, rows=1)
+            what = {"model": name, "kind": "decode", "load": load.name, "variant": variant}
+            yield what | found | {"bytes_per_s": rate(token_bytes * sum(load.kv_lens), found)}
 
 
-def prefills(name: str, *, sweep: bool) -> Iterator[dict[str, Any]]:
+def prefills(name: str) -> Iterator[dict[str, Any]]:
     """Of one model."""
     facts = SHAPES[name]
     for requests, length in PREFILLS:
-        bench = Bench.of(facts, requests, length)
-        usual = prefill_tile(bench.cut.dims, Device.of(torch.device("cuda")), max_rows=1 << 20)
+        load = Load(kv_lens=(length,) * requests)
+        bench = Bench.of(facts, load)
+        tile = prefill_tile(bench.cut.dims, Device.of(torch.device("cuda")), max_rows=1 << 20)
         flop = requests * length * (length + 1) / 2 * facts.num_heads * 2 * (facts.head_dim + facts.value_dim)
-        for tile in prefill_tiles(usual, sweep=sweep and (requests, length) in SWEPT):
-            found = measured(bench, bench.prefill(tile), request=requests - 1, rows=40)
-            what = {"model": name, "kind": "prefill", "requests": requests, "length": length, "tile": dataclasses.asdict(tile)}
-            yield what | found | {"flop_per_s": rate(flop, found)}
+        found = measured(bench, bench.prefill(tile), request=requests - 1, rows=40)
+        yield {"model": name, "kind": "prefill", "load": load.name} | found | {"flop_per_s": rate(flop, found)}
+
+
+def plans() -> Iterator[dict[str, Any]]:
+    """Seconds of the host for `GraphState.refresh`, the median."""
+    cut = LayerCut.of(SHAPES["Llama-3.1-8B"], itemsize=2, device=Device.of(torch.device("cuda"))).decode
+    state = GraphState([cut], max_batch_size=256, num_pages=1 << 16, device=torch.device("cuda"))
+    for load in (Load(kv_lens=(1000,)), Load(kv_lens=uniform(0, 256)), Load(kv_lens=(4096 + 96,) * 128, shared=4096)):
+        num, columns, same = len(load.kv_lens), max(128, -(-max(load.kv_lens) // PAGE)), load.shared // PAGE
+        table = torch.randperm(num * columns).view(num, columns).to(torch.int32)
+        table[:, :same] = table[0, :same]
+        lens, ones, tokens = (torch.tensor(values, dtype=torch.int32) for values in (load.kv_lens, [1] * num, [0] * num))
+        batch = ForwardBatch(
+            phase=Phase.DECODE,
+            input_ids=tokens,
+            positions=tokens,
+            slots=tokens,
+            q_lens_cpu=ones,
+            kv_lens_cpu=lens,
+            page_table_cpu=table,
+            num_logits_cpu=ones,
+            state_slots_cpu=ones,
+        )
+        for variant in ("cut anew", "a recent cut"):
+            times = []
+            for _ in range(300):
+                if variant == "cut anew":
+                    state.recent.clear()
+                start = time.perf_counter()
+                state.refresh(batch, page_size=PAGE)
+                times.append(time.perf_counter() - start)
+                torch.cuda.synchronize()
+            yield {"kind": "plan", "load": load.name, "variant": variant, "seconds": statistics.median(times)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="other tile sizes too")
-    sweep = parser.parse_args().sweep
-    device = {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    parser.add_argument("--commit", default="unknown")
+    commit = parser.parse_args().commit
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__, "numpy": np.__version__}
     torch.manual_seed(0)
     found = []
-    for name in SHAPES:
-        for row in (*decodes(name, sweep=sweep), *prefills(name, sweep=sweep)):
-            found.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    print(json.dumps({"device": device, "limits": limits(), "rows": found}, indent=1))
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from plans()
+        for name in SHAPES:
+            yield from decodes(name)
+            yield from prefills(name)
+
+    for row in rows():
+        found.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    facts = {"command": " ".join(sys.argv), "commit": commit, "device": torch.cuda.get_device_name(), "versions": versions}
+    print(json.dumps({**facts, "limits": limits(), "rows": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts, Phase, StalePlan, Unsupported
@@ -15,11 +16,12 @@ from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
-from enginery_attn_triton.plan import split_decoding, tiles_of
+from enginery_attn_triton.plan import RecentCut, TritonPlan, split_decoding, tiles_of
+from enginery_attn_triton.prefixes import SharedPrefix
 from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
 from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
 
-H200 = Device(type="cuda", num_units=132, shared_bytes=227 << 10)
+H200 = Device(num_units=132, shared_bytes=227 << 10)
 LLAMA = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
 DEEPSEEK = AttnLayerFacts(
     num_heads=128, num_kv_heads=1, head_dim=576, latent=LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
@@ -37,20 +39,23 @@ def lens(*values: int) -> np.ndarray:
     extra=st.integers(0, 50),
 )
 def test_items_cover_what_each_row_sees_once_and_are_no_more_than_allowed(kv_lens, window, tile_keys, extra) -> None:
-    cut = DecodeCut(window=window, tile_keys=tile_keys, wave=max(1, extra // 3), extra=extra)
-    items, splits = split_decoding(lens(*kv_lens), cut, columns=7)
+    cut = DecodeCut(window=window, tile_keys=tile_keys, programs=2, wave=max(1, extra // 3), extra=extra, parts=2 * extra)
+    items, splits, num_tall = split_decoding(lens(*kv_lens), cut, columns=7)
+    assert num_tall == 0
     assert len(items) - len(kv_lens) <= extra
     parts = []
     for row, kv_len in enumerate(kv_lens):
         mine = items[items[:, 0] == row]
+        mine = mine[np.argsort(mine[:, 2])]
         assert (mine[:, 1] == row * 7).all()
         assert mine[0, 2] == max(0, kv_len - (window or kv_len))
         assert mine[-1, 3] == kv_len
         assert (mine[1:, 2] == mine[:-1, 3]).all()
         assert (mine[:, 2] < mine[:, 3]).all()
         first, count = splits[row]
-        assert mine[:, 4].tolist() == ([-1] if count == 0 else list(range(first, first + count)))
-        parts += mine[:, 4].tolist() if count else []
+        assert (mine[:, 5] == 1).all()
+        assert mine[:, 4].tolist() == ([-1] if count == 0 else list(range(count)))
+        parts += range(first, first + count)
     assert parts == list(range(len(parts)))
     assert len(parts) <= 2 * extra
 
@@ -58,18 +63,33 @@ def test_items_cover_what_each_row_sees_once_and_are_no_more_than_allowed(kv_len
 def test_one_long_request_is_split_over_the_whole_device_and_many_short_ones_are_not() -> None:
     layer = LayerCut.of(LLAMA, itemsize=2, device=H200)
     cut = layer.decode
-    items, _ = split_decoding(lens(32768), cut, columns=2048)
-    assert 3.5 * H200.num_units <= len(items) * layer.programs <= 4 * H200.num_units
+    items, *_ = split_decoding(lens(32768), cut, columns=2048)
+    assert 3.5 * H200.num_units <= len(items) * cut.programs <= 4 * H200.num_units
     sizes = items[:, 3] - items[:, 2]
     assert sizes.max() - sizes.min() <= cut.tile_keys
-    items, splits = split_decoding(lens(*[60] * 300), cut, columns=4)
+    items, splits, _ = split_decoding(lens(*[60] * 300), cut, columns=4)
     assert len(items) == 300
     assert not splits.any()
 
 
+@pytest.mark.parametrize("count", [32, 64])
+def test_requests_that_fill_a_wave_are_not_cut_into_a_second(count) -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    items, *_ = split_decoding(lens(*[300] * count), cut, columns=20)
+    assert len(items) == 64 <= cut.wave
+    uneven, *_ = split_decoding(lens(*[300] * count, 100_000), cut, columns=20)
+    assert len(uneven) > cut.wave
+
+
+def test_the_longest_items_come_first() -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    items, *_ = split_decoding(lens(*range(100, 1600, 12)), cut, columns=100)
+    assert (np.diff(-(-(items[:, 3] - items[:, 2]) // cut.tile_keys)) <= 0).all()
+
+
 def test_a_long_request_among_short_ones_is_split() -> None:
     cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
-    items, _ = split_decoding(lens(*[200] * 255, 100_000), cut, columns=6250)
+    items, *_ = split_decoding(lens(*[200] * 255, 100_000), cut, columns=6250)
     assert (items[:, 3] - items[:, 2]).max() < 4000
 
 
@@ -77,7 +97,7 @@ def test_a_long_request_among_short_ones_is_split() -> None:
 def test_the_workspace_is_within_what_capabilities_state(facts) -> None:
     cut = LayerCut.of(facts, itemsize=2, device=H200)
     assert 0 < cut.workspace_bytes <= WORKSPACE_BYTES == make_spec().capabilities.workspace_bytes
-    assert cut.workspace_bytes == 2 * cut.decode.extra * part_bytes(cut.dims)
+    assert 2 * cut.decode.extra <= cut.decode.parts == cut.workspace_bytes // part_bytes(cut.dims)
 
 
 @given(requests=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), min_size=1, max_size=12), tokens=st.integers(1, 33))
@@ -145,24 +165,60 @@ class Interpreted(AttnBackendSuite):
 
 @pytest.fixture
 def bench(interpreter: None) -> Workbench:
-    """A layer with a window beside one without, and room for a captured step of six requests."""
+    """A layer with a window, and room for a captured step of six requests."""
     facts = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=40, sinks=True)
     made = Workbench(Interpreted.subject(), AttnCase(facts=facts, page_size=16, dtype="float32"))
     made.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
     return made
 
 
-def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_lengths(bench) -> None:
-    captured = bench.pad(bench.batch([], Phase.DECODE), requests=6, tokens=6)
+@pytest.mark.parametrize("requests", [2, 6])
+def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_lengths(bench, requests) -> None:
+    captured = bench.pad(bench.batch([], Phase.DECODE), requests=requests, tokens=requests)
     bench.relay.plan(captured, capture=True)
-    places = [split.items.data_ptr() for split in captured.plan.tables.decode.values()]
+    (split,) = captured.plan.tables.decode.values()
+    place = split.items.data_ptr()
     for cached in ((200, 0, 15, 16, 90, 1), (9, 300), (1,)):
+        cached = cached[:requests]
         turns = bench.turns([(length, 1) for length in cached])
-        batch = bench.pad(bench.batch(turns, Phase.DECODE), requests=6 - len(turns), tokens=6 - len(turns))
+        batch = bench.pad(bench.batch(turns, Phase.DECODE), requests=requests - len(turns), tokens=requests - len(turns))
         bench.relay.ask("refresh_graph_metadata", plan=captured.plan, batch=batch)
         batch.mark_planned(captured.plan)
         compare(bench.attend(batch, turns), [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
-    assert places == [split.items.data_ptr() for split in captured.plan.tables.decode.values()]
+        assert split.items.data_ptr() == place
+
+
+@given(
+    kv_lens=st.lists(st.integers(300, 2000), min_size=2, max_size=80),
+    steps=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+)
+def test_a_recent_cut_serves_requests_that_have_grown_a_little(kv_lens, steps) -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    recent = RecentCut(lens(*kv_lens), cut, columns=200, page_size=16, shared=[SharedPrefix(0, 2, 16)])
+    for grown in steps:
+        now = lens(*(length + grown * (place % 2) for place, length in enumerate(kv_lens)))
+        assert recent.followed_by(now, columns=200 + grown, shared=[SharedPrefix(0, 2, 16)])
+        items, splits, _ = recent.cutting
+        assert (items[:, 1] == items[:, 0] * (200 + grown)).all()
+        for row, kv_len in enumerate(now):
+            mine = items[(items[:, 0] <= row) & (row < items[:, 0] + items[:, 5])]
+            mine = mine[np.argsort(mine[:, 2])]
+            assert (mine[0, 2], mine[-1, 3]) == (0, kv_len)
+            assert (mine[1:, 2] == mine[:-1, 3]).all()
+            assert mine[:, 4].tolist() == (list(range(splits[row, 1])) or [-1])
+
+
+def test_a_recent_cut_does_not_serve_other_lengths_or_prefixes() -> None:
+    cut, shared = LayerCut.of(LLAMA, itemsize=2, device=H200).decode, [SharedPrefix(0, 2, 16)]
+    recent = RecentCut(lens(500, 600), cut, columns=200, page_size=16, shared=shared)
+    assert recent.followed_by(lens(501, 632), columns=200, shared=shared)
+    assert not recent.followed_by(lens(501, 633), columns=200, shared=shared)
+    assert not recent.followed_by(lens(499, 600), columns=200, shared=shared)
+    assert not recent.followed_by(lens(500, 600, 1), columns=200, shared=shared)
+    assert not recent.followed_by(lens(501, 601), columns=200, shared=[])
+    windowed = LayerCut.of(dataclasses.replace(LLAMA, sliding_window=100), itemsize=2, device=H200).decode
+    recent = RecentCut(lens(500, 600), windowed, columns=200, page_size=16, shared=shared)
+    assert not recent.followed_by(lens(501, 601), columns=200, shared=shared)
 
 
 def test_what_cannot_be_captured_or_refreshed_is_refused(bench) -> None:
@@ -204,8 +260,57 @@ def test_keys_beyond_two_to_the_31_values_are_read_on_cuda() -> None:
     run_prefill(q, memory, out, dims=cut.dims, tiles=Tiles(table=table, tile=tile), scores=scores)
     torch.testing.assert_close(out.double(), wanted, atol=0.02, rtol=0.02)
 
-    items, splits = (torch.from_numpy(part).cuda() for part in split_decoding(lens(32), cut.decode, columns=2))
+    items, splits = (torch.from_numpy(part).cuda() for part in split_decoding(lens(32), cut.decode, columns=2)[:2])
     parts = torch.empty(cut.workspace_bytes, dtype=torch.uint8, device="cuda")
     last = torch.empty_like(out[:1])
-    run_decode(q[-1:], memory, last, cut=cut, split=Split(items=items, splits=splits, merged=True), parts=parts, scores=scores)
+    run_decode(
+        q[-1:],
+        memory,
+        last,
+        cut=cut,
+        split=Split(items=items, splits=splits, tall=None, merged=True),
+        parts=parts,
+        scores=scores,
+    )
     torch.testing.assert_close(last.double(), wanted[-1:], atol=0.02, rtol=0.02)
+
+
+def kernels_of(plan: TritonPlan) -> set[object]:
+    """What tells variants apart: the tile of each launch, and whether there is a merge."""
+    found: set[object] = {(dims, tiles.tile) for dims, tiles in plan.tables.prefill.items()}
+    for cut, split in plan.tables.decode.items():
+        found |= (
+            {(cut, "usual")}
+            | ({(cut, "tall")} if split.tall is not None else set())
+            | ({(cut, "merge")} if split.merged else set())
+        )
+    return found
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (32, 1)])
+@pytest.mark.parametrize("max_requests", [1, 100])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_batches_of_the_warm_up_reach_every_kernel_that_a_batch_needs(heads, max_requests, data) -> None:
+    facts = AttnLayerFacts(num_heads=heads[0], num_kv_heads=heads[1], head_dim=16)
+    bench = Workbench(Interpreted.subject(), AttnCase(facts=facts, page_size=16, dtype="bfloat16"))
+
+    def plan(phase: Phase, q_lens: Sequence[int], kv_lens: Sequence[int]) -> TritonPlan:
+        empty = bench.batch([], phase)
+        batch = dataclasses.replace(
+            empty,
+            input_ids=torch.zeros(sum(q_lens), dtype=torch.int64),
+            q_lens_cpu=torch.tensor(q_lens, dtype=torch.int32),
+            kv_lens_cpu=torch.tensor(kv_lens, dtype=torch.int32),
+            page_table_cpu=torch.full((len(q_lens), 64), bench.geometry.num_pages, dtype=torch.int32),
+        )
+        made = bench.backend.plan_forward_metadata(batch, False)
+        assert isinstance(made, TritonPlan)
+        return made
+
+    reached = set().union(*(kernels_of(plan(*shape)) for shape in bench.backend.warm_up_batches(max_requests)))
+    count = data.draw(st.integers(1, max_requests))
+    q_lens = data.draw(st.lists(st.sampled_from([1, 1, 2, 3, 8, 9, 40]), min_size=count, max_size=count))
+    kv_lens = [new + data.draw(st.integers(0, 900)) for new in q_lens]
+    assert kernels_of(plan(Phase.MIXED, q_lens, kv_lens)) <= reached

@@ -17,6 +17,7 @@ from enginery_attn_triton.tiling import HeadDims, LayerCut, Tile
 
 _LOG2_E: Final = math.log2(math.e)
 _MERGED_AT_ONCE: Final = 8192  # values of parts
+_MERGING: Final = 2048  # programs; most of them find nothing to merge in a large batch
 _DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -79,32 +80,38 @@ def run_decode(
     q: torch.Tensor, memory: Memory, out: torch.Tensor, *, cut: LayerCut, split: Split, parts: torch.Tensor, scores: Scores
 ) -> None:
     """q, out: [S, H, .], of which the first rows are written. parts: uint8, as large as the cut says."""
-    dims, tile = cut.dims, cut.decode_tile
-    num_items, num_requests = split.items.shape[0], split.splits.shape[0]
+    dims, num_requests = cut.dims, split.splits.shape[0]
     values = parts.view(torch.float32)
-    sums = values[2 * cut.decode.extra * dims.num_heads * dims.value :]
+    sums = values[cut.decode.parts * dims.num_heads * dims.value :]
     sinks = q if scores.sinks is None else scores.sinks
-    blocks = -(-dims.group // tile.rows)
-    decode[(dims.num_kv_heads * blocks, num_items)](
-        q,
-        memory.k,
-        memory.v,
-        out,
-        values,
-        sums,
-        split.items,
-        memory.pages,
-        sinks,
-        *scores.factors,
-        PAGE_SIZE=memory.k.shape[1],
-        HEAD_BLOCKS=blocks,
-        SOFTCAP=scores.softcap is not None,
-        SINKS=scores.sinks is not None,
-        **_common(q, out, memory.k, memory.v, dims=dims),
-        **_of_tile(tile),
-    )
+    for items, tile in ((split.tall, cut.tall_tile), (split.items, cut.decode_tile)):
+        if items is None or tile is None:
+            continue
+        blocks = -(-dims.group // tile.rows)
+        decode[(dims.num_kv_heads * blocks, items.shape[0])](
+            q,
+            memory.k,
+            memory.v,
+            out,
+            values,
+            sums,
+            items,
+            split.splits,
+            memory.pages,
+            sinks,
+            *scores.factors,
+            PAGE_SIZE=memory.k.shape[1],
+            BLOCK_G=tile.group_rows,
+            HEAD_BLOCKS=blocks,
+            SOFTCAP=scores.softcap is not None,
+            SINKS=scores.sinks is not None,
+            CHAINED=cut.chained,
+            launch_pdl=cut.chained,
+            **_common(q, out, memory.k, memory.v, dims=dims),
+            **_of_tile(tile),
+        )
     if split.merged:
-        merge[(dims.num_heads, num_requests)](
+        merge[(min(dims.num_heads, max(1, _MERGING // num_requests)), num_requests)](
             out,
             values,
             sums,
@@ -117,6 +124,8 @@ def run_decode(
             BLOCK_S=max(16, _MERGED_AT_ONCE // dims.blocks[2]),
             BLOCK_V=dims.blocks[2],
             SINKS=scores.sinks is not None,
+            CHAINED=cut.chained,
+            launch_pdl=cut.chained,
             num_warps=4,
         )
 

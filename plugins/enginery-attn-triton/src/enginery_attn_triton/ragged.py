@@ -9,7 +9,8 @@ import torch
 
 from enginery.api import AttnLayerFacts, ChunkPlan, ForwardBatch, KVPiece, LayerSpec
 from enginery_attn_triton.launch import run_ragged
-from enginery_attn_triton.plan import Ints, Packed, Tiles, tiles_of
+from enginery_attn_triton.plan import Packed, Tiles, tiles_of
+from enginery_attn_triton.prefixes import Ints
 from enginery_attn_triton.tiling import Device, HeadDims, prefill_tile
 
 

@@ -9,7 +9,7 @@ from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
 
 NAME: Final = "triton"
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
-WORKSPACE_BYTES: Final = 64 << 20  # of the results of split requests; `Splitter` keeps to it
+WORKSPACE_BYTES: Final = 64 << 20  # of the results of split requests; `LayerCut` keeps to it
 MAX_HEAD_DIM: Final = 256
 MAX_RANK: Final = 512
 MAX_ROPE_DIM: Final = 128

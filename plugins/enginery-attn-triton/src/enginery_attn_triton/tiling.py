@@ -5,6 +5,7 @@ G query heads per KV head, D dims of a key's main part, P of the rest, V of a va
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,24 +16,27 @@ from enginery_attn_triton.spec import WORKSPACE_BYTES
 
 SMALL_TILE: Final = 16  # rows; the least that a matrix unit takes
 MAX_WAVES: Final = 4  # of items in a decoding step: the last wave is not full, and more of them cost more at their starts
+TALL_REQUESTS: Final = 64  # a decoding step of so many has a launch of its own for the keys that requests share, in tall tiles
+TALL_ROWS: Final = 64
+TALL_WAVES: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What cutting depends on. shared_bytes: shared memory that a program can have."""
+    """What cutting depends on. shared_bytes: shared memory that a program can have. chained: dependent launch is possible."""
 
-    type: str
     num_units: int
     shared_bytes: int
+    chained: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
         """Interpreted, there are few units, so that short requests are split too."""
         if device.type != "cuda":
-            return cls(type=device.type, num_units=4, shared_bytes=1 << 20)
+            return cls(num_units=4, shared_bytes=1 << 20)
         facts = torch.cuda.get_device_properties(device)
         shared_bytes: int = facts.shared_memory_per_block_optin  # type: ignore[attr-defined,unused-ignore]
-        return cls(type="cuda", num_units=facts.multi_processor_count, shared_bytes=shared_bytes)
+        return cls(num_units=facts.multi_processor_count, shared_bytes=shared_bytes, chained=facts.major >= 9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,14 @@ def decode_tile(dims: HeadDims, device: Device) -> Tile:
     room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 32 << 10
     keys = _power_below(min(room, device.shared_bytes // 2 + (32 << 10)) // dims.token_bytes, low=16, high=128)
     warps = 8 if rows * padded(dims.value) > 8192 else 4
-    return Tile(rows=rows, keys=keys, group_rows=rows, warps=warps, stages=3)
+    return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=3)
+
+
+def tall_tile(dims: HeadDims, usual: Tile) -> Tile | None:
+    """For the heads of several requests. None where registers do not hold it, or the usual tile is full already."""
+    if dims.shared or dims.itemsize == 4 or dims.blocks[2] > 128 or 2 * dims.group > TALL_ROWS:
+        return None
+    return dataclasses.replace(usual, rows=TALL_ROWS)
 
 
 def prefill_tile(dims: HeadDims, device: Device, *, max_rows: int, paged: bool = True) -> Tile:
@@ -158,40 +169,69 @@ def _tiles_beside(dims: HeadDims, rows: int, *, keys: int, device: Device) -> in
 class DecodeCut:
     """How decoding requests are split.
 
-    wave: how many items run at once on the whole device. extra: items more than requests, at the most.
+    programs: for one item. wave: how many items run at once on the whole device. extra, parts: at the most, items more than
+    requests, and parts. together: how many requests an item over keys that they share is for; 1 where none are. tall_together,
+    tall_wave: the same of the items of tall tiles.
     """
 
     window: int | None
     tile_keys: int
+    programs: int
     wave: int
     extra: int
+    parts: int
+    together: int = 1
+    tall_together: int = 1
+    tall_wave: int = 0
+
+    def room(self, num_requests: int, *, waves: int = MAX_WAVES) -> int:
+        """Items more than so many requests, at the most."""
+        return min(self.extra, max(waves * self.wave - num_requests, self.wave))
+
+    def tall_room(self, num_requests: int) -> int:
+        """Items of tall tiles, at the most."""
+        return TALL_WAVES * self.tall_wave if num_requests >= TALL_REQUESTS else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCut:
-    """All of one layer that planning needs. programs: for one item."""
+    """All of one layer that planning needs."""
 
     dims: HeadDims
     decode: DecodeCut
     decode_tile: Tile
-    programs: int
+    tall_tile: Tile | None
+    chained: bool
 
     @classmethod
     def of(cls, facts: AttnLayerFacts, *, itemsize: int, device: Device) -> LayerCut:
-        """A request of n items adds n - 1 to `extra` and has n parts, so there are at most twice `extra` parts."""
+        """A request of n items adds n - 1 to `extra` and has n parts, so without sharing there are at most twice `extra` parts."""
         dims = HeadDims.of(facts, itemsize)
         tile = decode_tile(dims, device)
         programs = dims.num_kv_heads * -(-dims.group // tile.rows)
         resident = max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
         wave = max(1, resident * device.num_units // programs)
-        extra = min(MAX_WAVES * wave, WORKSPACE_BYTES // (2 * part_bytes(dims)))
-        cut = DecodeCut(window=facts.sliding_window, tile_keys=tile.keys, wave=wave, extra=extra)
-        return cls(dims=dims, decode=cut, decode_tile=tile, programs=programs)
+        most = WORKSPACE_BYTES // part_bytes(dims)
+        extra = min(MAX_WAVES * wave, most // 2)
+        shares = facts.sliding_window is None and not dims.shared and 2 * dims.group <= tile.rows
+        tall = tall_tile(dims, tile) if facts.sliding_window is None else None
+        cut = DecodeCut(
+            window=facts.sliding_window,
+            tile_keys=tile.keys,
+            programs=programs,
+            wave=wave,
+            extra=extra,
+            parts=most if shares or tall else 2 * extra,
+            together=tile.rows // dims.group if shares else 1,
+            tall_together=tall.rows // dims.group if tall else 1,
+            tall_wave=max(1, 2 * device.num_units // programs) if tall else 0,
+        )
+        return cls(dims=dims, decode=cut, decode_tile=tile, tall_tile=tall, chained=device.chained)
 
     @property
     def workspace_bytes(self) -> int:
         """Of the results of split requests."""
-        return 2 * self.decode.extra * part_bytes(self.dims)
+        return self.decode.parts * part_bytes(self.dims)
 
 
 def part_bytes(dims: HeadDims) -> int:

@@ -1,0 +1,244 @@
+"""FlashInfer's kernels beside Triton's, as the two plugins run them: `python docs/benchmarks/kernels_flashinfer.py > FILE`.
+
+Numbers are checked first, against float64. Decoding is a replay of a graph, as bytes of keys and values over time; prefill is timed
+eagerly, as multiply-adds that causality leaves; planning is the host's time for one batch. One layer of Llama-3.1-8B's dims.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from enginery.api import (
+    AttnBackend,
+    AttnLayerFacts,
+    BackendContext,
+    ForwardBatch,
+    GlobalLayerId,
+    KVGeometry,
+    LayerKV,
+    LayerSpec,
+    LocalLayerId,
+    Phase,
+)
+from enginery.memory.arena import DeviceArena
+from enginery.memory.states import RecurrentStatePool
+from enginery_attn_flashinfer.backend import FlashInferAttention
+from enginery_attn_flashinfer.kernels import FlashInferKernels
+from enginery_attn_flashinfer.spec import FlashInferOptions
+from enginery_attn_triton.backend import TritonAttention
+
+PAGE = 16
+FACTS = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
+LAYER = LayerSpec(global_id=GlobalLayerId(0), local_id=LocalLayerId(0), facts=FACTS, scale=FACTS.head_dim**-0.5)
+DECODES = ((64, 4096), (16, 32768), (256, 1024), (1, 32768))
+PREFILLS = ((4, 4096, 4096), (1, 32768, 32768), (1, 8192, 32768), (8, 512, 4096))  # requests, new, all
+SHARED = ((64, 8192, 8704), (16, 8192, 8704), (64, 2048, 2560), (16, 2048, 2560), (256, 512, 1024), (8, 16384, 16896))
+BACKENDS: dict[str, FlashInferOptions | None] = {
+    "triton": None,
+    "flashinfer": FlashInferOptions(),
+    "flashinfer shared_prefix_in_graphs": FlashInferOptions(shared_prefix_in_graphs=True),
+    "flashinfer prefill=fa2": FlashInferOptions(prefill="fa2"),
+    "flashinfer fp8": FlashInferOptions(),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Memory:
+    """A pool of one layer."""
+
+    geometry: KVGeometry
+    kv: LayerKV
+
+    def layer(self, layer: LocalLayerId) -> LayerKV:
+        return self.kv
+
+    def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def memory_of(num_pages: int, dtype: torch.dtype) -> Memory:
+    geometry = KVGeometry(num_pages=num_pages, page_size=PAGE, layers=(FACTS,), dtype=str(dtype).removeprefix("torch."))
+    shape = (num_pages + 1, PAGE, FACTS.num_kv_heads, FACTS.head_dim)
+    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2))
+    return Memory(geometry=geometry, kv=LayerKV(k, v))
+
+
+def backend_of(name: str, memory: Memory) -> Any:
+    device = torch.device("cuda")
+    context = BackendContext(
+        instance=name,
+        geometry=memory.geometry,
+        pool=memory,
+        states=RecurrentStatePool(memory.geometry, device),
+        device=device,
+        dtype=torch.bfloat16,
+        arena=DeviceArena(device),
+        options=BACKENDS[name],
+    )
+    return TritonAttention(context) if name == "triton" else FlashInferAttention(context, FlashInferKernels)
+
+
+def batch_of(requests: int, new: int, length: int, *, shared: int = 0) -> ForwardBatch:
+    """Pages anywhere, but for the first `shared` ones, which all requests have in common."""
+    columns = -(-length // PAGE)
+    table = torch.randperm(requests * columns).view(requests, columns).to(torch.int32)
+    table[:, :shared] = table[0, :shared]
+    rows = torch.zeros(requests * new, dtype=torch.int64, device="cuda")
+    q_lens = torch.full((requests,), new, dtype=torch.int32)
+    return ForwardBatch(
+        phase=Phase.DECODE if new == 1 else Phase.PREFILL,
+        input_ids=rows,
+        positions=rows,
+        slots=rows,
+        q_lens_cpu=q_lens,
+        kv_lens_cpu=torch.full_like(q_lens, length),
+        page_table_cpu=table,
+        num_logits_cpu=torch.ones_like(q_lens),
+        state_slots_cpu=torch.zeros_like(q_lens),
+    )
+
+
+def relative_error(q: torch.Tensor, out: torch.Tensor, batch: ForwardBatch, memory: Memory) -> float:
+    """Of the last request's last 16 rows."""
+    length, new = int(batch.kv_lens_cpu[-1]), min(16, int(batch.q_lens_cpu[-1]))
+    pages = batch.page_table_cpu[-1].long().cuda()
+    k, v = (part[pages].flatten(0, 1)[:length].double() for part in memory.kv)
+    k, v = (part.repeat_interleave(FACTS.num_heads // FACTS.num_kv_heads, 1) for part in (k, v))
+    scores = torch.einsum("shd,lhd->hsl", q[-new:].double(), k) * LAYER.scale
+    ahead = torch.ones(new, length, dtype=torch.bool, device="cuda").triu(1 + length - new)
+    wanted = torch.einsum("hsl,lhv->shv", scores.masked_fill(ahead, float("-inf")).softmax(-1), v)
+    return float((out[-new:].double() - wanted).norm() / wanted.norm())
+
+
+def device_s(run: Callable[[], None], *, launches: int, repeats: int = 12) -> float:
+    """Median of the device's time for one launch."""
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(launches):
+            run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1000 / launches)
+    return statistics.median(times[3:])
+
+
+def host_s(run: Callable[[], object], *, repeats: int = 15) -> float:
+    """Median of the host's time, with the device idle before."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[3:])
+
+
+def tensors(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.randn(batch.num_tokens, FACTS.num_heads, FACTS.head_dim, device="cuda", dtype=torch.bfloat16)
+    return q, torch.empty_like(q)
+
+
+def attending(backend: AttnBackend, q: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> Callable[[], None]:
+    return partial(backend.attend, q, q, q, LAYER, batch, out)
+
+
+def decodes(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Graphs of eight layers."""
+    for requests, length in DECODES:
+        batch = batch_of(requests, 1, length)
+        memory = memory_of(requests * -(-length // PAGE), dtype)
+        backend, (q, out) = backend_of(name, memory), tensors(batch)
+        eager = host_s(partial(backend.plan_forward_metadata, batch, False))
+        backend.init_graph_state(requests, requests)
+        plan = backend.plan_forward_metadata(batch, True)
+        batch.mark_planned(plan)
+        run = attending(backend, q, batch, out)
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(8):
+                run()
+        refresh = host_s(partial(backend.refresh_graph_metadata, plan, batch))
+        graph.replay()
+        error = relative_error(q, out, batch, memory)
+        seconds = device_s(graph.replay, launches=2) / 8
+        moved = 2 * requests * length * FACTS.num_kv_heads * FACTS.head_dim * dtype.itemsize
+        what = {"backend": name, "kind": "decode", "requests": requests, "length": length, "relative_error": error}
+        yield what | {"seconds": seconds, "bytes_per_s": moved / seconds, "plan_s": eager, "refresh_s": refresh}
+
+
+def prefills(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    for requests, new, length in PREFILLS:
+        batch = batch_of(requests, new, length)
+        memory = memory_of(requests * -(-length // PAGE), dtype)
+        backend, (q, out) = backend_of(name, memory), tensors(batch)
+        planning = host_s(partial(backend.plan_forward_metadata, batch, False))
+        batch.mark_planned(backend.plan_forward_metadata(batch, False))
+        run = attending(backend, q, batch, out)
+        run()
+        error = relative_error(q, out, batch, memory)
+        seconds = device_s(run, launches=2)
+        flop = requests * (new * (length - new) + new * (new + 1) / 2) * FACTS.num_heads * 4 * FACTS.head_dim
+        what = {"backend": name, "kind": "prefill", "requests": requests, "new": new, "length": length, "relative_error": error}
+        yield what | {"seconds": seconds, "flop_per_s": flop / seconds, "plan_s": planning}
+
+
+def shared(name: str) -> Iterator[dict[str, Any]]:
+    """Decoding of requests with a prefix in common, read once or not; a graph of an eager plan, so that the device is timed."""
+    for requests, prefix, length in SHARED:
+        batch = batch_of(requests, 1, length, shared=prefix // PAGE)
+        memory = memory_of(requests * -(-length // PAGE), torch.bfloat16)
+        backend, (q, out) = backend_of(name, memory), tensors(batch)
+        for once in (True, False):
+            backend.planner.shared_tokens = 512 if once else 0
+            planning = host_s(partial(backend.plan_forward_metadata, batch, False))
+            batch.mark_planned(backend.plan_forward_metadata(batch, False))
+            run = attending(backend, q, batch, out)
+            run()
+            error = relative_error(q, out, batch, memory)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(8):
+                    run()
+            seconds = device_s(graph.replay, launches=2) / 8
+            what = {"backend": name, "kind": "shared prefix", "requests": requests, "prefix": prefix, "length": length}
+            yield what | {"read_once": once, "relative_error": error, "seconds": seconds, "plan_s": planning}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for name in BACKENDS:
+        dtype = torch.float8_e4m3fn if "fp8" in name else torch.bfloat16
+        if "prefill=" not in name:
+            yield from decodes(name, dtype)
+        if "graphs" not in name:
+            yield from prefills(name, dtype)
+    yield from shared("flashinfer")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "flashinfer-python")}
+    found = []
+    for row in rows():
+        assert row["relative_error"] < 0.01, row
+        found.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    print(json.dumps({"device": torch.cuda.get_device_name(), "versions": versions, "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The backend: plans on the host, then runs FlashInfer's kernels. T tokens, H query heads, D head dim."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from enginery.api import (
+    BackendContext,
+    ForwardBatch,
+    ForwardPlan,
+    LayerKV,
+    LayerSpec,
+    Phase,
+    PlanKey,
+    StalePlan,
+    Unsupported,
+    covering_plan,
+    hookimpl,
+)
+from enginery_attn_flashinfer.contract import KernelSettings, LoadKernels
+from enginery_attn_flashinfer.cuts import Cut
+from enginery_attn_flashinfer.graphs import GraphState
+from enginery_attn_flashinfer.pages import Rows
+from enginery_attn_flashinfer.plan import CutPlan, FlashInferPlan, Planner, SharedPart, scratch_views
+from enginery_attn_flashinfer.spec import FP8, FlashInferOptions
+
+
+class FlashInferAttention:
+    """MHA, GQA and MQA over pages, with sliding window and soft cap; decoding steps in graphs; shared prefixes read once.
+
+    Requests of one token at the front of a batch are decoded, whatever the phase. Implements `enginery.api.AttnBackend`.
+    """
+
+    def __init__(self, context: BackendContext, load: LoadKernels) -> None:
+        options = context.options if isinstance(context.options, FlashInferOptions) else FlashInferOptions()
+        self.backend_id = context.instance
+        self.pool = context.pool
+        self.arena = context.arena
+        self.geometry = context.geometry
+        self.device = context.device
+        self.dtype = context.dtype
+        self.options = options
+        self.cuts = tuple(None if layer.recurrent is not None else Cut.of(layer) for layer in context.geometry.layers)
+        every = tuple(dict.fromkeys(cut for cut in self.cuts if cut is not None))
+        self.kernels = load(kernel_settings(context, options), every)
+        on_gpu = context.device.type == "cuda"
+        self.planner = Planner(
+            self.kernels,
+            every,
+            arena=context.arena,
+            page_size=context.geometry.page_size,
+            pinned=on_gpu,
+            shared_tokens=options.shared_prefix_tokens,
+        )
+        self.num_units = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
+        self.workspace_bytes = self._workspace_bytes(0)
+        self.graphs: GraphState | None = None
+        self.epoch = 0
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> FlashInferPlan:
+        """Lease wrappers and plan this batch in them; of one that is captured, the wrappers that `refresh_graph_metadata` plans."""
+        key = PlanKey(
+            backend=self.backend_id,
+            phase=batch.phase,
+            num_requests=batch.num_requests,
+            num_tokens=batch.num_tokens,
+            epoch=self.epoch,
+        )
+        workspace = self.arena.take("attention of split requests", self.workspace_bytes)
+        if not capture:
+            return self.planner.plan(batch, key, workspace)
+        if self.graphs is None or batch.phase is not Phase.DECODE or batch.num_tokens != batch.num_requests:
+            raise Unsupported(
+                f"{self.backend_id} captures decoding steps of one token per request, after init_graph_state; "
+                f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
+            )
+        fronts = self.graphs.fronts(batch.num_requests, workspace)
+        self.graphs.refresh(decoding_rows(batch))
+        cuts = {cut: CutPlan(front=front, prefill=None) for cut, front in fronts.items()}
+        return FlashInferPlan(key=key, cuts=cuts, num_decoding=batch.num_requests, num_rows=batch.num_requests)
+
+    @hookimpl
+    def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        """Take the memory that captured plans point into. Plans made before point elsewhere, and are not used any more."""
+        self.epoch += self.graphs is not None
+        self.workspace_bytes = self._workspace_bytes(max_batch_size)
+        self.graphs = GraphState(
+            self.planner,
+            max_batch_size=max_batch_size,
+            num_pages=self.geometry.num_pages,
+            device=self.device,
+            sharing=self.options.shared_prefix_in_graphs,
+        )
+        return True
+
+    @hookimpl
+    def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
+        """Plan this batch in the captured wrappers."""
+        if self.graphs is None or plan.key.epoch != self.epoch or plan.key.num_requests != batch.num_requests:
+            raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
+        self.graphs.refresh(decoding_rows(batch))
+        return True
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+    ) -> None:
+        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
+        plan = covering_plan(batch, FlashInferPlan, backend=self.backend_id, epoch=self.epoch)
+        cut = self.cuts[layer.local_id]
+        assert cut is not None, "a recurrent layer has no pages"
+        kv, part = self.pool.layer(layer.local_id), plan.cuts[cut]
+        count = plan.num_decoding
+        if isinstance(part.front, SharedPart):
+            self._attend_shared(q[:count], kv, out[:count], cut=cut, part=part.front, scale=layer.scale)
+        elif part.front is not None:
+            part.front.item.run(q[:count], kv, out[:count], scale=layer.scale)
+        if part.prefill is not None:
+            part.prefill.item.run(q[count : plan.num_rows], kv, out[count : plan.num_rows], scale=layer.scale)
+
+    def _attend_shared(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, cut: Cut, part: SharedPart, scale: float) -> None:
+        """q, out: [B, H, D], of decoding requests."""
+        rows = slice(part.first, part.last)
+        other, lse, other_lse = scratch_views(part.scratch, cut, shared=part.last - part.first, decoding=len(q), dtype=out.dtype)
+        part.prefix.item.run(q[rows], kv, other, scale=scale, lse=other_lse)
+        part.decode.item.run(q, kv, out, scale=scale, lse=lse)
+        self.kernels.merge(out[rows], lse[rows], other, other_lse)
+
+    def _workspace_bytes(self, captured_requests: int) -> int:
+        """The most that any layer needs. Raises `Unsupported` if it is more than the options allow."""
+        needed = max(
+            (cut.workspace_bytes(num_units=self.num_units, captured_requests=captured_requests) for cut in self.planner.cuts),
+            default=0,
+        )
+        if needed > self.options.workspace_mb << 20:
+            raise Unsupported(
+                f"split requests may take {needed >> 20} MiB in steps of up to {captured_requests} requests in graphs, and "
+                f"flashinfer.workspace_mb allows {self.options.workspace_mb}; raise it, or capture smaller batches"
+            )
+        return needed
+
+
+def decoding_rows(batch: ForwardBatch) -> Rows:
+    """All of a batch."""
+    return Rows(q_lens=batch.q_lens_cpu.numpy(), kv_lens=batch.kv_lens_cpu.numpy(), table=batch.page_table_cpu.numpy())
+
+
+def kernel_settings(context: BackendContext, options: FlashInferOptions) -> KernelSettings:
+    """Raises `Unsupported` where an option asks for kernels that do not take this memory or run on this device."""
+    kv_dtype = torch.float8_e4m3fn if context.geometry.dtype == FP8 else context.dtype
+    on_hopper = context.device.type == "cuda" and torch.cuda.get_device_capability(context.device)[0] == 9
+    has_fa3 = on_hopper and kv_dtype == context.dtype
+    if options.prefill == "fa3" and not has_fa3:
+        raise Unsupported(
+            f"prefill=fa3 is for compute capability 9.x and keys and values in the model's dtype; here keys and values are "
+            f"{kv_dtype} and the device is {context.device}; use prefill=auto"
+        )
+    prefill: Literal["fa2", "fa3"] = "fa3" if has_fa3 and options.prefill != "fa2" else "fa2"
+    return KernelSettings(
+        device=context.device,
+        dtype=context.dtype,
+        kv_dtype=kv_dtype,
+        page_size=context.geometry.page_size,
+        prefill=prefill,
+    )

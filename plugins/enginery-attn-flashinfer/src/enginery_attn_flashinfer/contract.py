@@ -1,0 +1,72 @@
+"""What the backend asks of kernels, so that it can be tested without a GPU. T tokens, H query heads, K KV heads, D head dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from enginery.api import LayerKV
+from enginery_attn_flashinfer.cuts import Cut
+from enginery_attn_flashinfer.leases import Reusable
+from enginery_attn_flashinfer.pages import PageLists
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Wrapper(Reusable, Protocol):
+    """Holds one plan at a time."""
+
+    def plan(self, cut: Cut, pages: PageLists) -> None:
+        """For layers of this cut. Reads host tensors alone; waits only if the copy of the plan before is pending."""
+        ...
+
+    def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float, lse: torch.Tensor | None = None) -> None:
+        """q, out: [T, H, D]; lse: [T, H] float32, base 2, written unless None; for rows that see nothing `out` is 0, lse -inf."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSettings:
+    """prefill: which FlashAttention; decoding and shared prefixes have the second."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    prefill: Literal["fa2", "fa3"]
+
+
+class Kernels(Protocol):
+    """Makes wrappers. workspace: uint8, for results of split requests; shared by all wrappers of a stream."""
+
+    def decode(self, workspace: torch.Tensor) -> Wrapper:
+        """One row for each request."""
+        ...
+
+    def captured(self, workspace: torch.Tensor, pages: PageLists) -> Wrapper:
+        """The same for a CUDA graph. pages: on the device, always read there; the caller copies to it before each `plan`."""
+        ...
+
+    def captured_prefix(self, workspace: torch.Tensor, pages: PageLists) -> Wrapper:
+        """`prefix` for a CUDA graph, likewise."""
+        ...
+
+    def prefill(self, workspace: torch.Tensor) -> Wrapper:
+        """Any number of rows, which are the last of their request's keys; causal."""
+        ...
+
+    def prefix(self, workspace: torch.Tensor) -> Wrapper:
+        """Every row sees all keys of its request."""
+        ...
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+        """Fold another part of the keys into `out` [T, H, D] and `lse` [T, H], in place."""
+        ...
+
+
+class LoadKernels(Protocol):
+    """Loads what these cuts need, which may compile. Raises `Unsupported` with the reason where that is not possible."""
+
+    def __call__(self, settings: KernelSettings, cuts: Sequence[Cut]) -> Kernels: ...

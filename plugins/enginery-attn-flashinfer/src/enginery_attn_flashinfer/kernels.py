@@ -1,0 +1,223 @@
+"""FlashInfer's wrappers; nothing of FlashInfer is known elsewhere.
+
+A wrapper's `plan` runs on the host, writes tables into pinned memory of the wrapper, and starts a copy of them to the device; `run`
+launches kernels that read the copy. The pinned memory must not be written again before the copy has been made, and that is when the
+kernels before it on the stream are done. So an event is recorded behind the copy, and the next `plan` of the same wrapper waits for
+it. As a rule nobody waits: a wrapper whose copy is pending is not given out while there is another (`leases.py`), and the copy of a
+captured step is behind the step before, which is over when the step after is planned.
+
+What kernels read on the device, tables and page lists, is written again by copies on the same stream, behind those kernels.
+Results of split requests are written and read within one `run`, and planning writes nothing there: all wrappers of a stream share
+that memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import flashinfer
+import torch
+from flashinfer.cascade import get_cascade_module
+from flashinfer.decode import fast_decode_plan
+from flashinfer.jit import build_jit_specs, gen_batch_prefill_module
+from flashinfer.prefill import get_batch_prefill_module
+
+from enginery.api import LayerKV, Unsupported
+from enginery_attn_flashinfer.contract import KernelSettings
+from enginery_attn_flashinfer.cuts import Cut
+from enginery_attn_flashinfer.pages import PageLists
+
+_log: Final = logging.getLogger(__name__)
+_NO_POSITIONS: Final = 0  # FlashInfer's code for keys that are rotated already
+_DECODE_TABLE_BYTES: Final = 1 << 20  # prefill has FlashInfer's usual 8 MiB
+
+
+class FlashInferKernels:
+    """Implements `contract.Kernels`."""
+
+    def __init__(self, settings: KernelSettings, cuts: Sequence[Cut]) -> None:
+        self.settings = settings
+        with_launch = torch.cuda.get_device_capability(settings.device) >= (9, 0)
+        self._launch = {"enable_pdl": with_launch}  # programmatic dependent launch
+        _load(settings, cuts)
+
+    def decode(self, workspace: torch.Tensor) -> DecodeWrapper:
+        """See `contract.Kernels`."""
+        return DecodeWrapper(self.settings, workspace, None, self._launch)
+
+    def captured(self, workspace: torch.Tensor, pages: PageLists) -> DecodeWrapper:
+        """See `contract.Kernels`."""
+        return DecodeWrapper(self.settings, workspace, pages, self._launch)
+
+    def prefill(self, workspace: torch.Tensor) -> PrefillWrapper:
+        """See `contract.Kernels`."""
+        return PrefillWrapper(self.settings, workspace, None, self._launch, causal=True)
+
+    def prefix(self, workspace: torch.Tensor) -> PrefillWrapper:
+        """See `contract.Kernels`."""
+        return PrefillWrapper(self.settings, workspace, None, self._launch, causal=False)
+
+    def captured_prefix(self, workspace: torch.Tensor, pages: PageLists) -> PrefillWrapper:
+        """See `contract.Kernels`."""
+        return PrefillWrapper(self.settings, workspace, pages, self._launch, causal=False)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+        """See `contract.Kernels`."""
+        flashinfer.merge_state_in_place(out, lse, other, other_lse)
+
+
+class _Planned:
+    """The event behind the copy of a plan, and the arguments that every plan has."""
+
+    def __init__(self, settings: KernelSettings, launch: dict[str, bool]) -> None:
+        self._settings = settings
+        self._launch = launch
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def is_pending(self) -> bool:
+        """Whether the copy of the last plan is still to be made."""
+        return not self._copied.query()  # type: ignore[no-untyped-call]
+
+    def _terms(self, cut: Cut) -> dict[str, Any]:
+        """The scale is 1 here and given when a layer runs."""
+        settings = self._settings
+        return {
+            "num_qo_heads": cut.num_heads,
+            "num_kv_heads": cut.num_kv_heads,
+            "page_size": settings.page_size,
+            "window_left": cut.window_left,
+            "logits_soft_cap": cut.softcap,
+            "q_data_type": settings.dtype,
+            "kv_data_type": settings.kv_dtype,
+            "sm_scale": 1.0,
+        }
+
+
+class DecodeWrapper(_Planned):
+    """Decoding. Captured, it has page lists at fixed places, and plans with the same sizes whatever the lengths."""
+
+    def __init__(
+        self, settings: KernelSettings, workspace: torch.Tensor, captured: PageLists | None, launch: dict[str, bool]
+    ) -> None:
+        super().__init__(settings, launch)
+        fixed: dict[str, Any] = {}
+        if captured is not None:
+            fixed = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": captured.indptr,
+                "paged_kv_indices_buffer": captured.indices,
+                "paged_kv_last_page_len_buffer": captured.last_lens,
+            }
+        self._captured = captured
+        self._is_ready = False  # for the shorter way to plan, which takes the kernels from the plan before
+        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True, backend="fa2", **fixed
+        )
+        tables = torch.empty(_DECODE_TABLE_BYTES, dtype=torch.uint8, device=workspace.device)
+        self._wrapper.reset_workspace_buffer(workspace, tables)
+
+    def plan(self, cut: Cut, pages: PageLists) -> None:
+        """See `contract.Wrapper`. A captured one is planned for one cut for good."""
+        self._copied.synchronize()
+        if self._captured is not None and self._is_ready:
+            fast_decode_plan(
+                self._wrapper, pages.indptr, self._captured.indices, pages.last_lens, head_dim=cut.head_dim, **self._terms(cut)
+            )
+        else:
+            self._wrapper.plan(pages.indptr, pages.indices, pages.last_lens, head_dim=cut.head_dim, **self._terms(cut))
+            self._is_ready = True
+        self._copied.record()
+
+    def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float, lse: torch.Tensor | None = None) -> None:
+        """See `contract.Wrapper`."""
+        self._wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=out, lse=lse, return_lse=lse is not None, **self._launch)
+
+
+class PrefillWrapper(_Planned):
+    """Any number of rows for each request.
+
+    Where all rows see all keys it is FlashAttention-2, which splits the keys where there are few rows, and has the heads of a group
+    in one tile.
+    """
+
+    def __init__(
+        self,
+        settings: KernelSettings,
+        workspace: torch.Tensor,
+        captured: PageLists | None,
+        launch: dict[str, bool],
+        *,
+        causal: bool,
+    ) -> None:
+        super().__init__(settings, launch)
+        fixed: dict[str, Any] = {}
+        if captured is not None:
+            fixed = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": captured.q_indptr,
+                "paged_kv_indptr_buf": captured.indptr,
+                "paged_kv_indices_buf": captured.indices,
+                "paged_kv_last_page_len_buf": captured.last_lens,
+            }
+        self._captured = captured
+        self._causal = causal
+        backend = settings.prefill if causal else "fa2"
+        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **fixed)
+
+    def plan(self, cut: Cut, pages: PageLists) -> None:
+        """See `contract.Wrapper`."""
+        self._copied.synchronize()
+        longest = int((pages.q_indptr[1:] - pages.q_indptr[:-1]).max())  # else found by a loop over tensors
+        self._wrapper.plan(
+            pages.q_indptr,
+            pages.indptr,
+            pages.indices if self._captured is None else self._captured.indices[: len(pages.indices)],  # where they are already
+            pages.last_lens,
+            head_dim_qk=cut.head_dim,
+            causal=self._causal,
+            max_token_per_sequence=longest,
+            **self._terms(cut),
+        )
+        self._copied.record()
+
+    def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float, lse: torch.Tensor | None = None) -> None:
+        """See `contract.Wrapper`."""
+        self._wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=out, lse=lse, return_lse=lse is not None, **self._launch)
+
+
+def _load(settings: KernelSettings, cuts: Sequence[Cut]) -> None:
+    """Before the first request: what is not on disk is compiled, all at once, and FlashInfer keeps it there."""
+    began = time.perf_counter()
+    needed = list(dict.fromkeys(module for cut in cuts for module in _modules(settings, cut)))
+    try:
+        specs = {spec.name: spec for spec in map(_spec, needed)}
+        missing = {name: spec for name, spec in specs.items() if not spec.is_compiled}
+        if missing:
+            _log.info("FlashInfer compiles %d modules, which takes minutes, once: %s", len(missing), ", ".join(missing))
+            build_jit_specs(list(missing.values()), verbose=False)
+        for module in needed:
+            get_batch_prefill_module(*module)
+        get_cascade_module()
+    except (RuntimeError, OSError) as error:
+        raise Unsupported(
+            f"FlashInfer {flashinfer.__version__} has no kernels for this model on {settings.device}: {error}; it compiles them "
+            "with nvcc and ninja, which must be installed, or finds them in the package flashinfer-jit-cache"
+        ) from error
+    _log.info("FlashInfer's kernels were ready after %.1f s, %d of them compiled", time.perf_counter() - began, len(missing))
+
+
+def _modules(settings: KernelSettings, cut: Cut) -> list[tuple[Any, ...]]:
+    """The arguments with which a cut's wrappers will ask for their modules."""
+    types = (settings.dtype, settings.kv_dtype, settings.dtype, torch.int32, cut.head_dim, cut.head_dim, _NO_POSITIONS)
+    variant = (cut.window is not None, cut.softcap is not None, False)  # the last: scores are summed in float32
+    return [(backend, *types, *variant) for backend in dict.fromkeys(("fa2", settings.prefill))]
+
+
+@functools.cache
+def _spec(module: tuple[Any, ...]) -> Any:
+    """Writes sources."""
+    return gen_batch_prefill_module(*module)

@@ -1,0 +1,83 @@
+"""What it can do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
+
+NAME: Final = "flashinfer"
+DTYPES: Final = frozenset({"bfloat16", "float16"})
+FP8: Final = "float8_e4m3fn"
+HEAD_DIMS: Final = frozenset({64, 128, 256})
+WORKSPACE_MB: Final = 384
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashInferOptions:
+    """workspace_mb: the most that split requests may take; a model that could need more is refused at the start.
+
+    prefill: `fa3` is for compute capability 9.x and keys and values in the model's dtype; `auto` takes it there.
+    shared_prefix_tokens: decoding requests that share so many tokens, in whole pages, read them once; 0 switches that off.
+    shared_prefix_in_graphs: in captured steps too, which costs some microseconds a layer in steps where nothing is shared.
+    """
+
+    workspace_mb: int = WORKSPACE_MB
+    prefill: Literal["auto", "fa2", "fa3"] = "auto"
+    shared_prefix_tokens: int = 2048
+    shared_prefix_in_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workspace_mb < 1 or self.shared_prefix_tokens < 0:
+            raise ValueError("workspace_mb must be positive, and shared_prefix_tokens not negative")
+
+
+def make_spec() -> AttnBackendSpec:
+    """Behind Triton, which decodes as fast and plans faster, and before it for prefill alone: FlashAttention-3 is faster."""
+    return AttnBackendSpec(
+        name=NAME,
+        api=(1, 0),
+        priority=45,
+        prefill_priority=60,
+        summary="FlashInfer's kernels for CUDA devices",
+        refuse_also=refuse_also,
+        options=FlashInferOptions,
+        capabilities=Capabilities(
+            devices=frozenset({"cuda"}),
+            dtypes=DTYPES,
+            kv_dtypes=DTYPES | {FP8},
+            head_dims=HEAD_DIMS,
+            min_compute_capability=(8, 0),
+            sliding_window=True,
+            softcap=True,
+            graphs=True,
+            needs_jit=True,
+            workspace_bytes=WORKSPACE_MB << 20,
+        ),
+    )
+
+
+def refuse_also(needs: AttnNeeds) -> list[Reason]:
+    """A machine without FlashInfer or a compiler for it, and memory of another half-precision dtype than the model's."""
+    reasons: list[Reason] = []
+    if importlib.util.find_spec("flashinfer") is None:
+        text = "the package flashinfer is not installed; `pip install flashinfer-python`"
+        reasons.append(Reason(rule="flashinfer", text=text))
+    elif not can_compile() and importlib.util.find_spec("flashinfer_jit_cache") is None:
+        text = "FlashInfer compiles its kernels, and there is no nvcc in CUDA_HOME, on the path or in /usr/local/cuda; "
+        reasons.append(Reason(rule="compiler", text=text + "install CUDA's compiler, or the package flashinfer-jit-cache"))
+    if needs.kv_dtype not in (needs.dtype, FP8):
+        reasons.append(Reason(rule="kv dtype", text=f"keys and values are {needs.kv_dtype}, the model is {needs.dtype}"))
+    return reasons
+
+
+def can_compile() -> bool:
+    """Whether nvcc is where FlashInfer looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None:
+        return shutil.which("nvcc") is not None or os.path.exists("/usr/local/cuda/bin/nvcc")
+    return os.path.exists(os.path.join(home, "bin", "nvcc"))

@@ -1,0 +1,271 @@
+"""All but FlashInfer itself: the backend over kernels written in torch, on the CPU, that keep plans as FlashInfer's wrappers do."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from enginery.api import AttnLayerFacts, BackendContext, HookGroup, LayerKV, Phase, PlanKey, StalePlan, Unsupported
+from enginery.memory.arena import DeviceArena
+from enginery.testing.cases import AttnCase
+from enginery.testing.conformance import Check
+from enginery.testing.rules import compare
+from enginery.testing.subject import Offer, Subject
+from enginery.testing.suite import AttnBackendSuite
+from enginery.testing.workbench import Workbench
+from enginery_attn_flashinfer.backend import FlashInferAttention
+from enginery_attn_flashinfer.contract import KernelSettings
+from enginery_attn_flashinfer.cuts import Cut
+from enginery_attn_flashinfer.pages import PageLists
+from enginery_attn_flashinfer.plan import Planner, SharedPart
+from enginery_attn_flashinfer.spec import FlashInferOptions, make_spec
+
+GQA = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+class TorchWrapper:
+    """Keeps one plan. fixed: the page lists of a captured wrapper."""
+
+    def __init__(self, page_size: int, *, causal: bool, single: bool = False, fixed: PageLists | None = None) -> None:
+        self.page_size, self.causal, self.single, self.fixed = page_size, causal, single, fixed
+        self.cut: Cut | None = None
+        self.q_lens: list[int] = []
+
+    def is_pending(self) -> bool:
+        return False
+
+    def plan(self, cut: Cut, pages: PageLists) -> None:
+        assert pages.num_requests
+        self.cut, self.q_lens = cut, pages.q_indptr.diff().tolist()
+        assert not self.single or set(self.q_lens) == {1}
+        self.lists = [part.clone() for part in (pages.indptr, pages.indices, pages.last_lens)]
+
+    def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float, lse: torch.Tensor | None = None) -> None:
+        assert len(q) == len(out) == sum(self.q_lens)
+        if self.fixed is not None:
+            self.lists = [self.fixed.indptr, self.fixed.indices, self.fixed.last_lens]
+        indptr, indices, last_lens = (part.tolist() for part in self.lists)
+        row = 0
+        for request, count in enumerate(self.q_lens):
+            used = indices[indptr[request] : indptr[request + 1]]
+            length = max(len(used) - 1, 0) * self.page_size + last_lens[request]
+            rows = slice(row, row + count)
+            k, v = (part[used].flatten(0, 1)[:length].double() for part in kv)
+            out[rows], sums = self.attention(q[rows].double(), k, v, scale)
+            if lse is not None:
+                lse[rows] = sums
+            row += count
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, H, D] and log-sum-exps [S, H], base 2."""
+        cut = self.cut
+        assert cut is not None
+        k, v = k.repeat_interleave(cut.group, 1), v.repeat_interleave(cut.group, 1)
+        scores = torch.einsum("shd,lhd->shl", q, k) * scale
+        if cut.softcap is not None:
+            scores = cut.softcap * (scores / cut.softcap).tanh()
+        behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))  # [S, L]
+        hidden = (behind < 0) if self.causal else torch.zeros_like(behind, dtype=torch.bool)
+        if cut.window is not None:
+            hidden |= behind >= cut.window
+        scores = scores.masked_fill(hidden[:, None], float("-inf"))
+        sums = scores.logsumexp(-1)
+        weights = (scores - sums[..., None]).exp() if len(k) else scores
+        return torch.einsum("shl,lhd->shd", weights, v), sums / torch.log(torch.tensor(2.0))
+
+
+class TorchKernels:
+    """Implements `contract.Kernels`."""
+
+    def __init__(self, settings: KernelSettings, cuts: Sequence[Cut]) -> None:
+        self.page_size = settings.page_size
+
+    def decode(self, workspace: torch.Tensor) -> TorchWrapper:
+        return TorchWrapper(self.page_size, causal=True, single=True)
+
+    def captured(self, workspace: torch.Tensor, pages: PageLists) -> TorchWrapper:
+        return TorchWrapper(self.page_size, causal=True, single=True, fixed=pages)
+
+    def captured_prefix(self, workspace: torch.Tensor, pages: PageLists) -> TorchWrapper:
+        return TorchWrapper(self.page_size, causal=False, fixed=pages)
+
+    def prefill(self, workspace: torch.Tensor) -> TorchWrapper:
+        return TorchWrapper(self.page_size, causal=True)
+
+    def prefix(self, workspace: torch.Tensor) -> TorchWrapper:
+        return TorchWrapper(self.page_size, causal=False)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+        together = torch.logaddexp2(lse, other_lse)
+        mine, theirs = (torch.exp2(part - together)[..., None] for part in (lse, other_lse))
+        out.copy_(out * mine + other * theirs)
+        lse.copy_(together)
+
+
+def on_the_cpu() -> Subject:
+    def create(context: BackendContext) -> FlashInferAttention:
+        return FlashInferAttention(context, TorchKernels)
+
+    spec = make_spec()
+    can = dataclasses.replace(spec.capabilities, devices=frozenset({"cpu"}), min_compute_capability=None)
+    spec = dataclasses.replace(spec, capabilities=can, refuse_also=lambda needs: [], options=None)
+    offer = Offer(spec=spec, group=HookGroup.ATTN_BACKEND, name=spec.name, plugin="", distribution="", version="0")
+    return Subject(offer=offer, create=create, device=torch.device("cpu"), options=None, origin={})
+
+
+class TestOnTorchKernels(AttnBackendSuite):
+    backend = "flashinfer"
+
+    @classmethod
+    def subject(cls) -> Subject:
+        """With the capabilities of the real one, but for the device."""
+        return on_the_cpu()
+
+    def test_rule(self, subject_of_kit: Subject, check: Check) -> None:
+        """All but those that are about the kernels."""
+        if check.rule.name in ("another-process", "attend-reads-nothing"):
+            pytest.skip("these kernels are in this file alone, and read values")
+        super().test_rule(subject_of_kit, check)
+
+
+def made(facts: AttnLayerFacts = GQA, **options: int) -> Workbench:
+    case = AttnCase(facts=facts, page_size=4, dtype="bfloat16")
+    return Workbench(on_the_cpu(), case, num_tokens=4000, options=FlashInferOptions(**options))
+
+
+def sharing_turns(bench: Workbench, *, pages: int, lengths: Sequence[int]) -> list:
+    """Decoding requests with the same first pages, whose keys are in memory."""
+    (first,) = bench.turns([(pages * 4 + 1, 1)])
+    turns = [first]
+    for length in lengths:
+        tokens = bench.sharing(first.tokens, pages, length)
+        cached = length - 1
+        bench.pool.write(bench.layer.local_id, tokens.k[:cached], tokens.v[:cached], tokens.slots[:cached])
+        turns.append(type(first)(tokens, cached, 1))
+    return turns
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_pages_that_requests_share_are_read_once_and_results_are_the_same(softcap) -> None:
+    bench = made(dataclasses.replace(GQA, softcap=softcap), shared_prefix_tokens=32)
+    turns = [
+        *bench.turns([(5, 1)]),
+        *sharing_turns(bench, pages=8, lengths=(33, 40, 36, 50)),
+        *bench.turns([(70, 1), (0, 1)]),
+        *sharing_turns(bench, pages=10, lengths=(41, 48, 57)),
+        *bench.turns([(20, 7), (0, 3)]),
+    ]
+    batch = bench.batch(turns, Phase.MIXED)
+    out = bench.plan_and_attend(batch, turns)
+    compare(out, [bench.expected(turn) for turn in turns], dtype="bfloat16", what="shared")
+    (part,) = [cut.front for cut in batch.plan.cuts.values()]
+    assert isinstance(part, SharedPart)
+    assert (part.first, part.last) == (1, 12)
+    assert part.prefix.item.q_lens == [5, 2, 4]
+    assert part.decode.item.lists[0].tolist()[-5:] == [i + part.decode.item.lists[0].tolist()[-5] for i in (0, 1, 2, 4, 9)]
+
+
+def test_layers_with_a_window_and_a_switched_off_option_do_not_share() -> None:
+    for bench in (
+        made(dataclasses.replace(GQA, sliding_window=9), shared_prefix_tokens=32),
+        made(shared_prefix_tokens=0),
+    ):
+        turns = sharing_turns(bench, pages=8, lengths=(33, 40, 36))
+        batch = bench.batch(turns, Phase.DECODE)
+        out = bench.plan_and_attend(batch, turns)
+        compare(out, [bench.expected(turn) for turn in turns], dtype="bfloat16", what="not shared")
+        assert not any(isinstance(cut.front, SharedPart) for cut in batch.plan.cuts.values())
+
+
+def test_wrappers_are_planned_again_when_their_plan_is_gone_and_not_before() -> None:
+    bench = made()
+    turns = bench.turns([(5, 1), (9, 4)])
+    batches = [bench.batch(turns, Phase.MIXED) for _ in range(3)]
+    for batch in batches:
+        bench.relay.plan(batch)
+    used = [[part.item for cut in batch.plan.cuts.values() for part in (cut.front, cut.prefill)] for batch in batches]
+    assert len({id(item) for items in used for item in items}) == 6
+    gone = used[1]
+    batches[1].plan = None
+    gc.collect()
+    bench.relay.plan(batches[1])
+    assert [part.item for cut in batches[1].plan.cuts.values() for part in (cut.front, cut.prefill)] == gone
+
+
+def test_a_captured_plan_reads_what_was_refreshed_last() -> None:
+    bench = made()
+    bench.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
+    plans = {}
+    for size in (6, 4):
+        captured = bench.pad(bench.batch([], Phase.DECODE), requests=size, tokens=size)
+        bench.relay.plan(captured, capture=True)
+        plans[size] = captured.plan
+    for size, cached in ((6, (200, 0, 15, 16, 90, 1)), (4, (9, 300)), (6, (1,))):
+        turns = bench.turns([(length, 1) for length in cached])
+        batch = bench.pad(bench.batch(turns, Phase.DECODE), requests=size - len(turns), tokens=size - len(turns))
+        bench.relay.ask("refresh_graph_metadata", plan=plans[size], batch=batch)
+        batch.mark_planned(plans[size])
+        compare(bench.attend(batch, turns), [bench.expected(turn) for turn in turns], dtype="bfloat16", what=f"{cached}")
+
+
+def test_captured_steps_read_shared_pages_once_where_there_are_some() -> None:
+    bench = made(shared_prefix_tokens=32, shared_prefix_in_graphs=True)
+    bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=12)
+    captured = bench.pad(bench.batch([], Phase.DECODE), requests=12, tokens=12)
+    bench.relay.plan(captured, capture=True)
+    (part,) = [cut.front for cut in captured.plan.cuts.values()]
+    assert isinstance(part, SharedPart)
+    nobody = bench.turns([(5, 1), (90, 1)])
+    some = [*bench.turns([(5, 1)]), *sharing_turns(bench, pages=8, lengths=(33, 40, 36, 50))]
+    groups = [sharing_turns(bench, pages=8, lengths=(33, 40, 36)), sharing_turns(bench, pages=10, lengths=(41, 60, 70, 80))]
+    for turns, rows in ((nobody, [12]), (some, [1, 5, 6]), ([*groups[0], *groups[1]], [4, 5, 3]), (nobody, [12])):
+        more = 12 - len(turns)
+        batch = bench.pad(bench.batch(turns, Phase.DECODE), requests=more, tokens=more)
+        bench.relay.ask("refresh_graph_metadata", plan=captured.plan, batch=batch)
+        batch.mark_planned(captured.plan)
+        compare(bench.attend(batch, turns), [bench.expected(turn) for turn in turns], dtype="bfloat16", what=f"{rows}")
+        assert part.prefix.item.q_lens == rows + [0] * (9 - len(rows))
+
+
+def test_what_cannot_be_captured_or_refreshed_is_refused() -> None:
+    bench = made()
+    with pytest.raises(Unsupported, match="after init_graph_state"):
+        bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=2, tokens=2), capture=True)
+    bench.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
+    with pytest.raises(Unsupported, match="one token per request"):
+        bench.relay.plan(bench.batch(bench.turns([(5, 3)]), Phase.PREFILL), capture=True)
+    with pytest.raises(Unsupported, match="init_graph_state was told 6"):
+        bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=7, tokens=7), capture=True)
+    captured = bench.pad(bench.batch([], Phase.DECODE), requests=4, tokens=4)
+    bench.relay.plan(captured, capture=True)
+    with pytest.raises(StalePlan, match="to refresh"):
+        bench.relay.ask("refresh_graph_metadata", plan=captured.plan, batch=bench.batch(bench.turns([(5, 1)]), Phase.DECODE))
+    bench.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
+    with pytest.raises(StalePlan):
+        bench.attend(captured, [])
+
+
+def test_options_that_the_device_or_the_model_does_not_allow_are_refused() -> None:
+    with pytest.raises(Unsupported, match="prefill=fa3 is for compute capability 9"):
+        Workbench(on_the_cpu(), AttnCase(facts=GQA, page_size=4, dtype="bfloat16"), options=FlashInferOptions(prefill="fa3"))
+    with pytest.raises(Unsupported, match="workspace_mb allows 1"):
+        made(workspace_mb=1).relay.ask("init_graph_state", max_batch_size=4096, max_num_tokens=4096)
+
+
+def test_of_layers_with_and_without_a_window_only_those_without_share() -> None:
+    plain = Cut.of(GQA)
+    windowed = dataclasses.replace(plain, window=9)
+    device = torch.device("cpu")
+    settings = KernelSettings(device=device, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, page_size=4, prefill="fa2")
+    kernels = TorchKernels(settings, ())
+    planner = Planner(kernels, [windowed, plain], arena=DeviceArena(device), page_size=4, pinned=False, shared_tokens=32)
+    bench = made()
+    batch = bench.batch(sharing_turns(bench, pages=8, lengths=(33, 40, 36)), Phase.DECODE)
+    key = PlanKey(backend="", phase=Phase.DECODE, num_requests=4, num_tokens=4)
+    cuts = planner.plan(batch, key, torch.empty(1)).cuts
+    assert isinstance(cuts[plain].front, SharedPart)
+    assert cuts[windowed].front.item.lists[0].tolist() == [0, 9, 18, 28, 37]

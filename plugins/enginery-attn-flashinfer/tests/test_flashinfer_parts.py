@@ -1,0 +1,169 @@
+"""What it refuses, leases, page lists, and how much memory is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts
+from enginery_attn_flashinfer.cuts import Cut
+from enginery_attn_flashinfer.leases import Pool
+from enginery_attn_flashinfer.pages import Rows, page_lists
+from enginery_attn_flashinfer.plan import split_off
+from enginery_attn_flashinfer.shared import SharedPrefix
+from enginery_attn_flashinfer.spec import FlashInferOptions, make_spec
+
+LLAMA = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
+NEEDS = AttnNeeds(device="cuda", dtype="bfloat16", kv_dtype="bfloat16", page_size=16, layers=(LLAMA,), compute_capability=(9, 0))
+LATENT = LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether FlashInfer is installed must not matter here."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, None),
+        ({"kv_dtype": "float8_e4m3fn"}, None),
+        ({"layers": (dataclasses.replace(LLAMA, sliding_window=512, softcap=50.0),)}, None),
+        ({"kv_dtype": "float16"}, "kv dtype"),
+        ({"dtype": "float32", "kv_dtype": "float32"}, "dtype"),
+        ({"compute_capability": (7, 5)}, "compute capability"),
+        ({"device": "cpu", "compute_capability": None}, "device"),
+        ({"layers": (dataclasses.replace(LLAMA, head_dim=80),)}, "head dim"),
+        ({"layers": (dataclasses.replace(LLAMA, sinks=True),)}, "attention sinks"),
+        ({"layers": (dataclasses.replace(LLAMA, num_kv_heads=1, head_dim=576, latent=LATENT),)}, "MLA"),
+        ({"lse": True}, "a log-sum-exp"),
+        ({"batch_invariant": True}, "batch invariance"),
+    ],
+)
+def test_needs_are_met_or_refused_with_a_reason(changes, rule) -> None:
+    reasons = make_spec().refuse(dataclasses.replace(NEEDS, **changes))
+    assert bool(reasons) == (rule is not None)
+    assert rule is None or rule in [reason.rule for reason in reasons]
+
+
+def test_a_machine_without_flashinfer_is_told_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (reason,) = make_spec().refuse(NEEDS)
+    assert "pip install flashinfer-python" in reason.text
+
+
+def test_a_machine_without_a_compiler_needs_compiled_kernels(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert make_spec().refuse(NEEDS) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flashinfer_jit_cache" else name)
+    (reason,) = make_spec().refuse(NEEDS)
+    assert "no nvcc" in reason.text
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert make_spec().refuse(NEEDS) == []
+
+
+@pytest.mark.parametrize("wrong", [{"workspace_mb": 0}, {"shared_prefix_tokens": -1}])
+def test_options_that_mean_nothing_are_errors(wrong) -> None:
+    with pytest.raises(ValueError, match="workspace_mb"):
+        FlashInferOptions(**wrong)
+
+
+class Item:
+    """Pending until it is told that it is not."""
+
+    def __init__(self) -> None:
+        self.pending = False
+
+    def is_pending(self) -> bool:
+        return self.pending
+
+
+def test_an_item_has_one_owner_at_a_time_and_is_free_when_its_lease_is_dropped() -> None:
+    made: list[Item] = []
+
+    def make() -> Item:
+        made.append(Item())
+        return made[-1]
+
+    pool = Pool(make)
+    first, second = pool.lease(), pool.lease()
+    assert first.item is not second.item
+    also_first = [first]
+    kept = first.item
+    del first
+    gc.collect()
+    assert pool.lease().item is not kept
+    also_first.clear()
+    gc.collect()
+    assert kept in {lease.item for lease in (pool.lease(), pool.lease())}
+    assert len(made) == 3
+
+
+def test_pending_items_are_left_alone_until_there_are_too_many() -> None:
+    made: list[Item] = []
+
+    def make() -> Item:
+        made.append(Item())
+        return made[-1]
+
+    pool = Pool(make, spare=2)
+    for count in (1, 2, 3):
+        pool.lease().item.pending = True
+        assert len(made) == count
+    assert pool.lease().item is made[0]
+    made[2].pending = False
+    assert pool.lease().item is made[2]
+
+
+def test_page_lists_are_what_requests_read() -> None:
+    table = np.arange(40, dtype=np.int32).reshape(4, 10)
+    rows = Rows(q_lens=ints(1, 1, 3, 0), kv_lens=ints(16, 33, 17, 0), table=table)
+    found = page_lists(rows, page_size=16, pinned=False)
+    assert found.q_indptr.tolist() == [0, 1, 2, 5, 5]
+    assert found.indptr.tolist() == [0, 1, 4, 6, 6]
+    assert found.indices.tolist() == [0, 10, 11, 12, 20, 21]
+    assert found.last_lens.tolist() == [16, 1, 1, 0]
+    assert found.packed.dtype == torch.int32
+    later = page_lists(dataclasses.replace(rows, first_pages=ints(0, 2, 1, 0)), page_size=16, pinned=False)
+    assert later.indptr.tolist() == [0, 1, 2, 3, 3]
+    assert later.indices.tolist() == [0, 12, 21]
+    assert later.last_lens.tolist() == [16, 1, 1, 0]
+
+
+def test_between_groups_there_is_a_request_without_keys() -> None:
+    table = np.arange(90, dtype=np.int32).reshape(9, 10)
+    rows = Rows(q_lens=ints(*[1] * 9), kv_lens=ints(*[100] * 9), table=table)
+    groups = [SharedPrefix(first=1, count=2, num_pages=3), SharedPrefix(first=5, count=3, num_pages=4)]
+    prefix, first_pages = split_off(rows, groups, page_size=16, first=1, last=8)
+    assert prefix.q_lens.tolist() == [2, 2, 3]
+    assert prefix.kv_lens.tolist() == [48, 0, 64]
+    assert prefix.table[:, 0].tolist() == [10, 30, 50]
+    assert first_pages.tolist() == [0, 3, 3, 0, 0, 4, 4, 4, 0]
+    prefix, first_pages = split_off(rows, groups, page_size=16, first=0, last=9, num_requests=7)
+    assert prefix.q_lens.tolist() == [1, 2, 2, 3, 1, 0, 0]
+    assert prefix.kv_lens.tolist() == [0, 48, 0, 64, 0, 0, 0]
+    nothing, first_pages = split_off(rows, [], page_size=16, first=0, last=9, num_requests=7)
+    assert nothing.q_lens.tolist() == [9, 0, 0, 0, 0, 0, 0]
+    assert not nothing.kv_lens.any()
+    assert not first_pages.any()
+
+
+def test_the_workspace_is_as_large_as_the_plan_of_flashinfer_can_ask_for() -> None:
+    llama = Cut.of(LLAMA)
+    assert llama.workspace_bytes(num_units=132) == 4 * 32 * 33 * 128 * 129 + 256
+    captured = llama.workspace_bytes(num_units=132, captured_requests=512)
+    assert captured == 4 * 32 * (128 + 511) * 16 * 129 + 256
+    assert captured <= make_spec().capabilities.workspace_bytes
+    assert Cut.of(dataclasses.replace(LLAMA, sliding_window=1)).window_left == 0
+    assert llama.window_left == -1

@@ -7,10 +7,12 @@ from typing import Final
 
 import torch
 
-from enginery.api import Draws, LinearFn
+from enginery.api import Draws, ExpertScales, ExpertsFn, LinearFn, Routed, Routing
 from enginery.nn import reference_ops
+from enginery_ops_triton.experts import bind_experts
 from enginery_ops_triton.kernels import activation, norm, rotary
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.routing import route
 from enginery_ops_triton.sampling import greedy_sample, sample_rows
 from enginery_ops_triton.small_linear import bind_small_linear
 
@@ -165,6 +167,14 @@ class TritonOps:
             launch_pdl=self.dependent_launch,
         )
         return out
+
+    def route(self, logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> Routed:
+        """One program a token."""
+        return route(logits, bias, routing, dependent_launch=self.dependent_launch)
+
+    def bind_experts(self, gate_up: torch.Tensor, down: torch.Tensor, scales: ExpertScales | None) -> ExpertsFn:
+        """A few tokens read the weights of each one's experts; more are sorted by expert and share them."""
+        return bind_experts(gate_up, down, scales, dependent_launch=self.dependent_launch)
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """Several programs a row."""

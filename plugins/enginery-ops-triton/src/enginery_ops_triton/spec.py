@@ -41,6 +41,8 @@ PROVIDES = (
     "qk_norm_rotary",
     "qk_norm_rotary_write",
     "gated_silu",
+    "route",
+    "bind_experts",
     "greedy",
     "sample_rows",
 )

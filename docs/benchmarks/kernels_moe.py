@@ -1,0 +1,362 @@
+"""Mixture-of-experts kernels of enginery-ops-triton: `python docs/benchmarks/kernels_moe.py --output FILE`.
+
+One layer's experts on random weights, checked against float64 first. A time is that of one call among several in a CUDA graph,
+each with tokens and experts of its own. The floor is the larger of two times: the weights of the experts that were used over the
+memory's bandwidth, and the products over the matrix rate in bfloat16. Beside it stand torch's grouped product (bfloat16; with
+sorting, gate and sum) and the core's reference, a loop over experts that the host drives. `--sweep` times the blocks that
+expert_blocks.py chooses from. Kernels are compiled by several processes before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from enginery.api import ExpertScales, Routed, Routing
+from enginery.nn import reference_experts
+from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
+from enginery_ops_triton.experts import Experts
+from enginery_ops_triton.routing import route
+
+DEVICE, DTYPE, FLOAT8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
+READ_TB_S, TFLOP_S = 4.26, 792  # of an H200, measured
+TOKENS = (1, 16, 256, 4096)
+CHECKED = 48  # tokens
+Call = Callable[[], torch.Tensor]
+Blocks = PairBlocks | TileBlocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's layer of experts."""
+
+    num_experts: int
+    columns: int
+    inner: int
+    routing: Routing
+
+    def sizes(self, weight_dtype: torch.dtype) -> ExpertSizes:
+        return ExpertSizes(
+            num_experts=self.num_experts, columns=self.columns, inner=self.inner, dtype=DTYPE, weight_dtype=weight_dtype
+        )
+
+    def blocks(self, num_tokens: int, weight_dtype: torch.dtype) -> Blocks:
+        return blocks_for(num_tokens * self.routing.top_k, self.routing.top_k, self.sizes(weight_dtype))
+
+
+SHAPES = {
+    "deepseek-v2-lite": Shape(num_experts=64, columns=2048, inner=1408, routing=Routing(top_k=6)),
+    "qwen3-30b-a3b": Shape(num_experts=128, columns=2048, inner=768, routing=Routing(top_k=8, renormalise=True)),
+    "mixtral-8x7b": Shape(num_experts=8, columns=4096, inner=14336, routing=Routing(top_k=2, renormalise=True)),
+    "deepseek-v3": Shape(
+        num_experts=256,
+        columns=7168,
+        inner=2048,
+        routing=Routing(top_k=8, scoring="sigmoid", num_groups=8, top_groups=4, group_score="top2", renormalise=True, scale=2.5),
+    ),
+}
+WEIGHTS = {"bfloat16": DTYPE, "float8": FLOAT8}
+
+
+class Layer:
+    """Random weights of a shape."""
+
+    def __init__(self, shape: Shape, weight_dtype: torch.dtype, *, num_experts: int | None = None) -> None:
+        experts, columns, inner = num_experts or shape.num_experts, shape.columns, shape.inner
+        self.shape = shape
+        self.scales: ExpertScales | None = None
+        self.gate_up = self.drawn(experts, 2 * inner, columns, weight_dtype=weight_dtype)
+        self.down = self.drawn(experts, columns, inner, weight_dtype=weight_dtype)
+        if weight_dtype is FLOAT8:
+            self.scales = ExpertScales(gate_up=self.drawn_scales(self.gate_up), down=self.drawn_scales(self.down))
+
+    def drawn(self, experts: int, rows: int, columns: int, *, weight_dtype: torch.dtype) -> torch.Tensor:
+        weight = torch.empty((experts, rows, columns), dtype=weight_dtype, device=DEVICE)
+        spread = columns**-0.5 if weight_dtype is DTYPE else 100.0
+        for each in weight:
+            each.copy_(torch.randn((rows, columns), dtype=DTYPE, device=DEVICE).mul_(spread).clamp_(-440, 440))
+        return weight
+
+    def drawn_scales(self, weight: torch.Tensor) -> torch.Tensor:
+        experts, rows, columns = weight.shape
+        blocks = (experts, math.ceil(rows / 128), math.ceil(columns / 128))
+        return torch.rand(blocks, device=DEVICE).add_(0.5).mul_(columns**-0.5 / 100)
+
+    def bound(self) -> Experts:
+        return Experts(self.gate_up, self.down, self.scales, dependent_launch=True)
+
+    def inputs(self, num_tokens: int) -> tuple[torch.Tensor, Routed]:
+        x = torch.randn((num_tokens, self.shape.columns), dtype=DTYPE, device=DEVICE)
+        logits = torch.randn((num_tokens, self.shape.num_experts), device=DEVICE)
+        return x, route(logits, None, self.shape.routing, dependent_launch=True)
+
+    def exact(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """In float64, one expert after the other."""
+        out = torch.zeros_like(x, dtype=torch.float64)
+        for expert in torch.unique(routed.ids).tolist():
+            token, place = (routed.ids == expert).nonzero(as_tuple=True)
+            gate_up, down = self.gate_up[expert].double(), self.down[expert].double()
+            if self.scales is not None:
+                gate_up *= spread_out(self.scales.gate_up[expert], gate_up)
+                down *= spread_out(self.scales.down[expert], down)
+            gate, up = F.linear(x[token].double(), gate_up).chunk(2, dim=-1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, down) * routed.weights[token, place, None])
+        return out
+
+    def grouped(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """With torch's grouped product."""
+        ids = routed.ids.flatten()
+        order = ids.argsort(stable=True)
+        ends = torch.searchsorted(ids[order], torch.arange(self.shape.num_experts, device=DEVICE), right=True).int()
+        both = F.grouped_mm(x[order // routed.ids.shape[1]], self.gate_up.mT, offs=ends)
+        gate, up = both.chunk(2, dim=-1)
+        parts = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
+        own = torch.empty_like(parts).index_copy_(0, order, parts).view(*routed.ids.shape, -1)
+        return (own.float() * routed.weights[..., None]).sum(1).to(x.dtype)
+
+
+def spread_out(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows, columns = weight.shape
+    return scale.double().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+
+
+def run(bound: Experts, blocks: Blocks, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+    return bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
+
+
+def time_us(calls: Sequence[Call], *, replays: int) -> float:
+    """Microseconds of one call: the median over replays of a graph that holds all of them."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    taken = []
+    for _ in range(replays):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(taken)
+
+
+def time_loop_us(call: Call) -> float:
+    """Of what the host drives: the second call."""
+    taken = 0.0
+    for _ in range(2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken = (time.perf_counter() - began) * 1e6
+    return taken
+
+
+def floor(shape: Shape, weight_dtype: torch.dtype, routings: Sequence[Routed]) -> dict[str, float]:
+    """Of a call: bytes of weights, operations, microseconds."""
+    used = statistics.mean(len(torch.unique(each.ids)) for each in routings)
+    each = 3 * shape.columns * shape.inner
+    num_bytes, flops = used * each * weight_dtype.itemsize, 2 * each * routings[0].ids.numel()
+    return {
+        "experts_used": used,
+        "weight_bytes": num_bytes,
+        "flops": flops,
+        "floor_us": max(num_bytes / READ_TB_S / 1e6, flops / TFLOP_S / 1e6),
+    }
+
+
+def rates(found: dict[str, Any], taken: float) -> dict[str, float]:
+    return {
+        "us": round(taken, 1),
+        "gb_s": round(found["weight_bytes"] / taken / 1e3),
+        "tflop_s": round(found["flops"] / taken / 1e6, 1),
+        "of_floor": round(found["floor_us"] / taken, 3),
+    }
+
+
+def num_calls(num_tokens: int) -> int:
+    return {1: 24, 16: 6, 256: 4}.get(num_tokens, 2)
+
+
+def compare(models: Sequence[str], *, loop: bool) -> Iterator[dict[str, Any]]:
+    for name, (label, weight_dtype) in itertools.product(models, WEIGHTS.items()):
+        shape = SHAPES[name]
+        layer = Layer(shape, weight_dtype)
+        bound = layer.bound()
+        for num_tokens in TOKENS:
+            inputs = [layer.inputs(num_tokens) for _ in range(num_calls(num_tokens))]
+            x, routed = inputs[0]
+            some = Routed(routed.ids[:CHECKED], routed.weights[:CHECKED])
+            expected = layer.exact(x[:CHECKED], some)
+            errors = {"triton": relative_error(bound(x, routed), expected)}
+            if weight_dtype is DTYPE:
+                errors["grouped"] = relative_error(layer.grouped(x, routed), expected)
+            found: dict[str, Any] = {"model": name, "weights": label, "tokens": num_tokens}
+            found |= floor(shape, weight_dtype, [routed for _, routed in inputs])
+            found["blocks"] = str(shape.blocks(num_tokens, weight_dtype))
+            found["error"] = errors
+            assert errors["triton"] < 1e-2, errors
+            found["triton"] = rates(found, time_us([partial(bound, *each) for each in inputs], replays=7))
+            if weight_dtype is DTYPE:
+                found["grouped"] = rates(found, time_us([partial(layer.grouped, *each) for each in inputs], replays=5))
+            if loop:
+                reference = reference_experts.bind_experts(layer.gate_up, layer.down, layer.scales)
+                found["reference"] = rates(found, time_loop_us(partial(reference, x, routed)))
+            yield found
+        del layer, bound
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    part = actual[: len(expected)].double()
+    return ((part - expected).norm() / expected.norm()).item()
+
+
+def routers(models: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Routing alone, beside the reference in a graph too."""
+    for name, num_tokens in itertools.product(models, TOKENS):
+        shape = SHAPES[name]
+        bias = torch.rand(shape.num_experts, device=DEVICE) if shape.routing.scoring == "sigmoid" else None
+        logits = [torch.randn((num_tokens, shape.num_experts), device=DEVICE) for _ in range(20)]
+        mine = [partial(route, each, bias, shape.routing, dependent_launch=True) for each in logits]
+        theirs = [partial(reference_experts.route, each, bias, shape.routing) for each in logits]
+        expected = reference_experts.route(logits[0].double().cpu(), None if bias is None else bias.cpu(), shape.routing)
+        found: dict[str, Any] = {"model": name, "tokens": num_tokens}
+        found["other_experts"] = int((mine[0]().ids.cpu() != expected.ids).sum())
+        yield found | {"triton_us": round(time_us(mine, replays=7), 2), "torch_us": round(time_us(theirs, replays=5), 2)}
+
+
+def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iterator[tuple[str, Blocks]]:
+    """Those of one product at a time, with the others as they are chosen."""
+    chosen = shape.blocks(num_tokens, weight_dtype)
+    yield "chosen", chosen
+    if isinstance(chosen, PairBlocks):
+        for elements, k, num_warps in itertools.product((2048, 4096, 8192, 16384), (512, 1024, 2048, 4096), (2, 4, 8)):
+            n = elements // k
+            if n and 16 <= elements // num_warps // 32 <= 128:
+                if k < 2 * shape.columns and shape.inner % n == 0:
+                    yield "gate_up", replace(chosen, gate_up=RowBlock(n=n, k=k, num_warps=num_warps))
+                if k < 2 * shape.inner:
+                    yield "down", replace(chosen, down=RowBlock(n=n, k=k, num_warps=num_warps))
+        return
+    many = num_tokens * shape.routing.top_k > 64 * shape.num_experts
+    ms = (64, 128, 256) if many else tuple(sorted({16, 32, 64, chosen.m} & {chosen.m // 2, chosen.m, 2 * chosen.m}))
+    for m, n, k, num_warps, stages in itertools.product(ms, (64, 128, 256), (64, 128), (4, 8), (3, 4, 6)):
+        if stages == (6 if k == 128 else 3 if not many else 6):
+            continue
+        for which, weights in (("gate_up", 2), ("down", 1)):
+            registers = weights * n * m // (num_warps * 32)
+            shared = stages * k * (weights * n * weight_dtype.itemsize + m * DTYPE.itemsize)
+            fits = (32 if many else 4) <= registers <= 128 and shared <= 227 << 10 and n >= 16 * num_warps
+            if fits and not (many and k == 128 and weight_dtype is DTYPE):
+                yield which, replace(chosen, m=m, **{which: ProductBlock(n=n, k=k, num_warps=num_warps, stages=stages)})
+
+
+def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name, label in itertools.product(models, kinds):
+        layer = Layer(SHAPES[name], WEIGHTS[label])
+        bound = layer.bound()
+        for num_tokens in tokens:
+            inputs = [layer.inputs(num_tokens) for _ in range(num_calls(num_tokens))]
+            known = floor(layer.shape, WEIGHTS[label], [routed for _, routed in inputs])
+            times = []
+            for which, blocks in dict.fromkeys(candidates(layer.shape, num_tokens, WEIGHTS[label])):
+                try:
+                    taken = time_us([partial(run, bound, blocks, *each) for each in inputs], replays=3)
+                except triton.runtime.errors.OutOfResources:
+                    continue
+                times.append((round(taken, 1), which, str(blocks)))
+            yield {"model": name, "weights": label, "tokens": num_tokens, **known, "us": sorted(times)}
+        del layer, bound
+
+
+def compile_part(part: int, parts: int, todo: Sequence[tuple[str, str, int]], *, swept: bool) -> None:
+    """On a layer of one expert, so that many processes have room."""
+    work = []
+    for name, label, num_tokens in todo:
+        every = (
+            candidates(SHAPES[name], num_tokens, WEIGHTS[label])
+            if swept
+            else [("", SHAPES[name].blocks(num_tokens, WEIGHTS[label]))]
+        )
+        work += [(name, label, blocks) for _, blocks in every]
+    for name, label in sorted({each[:2] for each in work}):
+        shape = SHAPES[name]
+        bound = Layer(shape, WEIGHTS[label], num_experts=1).bound()
+        x = torch.randn((4, shape.columns), dtype=DTYPE, device=DEVICE)
+        ids = torch.zeros((4, shape.routing.top_k), dtype=torch.int32, device=DEVICE)
+        mine = list(dict.fromkeys(each[2] for each in work if each[:2] == (name, label)))
+        for blocks in mine[part::parts]:
+            try:
+                run(bound, blocks, x, Routed(ids, torch.rand(ids.shape, device=DEVICE)))
+            except triton.runtime.errors.OutOfResources:
+                continue
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of the sweep")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="of the sweep")
+    parser.add_argument("--no-loop", action="store_true", help="leave the core's reference out")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--compile", type=int, metavar="PART", help="what a worker does")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    if asked.compile is not None:
+        todo = list(itertools.product(asked.models, asked.weights, asked.tokens))
+        compile_part(asked.compile, asked.workers, todo, swept=asked.sweep)
+        return
+    began = time.monotonic()
+    workers = [subprocess.Popen([sys.executable, *sys.argv, "--compile", str(part)]) for part in range(asked.workers)]
+    failed = [worker.args for worker in workers if worker.wait() != 0]
+    assert not failed, failed
+    print(f"compiled in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    result: dict[str, Any] = {
+        "command": "python " + " ".join(sys.argv),
+        "commit": asked.commit,
+        "device": torch.cuda.get_device_name(),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__},
+        "floor": {"read_tb_s": READ_TB_S, "tflop_s": TFLOP_S},
+    }
+    parts: dict[str, Iterator[dict[str, Any]]] = (
+        {"sweep": sweep(asked.models, asked.tokens, asked.weights)}
+        if asked.sweep
+        else {"routing": routers(asked.models), "experts": compare(asked.models, loop=not asked.no_loop)}
+    )
+    for part, rows in parts.items():
+        result[part] = []
+        for row in rows:
+            result[part].append(row)
+            print(json.dumps(row)[:420], file=sys.stderr, flush=True)
+            if asked.output:
+                asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"done in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from enginery_ops_triton.kernels.launch import next_power_of_2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """Outputs and columns that a program of so many warps takes at once."""
+
+    n: int
+    k: int
+    num_warps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairBlocks:
+    """For few pairs of a token and an expert: each reads its own weights."""
+
+    gate_up: RowBlock
+    down: RowBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductBlock:
+    """Rows and columns of the weight in a program's block, blocks in flight, tiles that go through the weights together."""
+
+    n: int
+    k: int
+    num_warps: int
+    stages: int
+    group: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileBlocks:
+    """For more pairs: sorted by expert, m of them share its weights."""
+
+    m: int
+    gate_up: ProductBlock
+    down: ProductBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """Experts, a model's columns, an expert's inner size; of what type x and the weights are."""
+
+    num_experts: int
+    columns: int
+    inner: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+
+
+def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | TileBlocks:
+    """Pairs read their own weights while few of them share an expert."""
+    if num_pairs <= max(top_k, sizes.num_experts // 4):
+        return PairBlocks(gate_up=_rows(sizes.columns, whole=sizes.inner), down=_rows(sizes.inner))
+    m = min(max(next_power_of_2(-(-num_pairs // sizes.num_experts)), 16), 128)
+    if sizes.dtype is torch.float32:  # without tensor cores, so in registers
+        block = ProductBlock(n=32, k=32, num_warps=4, stages=2)
+        return TileBlocks(m=min(m, 32), gate_up=block, down=block)
+    if m <= 32:
+        block = ProductBlock(n=64, k=128, num_warps=4, stages=3)
+        return TileBlocks(m=m, gate_up=block, down=block)
+    return TileBlocks(
+        m=m,
+        gate_up=ProductBlock(n=128, k=64, num_warps=8, stages=4),
+        down=ProductBlock(n=128, k=64, num_warps=8, stages=4),
+    )
+
+
+def _rows(columns: int, whole: int = 128) -> RowBlock:
+    """whole: how many rows a whole number of blocks has, so that those of float8 weights have one row of scales each."""
+    k = min(1024, next_power_of_2(columns))
+    n = min(max(1, 4096 // k), 128)
+    while whole % n:
+        n //= 2
+    return RowBlock(n=n, k=k, num_warps=4)

@@ -1,0 +1,345 @@
+"""Mixture-of-experts products: y = down(silu(gate x) * up x) of each of a token's experts, and their weighted sum.
+
+A pair is a token and one of its TOP_K experts; pair = token * TOP_K + place. For few pairs the `_of_pairs` kernels read the
+weights of each pair's expert. For more, `sort_pairs` orders the pairs by expert and cuts each expert's into tiles of BLOCK_M; the
+`_of_tiles` kernels read an expert's weights once for a tile, and `weighted_sum` adds up. Nothing depends on the order in which
+programs run.
+
+Weights are [E, 2 INNER, COLUMNS] and [E, COLUMNS, INNER], contiguous. Float8 weights have a scale for each 128 x 128 (SCALED), and
+are widened to the type of x, which stays as it is. Weights stand on the left of a product, so that a few pairs waste little of the
+matrix units.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
+
+SCALE_BLOCK = tl.constexpr(128)
+
+if INTERPRETED.value:
+
+    def bound(number: Any) -> int:
+        """Of a loop: the interpreter has arrays of one element for scalars, and Python's range, from numpy 2.4 on, takes none."""
+        return number if isinstance(number, int) else int(number.handle.data.item())
+
+else:
+
+    @kernel
+    def bound(number: tl.tensor) -> tl.tensor:
+        """Of a loop: itself."""
+        return number
+
+
+@kernel
+def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """SwiGLU, float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@kernel
+def gate_up_of_pairs(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    ids: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x: [T, COLUMNS] with its row stride; ids: [pairs]; out: [pairs, INNER]. Programs: blocks of INNER, which are whole
+    blocks if the weights are scaled, and pairs.
+
+    Lets `down_of_pairs` start only after its own wait: that one reads ids ahead of its turn.
+    """
+    first = tl.program_id(0) * BLOCK_N
+    pair = tl.program_id(1).to(tl.int64)
+    n = first + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    wait_for_predecessor(CHAINED)
+    release_successor(CHAINED)
+    expert = tl.load(ids + pair).to(tl.int64)
+    gate_row = expert * (2 * INNER) + tl.minimum(n, INNER - 1)
+    gate_at = weight + gate_row[:, None] * COLUMNS + k[None, :]
+    x_at = x + pair // TOP_K * x_stride + k
+    scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
+    scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
+    gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in tl.static_range(0, COLUMNS, BLOCK_K):
+        left = start + k < COLUMNS
+        gate_block = tl.load(gate_at + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+        up_block = tl.load(gate_at + start + INNER * COLUMNS, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+        x_gate = tl.load(x_at + start, mask=left, other=0.0).to(tl.float32)
+        x_up = x_gate
+        if SCALED:  # the rows of a block share their scales
+            of_column = (start + k) // SCALE_BLOCK
+            x_gate *= tl.load(scale_at + first // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
+            x_up *= tl.load(scale_at + (INNER + first) // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
+        gate += gate_block.to(tl.float32) * x_gate[None, :]
+        up += up_block.to(tl.float32) * x_up[None, :]
+    result = silu_times(tl.sum(gate, axis=1), tl.sum(up, axis=1))
+    tl.store(out + pair * INNER + n, round_to(result, out.dtype.element_ty), mask=n < INNER)
+
+
+@kernel
+def down_of_pairs(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x: [pairs, INNER], from `gate_up_of_pairs`; ids, weights: [pairs]; out: [T, COLUMNS]. Programs: blocks of COLUMNS, tokens.
+
+    What chose ids had ended before its predecessor let it start, so the first weights are on their way before x is waited for.
+    """
+    release_successor(CHAINED)
+    first = tl.program_id(0) * BLOCK_N
+    token = tl.program_id(1).to(tl.int64)
+    n = first + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row = tl.minimum(n, COLUMNS - 1)
+    scale_columns: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        expert = tl.load(ids + pair, cache_modifier=".cg").to(tl.int64)
+        at = weight + (expert * COLUMNS + row)[:, None] * INNER + k[None, :]
+        scale_at = scale + (expert * ((COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK) + first // SCALE_BLOCK) * scale_columns
+        for start in tl.static_range(0, INNER, BLOCK_K):
+            left = start + k < INNER
+            block = tl.load(at + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+            if place == 0 and start == 0:
+                wait_for_predecessor(CHAINED)
+            x_part = tl.load(x + pair * INNER + start + k, mask=left, other=0.0).to(tl.float32) * tl.load(weights + pair)
+            if SCALED:
+                x_part *= tl.load(scale_at + (start + k) // SCALE_BLOCK, mask=left, other=0.0)
+            acc += block.to(tl.float32) * x_part[None, :]
+    result = tl.sum(acc, axis=1)
+    tl.store(out + token * COLUMNS + n, round_to(result, out.dtype.element_ty), mask=n < COLUMNS)
+
+
+@kernel
+def sort_pairs(
+    ids: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    num_pairs: int,
+    BLOCK_M: tl.constexpr,
+    SPARSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """ids: [num_pairs]; order: [num_pairs], pairs by expert; tiles: [slots, 3], each an expert, its first place in order, its end.
+
+    Program e writes expert e's part. Its pairs begin at `lower`, the number of pairs with a lower expert, and its slots at
+    e + lower // BLOCK_M (SPARSE: at lower), which leaves enough for each expert without knowing the others' counts. Slots without
+    pairs hold expert -1.
+    """
+    release_successor(CHAINED)
+    wait_for_predecessor(CHAINED)
+    expert = tl.program_id(0)
+    offset = tl.arange(0, BLOCK)
+    below = tl.zeros((BLOCK,), dtype=tl.int32)
+    here = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, bound(num_pairs), BLOCK):
+        inside = start + offset < num_pairs
+        found = tl.load(ids + start + offset, mask=inside, other=0)
+        below += (inside & (found < expert)).to(tl.int32)
+        here += (inside & (found == expert)).to(tl.int32)
+    lower = tl.sum(below, axis=0)
+    count = tl.sum(here, axis=0)
+    slot = lower if SPARSE else expert + lower // BLOCK_M
+    num_slots = count if SPARSE else 1 + (lower + count) // BLOCK_M - lower // BLOCK_M
+    for start in range(0, bound(num_slots), BLOCK):
+        number = start + offset
+        begin = number * BLOCK_M
+        at = tiles + (slot + number) * 3
+        wanted = number < num_slots
+        tl.store(at, tl.where(begin < count, expert, -1), mask=wanted)
+        tl.store(at + 1, lower + begin, mask=wanted)
+        tl.store(at + 2, lower + count, mask=wanted)
+    if count > 0:
+        place = lower
+        for start in range(0, bound(num_pairs), BLOCK):
+            inside = start + offset < num_pairs
+            mine = inside & (tl.load(ids + start + offset, mask=inside, other=0) == expert)
+            ordinal = tl.cumsum(mine.to(tl.int32), axis=0)
+            tl.store(order + place + ordinal - 1, start + offset, mask=mine)
+            place += tl.max(ordinal, axis=0)
+
+
+@kernel
+def tile_and_block(NUM_BLOCKS: tl.constexpr, GROUP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Of a program: GROUP tiles share a block of weights, and then the next, so that both stay in the cache."""
+    number = tl.program_id(0)
+    span: tl.constexpr = GROUP * NUM_BLOCKS
+    first = number // span * GROUP
+    rows = tl.minimum(tl.num_programs(0) // NUM_BLOCKS - first, GROUP)
+    return first + number % span % rows, number % span // rows
+
+
+@kernel
+def widened(block: tl.tensor, scale_at: tl.tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
+    """scale_at: [rows], of the block's columns."""
+    if SCALED:
+        return round_to(block.to(tl.float32) * tl.load(scale_at)[:, None], DTYPE)
+    else:  # noqa: RET505 - the compiler takes only one of them, and only one may have this type
+        return block
+
+
+@kernel
+def add_product(acc: tl.tensor, a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """acc + a b in float32, of float32 too: not in tf32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@kernel
+def gate_up_of_tiles(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x: [T, COLUMNS] with its row stride; order, tiles: see `sort_pairs`; out: [pairs, INNER] in that order."""
+    release_successor(CHAINED)
+    tile, block_n = tile_and_block((INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    wait_for_predecessor(CHAINED)
+    expert = tl.load(tiles + tile * 3).to(tl.int64)
+    if expert >= 0:
+        m = tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_M)
+        end = tl.load(tiles + tile * 3 + 2)
+        token = tl.load(order + tl.minimum(m, end - 1)) // TOP_K
+        row = tl.minimum(n, INNER - 1)
+        gate_at = weight + (expert * (2 * INNER) + row)[:, None] * COLUMNS + k[None, :]
+        x_at = x + token[None, :].to(tl.int64) * x_stride + k[:, None]
+        scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
+        scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
+        gate_scale = scale_at + row // SCALE_BLOCK * scale_columns
+        up_scale = scale_at + (INNER + row) // SCALE_BLOCK * scale_columns
+        gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for start in tl.range(0, COLUMNS, BLOCK_K, num_stages=STAGES):
+            if COLUMNS % BLOCK_K == 0:
+                x_part = tl.load(x_at + start)
+                gate_block = tl.load(gate_at + start)
+                up_block = tl.load(gate_at + start + INNER * COLUMNS)
+            else:
+                left = start + k < COLUMNS
+                x_part = tl.load(x_at + start, mask=left[:, None], other=0.0)
+                gate_block = tl.load(gate_at + start, mask=left[None, :], other=0.0)
+                up_block = tl.load(gate_at + start + INNER * COLUMNS, mask=left[None, :], other=0.0)
+            of_columns = start // SCALE_BLOCK
+            gate = add_product(gate, widened(gate_block, gate_scale + of_columns, x_part.dtype, SCALED), x_part)
+            up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
+        result = tl.trans(round_to(silu_times(gate, up), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
+        tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
+
+
+@kernel
+def down_of_tiles(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x: [pairs, INNER], from `gate_up_of_tiles`; out: [pairs, COLUMNS], in the pairs' own order."""
+    release_successor(CHAINED)
+    tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    wait_for_predecessor(CHAINED)
+    expert = tl.load(tiles + tile * 3).to(tl.int64)
+    if expert >= 0:
+        m = tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_M)
+        end = tl.load(tiles + tile * 3 + 2)
+        known = tl.minimum(m, end - 1)
+        row = tl.minimum(n, COLUMNS - 1)
+        at = weight + (expert * COLUMNS + row)[:, None] * INNER + k[None, :]
+        x_at = x + known[None, :].to(tl.int64) * INNER + k[:, None]
+        scale_columns: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
+        scale_at = scale + (expert * ((COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK) + row // SCALE_BLOCK) * scale_columns
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
+            if INNER % BLOCK_K == 0:
+                x_part = tl.load(x_at + start)
+                block = tl.load(at + start)
+            else:
+                left = start + k < INNER
+                x_part = tl.load(x_at + start, mask=left[:, None], other=0.0)
+                block = tl.load(at + start, mask=left[None, :], other=0.0)
+            acc = add_product(acc, widened(block, scale_at + start // SCALE_BLOCK, x_part.dtype, SCALED), x_part)
+        pair = tl.load(order + known).to(tl.int64)
+        result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
+        tl.store(out + pair[:, None] * COLUMNS + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
+
+
+@kernel
+def weighted_sum(
+    x: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x: [T, TOP_K, COLUMNS]; weights: [T, TOP_K]; out: [T, COLUMNS]. Programs: tokens, blocks of COLUMNS."""
+    release_successor(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    wait_for_predecessor(CHAINED)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        acc += tl.load(x + pair * COLUMNS + column, mask=inside, other=0.0).to(tl.float32) * tl.load(weights + pair)
+    tl.store(out + token * COLUMNS + column, round_to(acc, out.dtype.element_ty), mask=inside)

@@ -1,0 +1,93 @@
+"""The experts of a token, one program a token: scores, groups, the best few, weights.
+
+Scores are compared by integer keys in their order, the expert's index below the score, so that no two are equal and any bits in the
+logits, also NaN, give experts that exist.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+
+
+@kernel
+def ranking_key(value: tl.tensor, index: tl.tensor, inside: tl.tensor, LEAST_KEY: tl.constexpr) -> tl.tensor:
+    """Of float32: the larger first, of equal ones the lower index. int64; LEAST_KEY is less than any."""
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(inside, (ordered << 32) | (0x7FFFFFFF - index), LEAST_KEY)
+
+
+@kernel
+def score_of(logit: tl.tensor, peak: tl.tensor, mass: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
+    """peak, mass: of the token's softmax."""
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logit))
+    return tl.exp(logit - peak) / mass
+
+
+@kernel
+def route(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    row_stride: int,
+    scale: float,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """logits: [T, NUM_EXPERTS] with its row stride; ids, weights: [T, TOP_K] contiguous."""
+    release_successor(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    least_key: tl.constexpr = -(1 << 63)
+    members: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    group = tl.arange(0, BLOCK_GROUPS)
+    member = tl.arange(0, BLOCK_MEMBERS)
+    expert = group[:, None] * members + member[None, :]
+    inside = (group[:, None] < NUM_GROUPS) & (member[None, :] < members)
+    correction = tl.load(bias + expert, mask=inside, other=0.0) if BIAS else 0.0
+    wait_for_predecessor(CHAINED)
+    at = logits + row * row_stride
+    logit = tl.load(at + expert, mask=inside, other=float("-inf"))  # [groups, members]
+    peak = tl.max(tl.max(logit, axis=1), axis=0)
+    mass = tl.sum(tl.sum(tl.exp(logit - peak), axis=1), axis=0)
+    ranked = score_of(logit, peak, mass, SIGMOID) + correction
+    if NUM_GROUPS > 1:
+        known = tl.where(inside, ranked, float("-inf"))
+        best = tl.max(known, axis=1)
+        if TOP2:
+            key = ranking_key(ranked, expert, inside, least_key)
+            first = key == tl.max(key, axis=1)[:, None]
+            best += tl.max(tl.where(first, float("-inf"), known), axis=1)
+        group_key = ranking_key(best, group, group < NUM_GROUPS, least_key)
+        chosen = group < 0
+        for _ in range(TOP_GROUPS):
+            now = group_key == tl.max(group_key, axis=0)
+            chosen = chosen | now
+            group_key = tl.where(now, least_key, group_key)
+        ranked = tl.where(chosen[:, None], ranked, float("-inf"))
+    key = ranking_key(ranked, expert, inside, least_key)
+    place = tl.arange(0, BLOCK_TOP)
+    picked = tl.zeros((BLOCK_TOP,), dtype=tl.int32)
+    for step in range(TOP_K):
+        top = tl.max(tl.max(key, axis=1), axis=0)
+        picked = tl.where(place == step, (0x7FFFFFFF - (top & 0x7FFFFFFF)).to(tl.int32), picked)
+        key = tl.where(key == top, least_key, key)
+    wanted = place < TOP_K
+    weight = score_of(tl.load(at + picked, mask=wanted, other=0.0), peak, mass, SIGMOID)
+    if RENORMALISE:
+        weight /= tl.sum(tl.where(wanted, weight, 0.0), axis=0) + 1e-20
+    tl.store(ids + row * TOP_K + place, picked, mask=wanted)
+    tl.store(weights + row * TOP_K + place, weight * scale, mask=wanted)

@@ -1,0 +1,48 @@
+"""Which experts a token goes to, in one kernel. T tokens, E experts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from enginery.api import Routed, Routing
+from enginery.nn import reference_experts
+from enginery_ops_triton.kernels import routing as kernels
+from enginery_ops_triton.kernels.launch import next_power_of_2
+
+MOST_EXPERTS: Final = 1024  # a program has a token's scores in registers
+
+
+def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, dependent_launch: bool) -> Routed:
+    """The experts of each row of logits [T, E] float32, of equal scores the lowest: ids [T, top_k] int32, weights float32."""
+    num_tokens, num_experts = logits.shape
+    if num_experts > MOST_EXPERTS or logits.dtype is not torch.float32 or logits.stride(1) != 1:
+        return reference_experts.route(logits, bias, routing)
+    ids = torch.empty((num_tokens, routing.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, routing.top_k), dtype=torch.float32, device=logits.device)
+    if num_tokens == 0:
+        return Routed(ids, weights)
+    kernels.route[(num_tokens,)](
+        logits,
+        logits if bias is None else bias.contiguous(),
+        ids,
+        weights,
+        logits.stride(0),
+        routing.scale,
+        NUM_EXPERTS=num_experts,
+        TOP_K=routing.top_k,
+        NUM_GROUPS=routing.num_groups,
+        TOP_GROUPS=routing.top_groups,
+        TOP2=routing.group_score == "top2",
+        SIGMOID=routing.scoring == "sigmoid",
+        RENORMALISE=routing.renormalise,
+        BIAS=bias is not None,
+        BLOCK_GROUPS=next_power_of_2(routing.num_groups),
+        BLOCK_MEMBERS=next_power_of_2(num_experts // routing.num_groups),
+        BLOCK_TOP=next_power_of_2(routing.top_k),
+        CHAINED=dependent_launch,
+        num_warps=1 if num_experts <= 512 else 4,
+        launch_pdl=dependent_launch,
+    )
+    return Routed(ids, weights)

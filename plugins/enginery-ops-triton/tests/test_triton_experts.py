@@ -1,0 +1,292 @@
+"""Routing and experts equal the core's reference, in the interpreter on a CPU and compiled on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginery.api import ExpertScales, Routed, Routing
+from enginery.nn import reference_experts
+from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
+from enginery_ops_triton.experts import Experts, bind_experts
+from enginery_ops_triton.kernels.precision import INTERPRETED
+from enginery_ops_triton.routing import route
+
+NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
+DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+FLOAT8 = torch.float8_e4m3fn
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+ROUTERS = {
+    "mixtral": (8, Routing(top_k=2, renormalise=True)),
+    "qwen3": (128, Routing(top_k=8, renormalise=True)),
+    "qwen2": (60, Routing(top_k=4)),
+    "deepseek-v2": (160, Routing(top_k=6, num_groups=8, top_groups=3, scale=16.0)),
+    "deepseek-v3": (
+        256,
+        Routing(top_k=8, scoring="sigmoid", num_groups=8, top_groups=4, group_score="top2", renormalise=True, scale=2.5),
+    ),
+    "glm4": (128, Routing(top_k=8, scoring="sigmoid", renormalise=True)),
+    "odd": (21, Routing(top_k=5, scoring="sigmoid", num_groups=3, top_groups=2, group_score="max", scale=0.5)),
+    "softmax of groups by their two best": (20, Routing(top_k=3, num_groups=5, top_groups=2, group_score="top2")),
+    "largest": (512, Routing(top_k=16)),
+    "one expert": (1, Routing(top_k=1)),
+}
+
+
+def chained(device: str) -> bool:
+    return device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: int, device: str) -> None:
+    torch.manual_seed(num_tokens)
+    num_experts, routing = ROUTERS[name]
+    logits = torch.randn(num_tokens, num_experts + 3)[:, :num_experts]
+    bias = torch.rand(num_experts) if corrected else None
+    expected = reference_experts.route(logits, bias, routing)
+    wide = torch.zeros(num_tokens, num_experts + 3, device=device)
+    wide[:, :num_experts] = logits
+    actual = route(wide[:, :num_experts], None if bias is None else bias.to(device), routing, dependent_launch=chained(device))
+    assert actual.ids.dtype == torch.int32
+    assert torch.equal(actual.ids.cpu(), expected.ids)
+    torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ROUTERS)
+def test_no_tokens_have_no_experts(name: str, device: str) -> None:
+    num_experts, routing = ROUTERS[name]
+    found = route(torch.empty(0, num_experts, device=device), None, routing, dependent_launch=chained(device))
+    assert found.ids.shape == found.weights.shape == (0, routing.top_k)
+
+
+@on_devices
+def test_of_equal_scores_the_first_experts_are_taken_and_of_equal_groups_the_first(device: str) -> None:
+    logits = torch.zeros(3, 16, device=device)
+    logits[1, [9, 14]] = 1
+    routing = Routing(top_k=4, num_groups=4, top_groups=2)
+    found = route(logits, None, routing, dependent_launch=chained(device))
+    assert found.ids.tolist() == [[0, 1, 2, 3], [9, 14, 8, 10], [0, 1, 2, 3]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@on_devices
+def test_logits_that_are_not_numbers_still_give_experts_that_exist_and_are_different(device: str) -> None:
+    logits = torch.randn(4, 24, device=device)
+    logits[0] = float("nan")
+    logits[1, ::2] = float("nan")
+    logits[2] = float("-inf")
+    logits[3] = float("inf")
+    for _, routing in ROUTERS.values():
+        if routing.top_k <= 8 and 24 % routing.num_groups == 0 and routing.num_groups <= 8:
+            ids = route(logits, None, routing, dependent_launch=chained(device)).ids.cpu()
+            assert ((ids >= 0) & (ids < 24)).all()
+            assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[E, N, C] in float8 and its scales [E, N / 128, C / 128]."""
+    rows, columns = weight.shape[1:]
+    padded = F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+    blocks = padded.unflatten(2, (-1, 128)).unflatten(1, (-1, 128))  # [E, N / 128, 128, C / 128, 128]
+    scale = blocks.abs().amax((2, 4)) / 448
+    small = (blocks / scale[:, :, None, :, None]).flatten(3, 4).flatten(1, 2)
+    return small[:, :rows, :columns].to(FLOAT8).contiguous(), scale
+
+
+Weights = tuple[torch.Tensor, torch.Tensor, ExpertScales | None]
+
+
+def make_weights(num_experts: int, columns: int, inner: int, *, dtype: torch.dtype, device: str, float8: bool) -> Weights:
+    gate_up = (torch.randn(num_experts, 2 * inner, columns) * columns**-0.5).to(dtype)
+    down = (torch.randn(num_experts, columns, inner) * inner**-0.5).to(dtype)
+    if not float8:
+        return gate_up.to(device), down.to(device), None
+    (gate_up, first), (down, second) = quantised(gate_up), quantised(down)
+    return gate_up.to(device), down.to(device), ExpertScales(gate_up=first.to(device), down=second.to(device))
+
+
+def make_routed(num_tokens: int, num_experts: int, top_k: int, device: str) -> Routed:
+    """Experts from 1 on, with a liking for a few."""
+    scores = torch.randn(num_tokens, num_experts) + torch.linspace(3, 0, num_experts)
+    scores[:, 0] = float("-inf")
+    weights, ids = scores.softmax(-1).topk(top_k, dim=-1)
+    return Routed(ids.int().to(device), weights.to(device))
+
+
+def assert_as_the_reference(actual: torch.Tensor, x: torch.Tensor, weights: Weights, routed: Routed) -> None:
+    """Of the reference in float32, on the same numbers."""
+    gate_up, down, scales = (each if isinstance(each, ExpertScales) or each is None else each.cpu() for each in weights)
+    if scales is None:
+        gate_up, down = gate_up.float(), down.float()
+    else:
+        scales = ExpertScales(gate_up=scales.gate_up.cpu(), down=scales.down.cpu())
+    on_cpu = Routed(routed.ids.cpu(), routed.weights.cpu())
+    expected = reference_experts.bind_experts(gate_up, down, scales)(x.cpu().float(), on_cpu)
+    assert actual.dtype == x.dtype
+    assert actual.shape == x.shape
+    error = (actual.cpu().float() - expected).norm() / expected.norm().clamp(min=1e-9)
+    assert error < DTYPES[x.dtype]
+
+
+PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=256, num_warps=4), down=RowBlock(n=64, k=64, num_warps=4))
+EXACT_PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=128, num_warps=1), down=RowBlock(n=32, k=32, num_warps=1))
+BLOCK = ProductBlock(n=64, k=64, num_warps=4, stages=2)
+TILES = TileBlocks(m=16, gate_up=BLOCK, down=ProductBlock(n=32, k=32, num_warps=4, stages=2, group=2))
+WIDE_TILES = TileBlocks(m=32, gate_up=ProductBlock(n=64, k=32, num_warps=4, stages=3, group=1), down=BLOCK)
+
+
+@on_devices
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [PAIRS, TILES, WIDE_TILES], ids=["pairs", "tiles", "wide tiles"])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 2), (1, 1), (1, 4), (3, 2), (11, 3)])
+def test_experts_equal_the_reference(
+    num_tokens: int, top_k: int, blocks: PairBlocks | TileBlocks, dtype: torch.dtype, float8: bool, device: str
+) -> None:
+    torch.manual_seed(0)
+    num_experts, columns, inner = 6, 160, 72  # of no whole number of blocks
+    weights = make_weights(num_experts, columns, inner, dtype=dtype, device=device, float8=float8)
+    routed = make_routed(num_tokens, num_experts, top_k, device)
+    x = torch.randn(num_tokens, columns + 16).to(device=device, dtype=dtype)[:, 8:-8]
+    bound = Experts(*weights, dependent_launch=chained(device))
+    actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
+    assert_as_the_reference(actual, x, weights, routed)
+
+
+@on_devices
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("blocks", [EXACT_PAIRS, TILES], ids=["pairs", "tiles"])
+@pytest.mark.parametrize(("columns", "inner"), [(33, 17), (256, 128), (130, 264)])
+def test_sizes_may_be_odd_or_whole_blocks(
+    columns: int, inner: int, blocks: PairBlocks | TileBlocks, float8: bool, device: str
+) -> None:
+    torch.manual_seed(1)
+    weights = make_weights(3, columns, inner, dtype=torch.float32, device=device, float8=float8)
+    routed = make_routed(2, 3, 2, device)
+    x = torch.randn(2, columns).to(device)
+    bound = Experts(*weights, dependent_launch=chained(device))
+    actual = bound.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else bound.of_tiles(x, routed, blocks)
+    assert_as_the_reference(actual, x, weights, routed)
+
+
+@on_devices
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 16, 33, 70])
+@pytest.mark.parametrize("float8", [False, True])
+def test_any_number_of_tokens_equals_the_reference_with_the_blocks_that_are_chosen(
+    num_tokens: int, float8: bool, device: str
+) -> None:
+    torch.manual_seed(2)
+    weights = make_weights(16, 128, 96, dtype=torch.bfloat16, device=device, float8=float8)
+    routed = make_routed(num_tokens, 16, 4, device)
+    x = torch.randn(num_tokens, 128).to(device=device, dtype=torch.bfloat16)
+    actual = bind_experts(*weights, dependent_launch=chained(device))(x, routed)
+    assert_as_the_reference(actual, x, weights, routed)
+
+
+@on_devices
+def test_all_tokens_may_go_to_one_expert(device: str) -> None:
+    torch.manual_seed(3)
+    weights = make_weights(9, 64, 64, dtype=torch.bfloat16, device=device, float8=False)
+    x = torch.randn(70, 64).to(device=device, dtype=torch.bfloat16)
+    for expert in (0, 4, 8):
+        routed = Routed(torch.full((70, 1), expert, dtype=torch.int32, device=device), torch.rand(70, 1).to(device))
+        assert_as_the_reference(Experts(*weights, dependent_launch=chained(device)).of_tiles(x, routed, TILES), x, weights, routed)
+
+
+@on_devices
+def test_a_row_does_not_depend_on_the_rows_beside_it(device: str) -> None:
+    torch.manual_seed(4)
+    weights = make_weights(4, 128, 64, dtype=torch.bfloat16, device=device, float8=False)
+    x = torch.randn(40, 128).to(device=device, dtype=torch.bfloat16)
+    routed = make_routed(40, 4, 2, device)
+    bound = Experts(*weights, dependent_launch=chained(device))
+    whole = bound.of_tiles(x, routed, TILES)
+    part = bound.of_tiles(x[29:], Routed(routed.ids[29:], routed.weights[29:]), TILES)
+    assert torch.equal(whole[29:], part)
+
+
+@NEEDS_INTERPRETER
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=40),
+    st.sampled_from([2, 4, 16]),
+)
+def test_every_pair_is_in_one_tile_of_its_expert(ids: list[list[int]], block_m: int) -> None:
+    weights = make_weights(7, 16, 16, dtype=torch.float32, device="cpu", float8=False)
+    flat = torch.tensor(ids, dtype=torch.int32)
+    order, tiles = Experts(*weights, dependent_launch=False)._sort(flat, flat.numel(), block_m=block_m)
+    assert sorted(order.tolist()) == list(range(flat.numel()))
+    seen = []
+    for expert, first, end in tiles.tolist():
+        if expert >= 0:
+            mine = order[first : min(first + block_m, end)]
+            assert (flat.flatten()[mine.long()] == expert).all()
+            seen += mine.tolist()
+    assert sorted(seen) == list(range(flat.numel()))
+
+
+@on_devices
+def test_what_the_kernels_cannot_take_the_reference_does(device: str) -> None:
+    gate_up, down, _ = make_weights(2, 16, 16, dtype=torch.float32, device=device, float8=False)
+    double = bind_experts(gate_up.double(), down.double(), None, dependent_launch=False)
+    x, routed = torch.randn(3, 16, dtype=torch.float64).to(device), make_routed(3, 2, 1, device)
+    assert not isinstance(double, Experts)
+    assert torch.equal(double(x, routed), reference_experts.bind_experts(gate_up.double(), down.double(), None)(x, routed))
+    assert not isinstance(bind_experts(gate_up.to("meta"), down.to("meta"), None, dependent_launch=False), Experts)
+
+
+def test_blocks_fit_the_shared_memory_of_a_multiprocessor_and_divide_blocks_of_scales() -> None:
+    for num_experts, columns, inner, top_k in [(64, 2048, 1408, 6), (8, 4096, 14336, 2), (256, 7168, 2048, 8), (5, 48, 7, 2)]:
+        for dtype in DTYPES:
+            for weight_dtype in (dtype, FLOAT8):
+                sizes = ExpertSizes(num_experts=num_experts, columns=columns, inner=inner, dtype=dtype, weight_dtype=weight_dtype)
+                for num_tokens in (1, 2, 16, 100, 256, 4096, 16384):
+                    blocks = blocks_for(num_tokens * top_k, top_k, sizes)
+                    if isinstance(blocks, PairBlocks):
+                        assert inner % blocks.gate_up.n == 0
+                        assert 128 % blocks.down.n == 0
+                        continue
+                    for block, weights in ((blocks.gate_up, 2), (blocks.down, 1)):
+                        stage = block.k * (weights * block.n * weight_dtype.itemsize + blocks.m * dtype.itemsize)
+                        assert stage * block.stages <= 227 * 1024
+                        assert 128 % block.k == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 5, 48])
+@pytest.mark.parametrize("float8", [False, True])
+def test_a_captured_layer_gives_the_same_with_other_routing_on_replay(num_tokens: int, float8: bool) -> None:
+    torch.manual_seed(5)
+    weights = make_weights(16, 256, 128, dtype=torch.bfloat16, device="cuda", float8=float8)
+    bound = bind_experts(*weights, dependent_launch=chained("cuda"))
+    routing = Routing(top_k=4, renormalise=True)
+    x = torch.randn(num_tokens, 256, device="cuda").to(torch.bfloat16)
+    logits = torch.randn(num_tokens, 16, device="cuda")
+
+    def layer() -> torch.Tensor:
+        return bound(x, route(logits, None, routing, dependent_launch=chained("cuda")))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for _ in range(4):
+        x.copy_(torch.randn_like(x))
+        logits.copy_(torch.randn_like(logits) * torch.linspace(1, 5, 16, device="cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, layer())
+        assert_as_the_reference(out, x, weights, reference_experts.route(logits, None, routing))

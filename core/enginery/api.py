@@ -3,7 +3,15 @@
 The core itself imports from where things are defined, never from here.
 """
 
-from enginery.config.decoder_shape import DecoderShape, RopeShape, read_decoder_shape
+from enginery.config.decoder_shape import (
+    DecoderShape,
+    ExpertNames,
+    ExpertsShape,
+    RopeShape,
+    read_decoder_shape,
+    read_grouped_experts,
+    required,
+)
 from enginery.contracts.attention import (
     AttnBackend,
     AttnBackendSpec,
@@ -90,8 +98,10 @@ __all__ = [
     "EnginError",
     "EngineDied",
     "ExecutorSpec",
+    "ExpertNames",
     "ExpertScales",
     "ExpertsFn",
+    "ExpertsShape",
     "FinishReason",
     "ForwardBatch",
     "ForwardPlan",
@@ -146,4 +156,6 @@ __all__ = [
     "covering_plan",
     "hookimpl",
     "read_decoder_shape",
+    "read_grouped_experts",
+    "required",
 ]

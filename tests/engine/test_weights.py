@@ -16,7 +16,7 @@ from enginery.errors import CheckpointError, EnginError
 from enginery.memory.pool import PagedKVPool
 from enginery.plugin.registry import Registry
 from enginery.run.build import build_parts
-from enginery.run.checkpoint_files import scan_checkpoint
+from enginery.run.checkpoint_files import scan_checkpoint, unstack
 from enginery.run.weights import WeightRecord, check, load, random_weights
 
 CONFIG = dict(
@@ -198,3 +198,67 @@ def test_the_memory_plan_is_told_before_anything_is_allocated(
     (plan,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory plan")]
     for part in ("weights", "KV", "workspace"):
         assert part in plan
+
+
+def test_a_tensor_may_be_asked_for_in_a_dtype_of_its_own(folder: Path) -> None:
+    save_file({"a": torch.tensor([0.1, 0.2]), "b": torch.tensor([0.1, 0.2])}, folder / "model.safetensors")
+    record = WeightRecord(torch.bfloat16)
+    assert record.take("a", (2,), dtype=torch.float32).dtype is torch.float32
+    record.take("b", (2,))
+    assert record.num_bytes() == 2 * 4 + 2 * 2
+    loaded = load(record, scan_checkpoint(folder), torch.device("cpu"))
+    assert loaded.take("a", (2,), dtype=torch.float32).tolist() == torch.tensor([0.1, 0.2]).tolist()
+    assert loaded.take("b", (2,)).dtype is torch.bfloat16
+
+
+def test_float8_is_multiplied_by_the_scales_of_its_blocks_or_read_as_it_is(folder: Path) -> None:
+    narrow = torch.randn(130, 4).to(torch.float8_e4m3fn)
+    save_file({"a": narrow, "a_scale_inv": torch.tensor([[2.0], [3.0]])}, folder / "model.safetensors")
+    stored, asked = scan_checkpoint(folder), (130, 4)
+    wide = WeightRecord(torch.float32)
+    wide.take("a", asked)
+    check(wide, stored, (), folder=folder)
+    expected = torch.cat((narrow[:128].float() * 2, narrow[128:].float() * 3))
+    assert torch.equal(load(wide, stored, torch.device("cpu")).take("a", asked), expected)
+    record = WeightRecord(torch.float32)
+    record.take("a", asked, dtype=torch.float8_e4m3fn)
+    record.take("a_scale_inv", (2, 1))
+    check(record, stored, (), folder=folder)
+    same = load(record, stored, torch.device("cpu")).take("a", asked, dtype=torch.float8_e4m3fn)
+    assert torch.equal(same.view(torch.uint8), narrow.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "said"),
+    [
+        ({"a": torch.zeros(130, 4).to(torch.float8_e4m3fn)}, None, "'a_scale_inv' [2, 1] is missing"),
+        ({"a": torch.zeros(130, 4)}, torch.float8_e4m3fn, "'a' in model.safetensors has dtype F32"),
+        (
+            {"a": torch.zeros(130, 4).to(torch.float8_e4m3fn), "a_scale_inv": torch.zeros(3, 1)},
+            None,
+            "'a_scale_inv' in model.safetensors has shape [3, 1]",
+        ),
+    ],
+)
+def test_float8_without_its_scales_is_refused(
+    folder: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype | None, said: str
+) -> None:
+    save_file(weights, folder / "model.safetensors")
+    record = WeightRecord(torch.float32)
+    record.take("a", (130, 4), dtype=dtype)
+    with pytest.raises(CheckpointError) as error:
+        check(record, scan_checkpoint(folder), (), folder=folder)
+    assert said in str(error.value)
+
+
+def test_stacked_tensors_are_found_by_the_names_of_their_parts(folder: Path) -> None:
+    stack = torch.randn(3, 4, 5)
+    save_file({"m.gate_up": stack, "m.router": torch.ones(2)}, folder / "model.safetensors")
+    parts = {".gate_up": (".{}.gate", ".{}.up"), ".router": (".gate",)}
+    stored = unstack(scan_checkpoint(folder), parts)
+    assert set(stored) == {"m.gate"} | {f"m.{index}.{part}" for index in range(3) for part in ("gate", "up")}
+    record = WeightRecord(torch.float32)
+    record.take("m.1.up", (2, 5))
+    assert torch.equal(load(record, stored, torch.device("cpu")).take("m.1.up", (2, 5)), stack[1, 2:])
+    with pytest.raises(CheckpointError, match=r"'m\.router' .* cannot be 3 matrices"):
+        unstack(scan_checkpoint(folder), {".router": (".{}.a", ".{}.b", ".{}.c")})

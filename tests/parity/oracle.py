@@ -8,7 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import DeepseekV2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 NUM_GREEDY = 64
 PROMPT_LENGTHS = (5, 33, 1, 16, 47, 64, 20)
@@ -64,9 +77,23 @@ def latent_shape(**changes: object) -> dict[str, object]:
     return shape(**latent, **changes)
 
 
+def expert_shape(**changes: object) -> dict[str, object]:
+    """The sizes of a mixture of experts. Eager experts: the others of transformers pick kernels by what is installed."""
+    sizes: dict[str, object] = dict(moe_intermediate_size=32, num_experts_per_tok=3, experts_implementation="eager")
+    return sizes | changes
+
+
+def grouped_expert_shape(**changes: object) -> dict[str, object]:
+    """Three of sixteen experts, out of two of four groups, and two that every token has; the first layer is dense."""
+    groups: dict[str, object] = dict(n_routed_experts=16, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1)
+    return expert_shape(routed_scaling_factor=1.5, **groups | changes)
+
+
+HALF_ROTARY = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 FAMILIES: dict[str, PretrainedConfig] = {
     "deepseek-v2": DeepseekV2Config(**latent_shape(q_lora_rank=48)),
     "deepseek-v2-lite": DeepseekV2Config(**latent_shape(q_lora_rank=None)),
+    "glm4": Glm4Config(**shape(head_dim=16, rope_parameters=HALF_ROTARY)),
     "llama": LlamaConfig(**shape()),
     "llama-3-rope": LlamaConfig(**shape(head_dim=16, rope_parameters=LLAMA3_ROPE)),
     "llama-tied": LlamaConfig(**shape(tie_word_embeddings=True)),
@@ -77,6 +104,36 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**shape()),
     "qwen2-window": Qwen2Config(**shape(use_sliding_window=True, sliding_window=16, max_window_layers=2)),
     "qwen3": Qwen3Config(**shape(head_dim=32)),
+}
+LATENT_EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
+    "deepseek-v2-experts": DeepseekV2Config(
+        **latent_shape(q_lora_rank=48) | grouped_expert_shape(topk_method="group_limited_greedy", norm_topk_prob=False)
+    ),
+    "deepseek-v2-lite-experts": DeepseekV2Config(
+        **latent_shape(q_lora_rank=None) | grouped_expert_shape(topk_method="greedy", n_group=1, topk_group=1)
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **latent_shape(q_lora_rank=48) | grouped_expert_shape(topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True)
+    ),
+}
+EXPERT_FAMILIES: dict[str, PretrainedConfig] = LATENT_EXPERT_FAMILIES | {
+    "glm4-moe": Glm4MoeConfig(
+        **shape(head_dim=16, rope_parameters=HALF_ROTARY, attention_bias=True, use_qk_norm=True) | grouped_expert_shape()
+    ),
+    "mixtral": MixtralConfig(**shape(num_local_experts=8) | expert_shape()),
+    "qwen2-moe": Qwen2MoeConfig(
+        **shape(num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[0], norm_topk_prob=False) | expert_shape()
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**shape(num_experts=8, head_dim=32, decoder_sparse_step=2, norm_topk_prob=True) | expert_shape()),
+}
+WINDOWED_EXPERTS: dict[str, PretrainedConfig] = {
+    "mixtral-window": MixtralConfig(**shape(num_local_experts=8, sliding_window=16) | expert_shape()),
+    "qwen2-moe-window": Qwen2MoeConfig(
+        **shape(num_experts=8, shared_expert_intermediate_size=48, use_sliding_window=True, sliding_window=16) | expert_shape()
+    ),
+    "qwen3-moe-window": Qwen3MoeConfig(
+        **shape(num_experts=8, head_dim=32, use_sliding_window=True, sliding_window=16) | expert_shape()
+    ),
 }
 ROPES: dict[str, dict[str, object]] = {
     "linear": dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
@@ -135,4 +192,7 @@ def randomise(model: torch.nn.Module) -> None:
             elif "embed_tokens" in name:
                 parameter.copy_(noise * (0.25 / math.sqrt(parameter.shape[1]) if tied else 1.0))
             else:
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

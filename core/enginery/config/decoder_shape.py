@@ -1,16 +1,18 @@
-"""The shape of a dense decoder as config.json states it, in the hub's spelling and in that of transformers 5.
+"""The shape of a decoder as config.json states it, in the hub's spelling and in that of transformers 5.
 
-Shared by the model plugins whose families differ in a few flags (Llama, Mistral, Qwen). Imports no torch.
+Shared by the model plugins whose families differ in a few flags (Llama, Mixtral, Qwen, GLM, DeepSeek). Imports no torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from enginery.contracts.attention import AttnLayerFacts
 from enginery.contracts.model import ModelFacts
+from enginery.contracts.ops import Routing
 from enginery.errors import CheckpointError
 
 
@@ -29,8 +31,68 @@ class RopeShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What checkpoints call a mixture of experts in a layer, an expert's projections, and the expert that every token has."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+
+    @property
+    def stacked(self) -> dict[str, tuple[str, ...]]:
+        """`ModelSpec.stacked_weights`: how transformers 5 has experts in memory, and stores them where it is told to."""
+        stem = f".{self.block}.experts.{{}}."
+        renamed = {} if self.block == "mlp" else {".mlp.gate.weight": (f".{self.block}.gate.weight",)}
+        return renamed | {
+            ".mlp.experts.gate_up_proj": (f"{stem}{self.gate}.weight", f"{stem}{self.up}.weight"),
+            ".mlp.experts.down_proj": (f"{stem}{self.down}.weight",),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """A mixture of experts, each a gated MLP, in some layers; the others keep the dense MLP.
+
+    layers: which have it. inner_size: of each expert. shared_size: inner size of the expert that every token has, 0 for none;
+    shared_gate: it is weighted by a sigmoid. correction_bias: the router has one. float8: see `stores_float8`. wide_router: its
+    product is computed in float32, else in the model's dtype. Raises `CheckpointError` for a routing that cannot be.
+    """
+
+    layers: frozenset[int]
+    num_experts: int
+    inner_size: int
+    routing: Routing
+    shared_size: int = 0
+    shared_gate: bool = False
+    correction_bias: bool = False
+    float8: bool = False
+    wide_router: bool = False
+    names: ExpertNames = ExpertNames()
+
+    def __post_init__(self) -> None:
+        routing, count = self.routing, self.num_experts
+        groups, least = routing.num_groups, 2 if routing.group_score == "top2" else 1
+        if count % groups or count // groups < least or not 1 <= routing.top_groups <= groups:
+            raise CheckpointError(
+                f"config.json has {count} experts in {groups} groups, of which {routing.top_groups} are chosen; groups must be "
+                f"equal, of at least {least} experts, and no fewer than are chosen"
+            )
+        if not 1 <= routing.top_k <= routing.top_groups * (count // groups):
+            raise CheckpointError(
+                f"config.json has {routing.top_k} experts per token of {count} in {groups} groups, of which {routing.top_groups} "
+                "are chosen; a token needs at least one expert and no more than its groups have"
+            )
+
+    def width(self, hidden_size: int) -> int:
+        """Values alive per token: each expert's inner values and output, the shared expert's, and float32 scores and their kin."""
+        return self.routing.top_k * (3 * self.inner_size + hidden_size) + 3 * self.shared_size + hidden_size + 8 * self.num_experts
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderShape:
-    """Pre-norm decoder: RMSNorm, rotary GQA, gated SiLU MLP. One sliding window (or None) per layer."""
+    """Pre-norm decoder: RMSNorm, rotary GQA, gated SiLU MLP or experts. One sliding window (or None) per layer."""
 
     vocab_size: int
     hidden_size: int
@@ -47,6 +109,13 @@ class DecoderShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertsShape | None = None
+
+    @property
+    def mlp_width(self) -> int:
+        """Values that the larger of MLP and experts keeps alive per token."""
+        dense = 3 * self.intermediate_size
+        return dense if self.experts is None else max(dense, self.experts.width(self.hidden_size))
 
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
@@ -55,7 +124,7 @@ class DecoderShape:
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_positions=self.max_positions,
-            activation_width=3 * self.hidden_size + max(2 * heads * self.head_dim, 3 * self.intermediate_size),
+            activation_width=3 * self.hidden_size + max(2 * heads * self.head_dim, self.mlp_width),
             layers=tuple(
                 AttnLayerFacts(
                     num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, sliding_window=window
@@ -90,6 +159,19 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeShape:
     )
 
 
+def stores_float8(config: Mapping[str, Any]) -> bool:
+    """Whether matrices are float8 with a scale for each block of 128 x 128 (DeepSeek-V3). Raises `CheckpointError` for others."""
+    stated = config.get("quantization_config")
+    if not stated:
+        return False
+    if stated.get("quant_method") != "fp8" or list(stated.get("weight_block_size") or ()) != [128, 128]:
+        raise CheckpointError(
+            f"config.json has quantization_config {stated!r}; served are plain weights, and float8 ones in blocks: quant_method "
+            "'fp8' with weight_block_size [128, 128]"
+        )
+    return True
+
+
 def read_decoder_shape(
     config: Mapping[str, Any],
     windows: tuple[int | None, ...] | None = None,
@@ -98,11 +180,13 @@ def read_decoder_shape(
     out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    experts: ExpertsShape | None = None,
 ) -> DecoderShape:
-    """Read what dense decoders have in common; the flags are what a family fixes. Raises `CheckpointError`."""
+    """Read what decoders have in common; the flags are what a family fixes. Raises `CheckpointError`."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"config.json asks for hidden_act {activation!r}; this architecture is served with 'silu' only")
+    float8 = stores_float8(config)
     num_heads = int(required(config, "num_attention_heads"))
     hidden_size = int(required(config, "hidden_size"))
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
@@ -126,4 +210,46 @@ def read_decoder_shape(
         out_bias=out_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        experts=dataclasses.replace(experts, float8=float8) if experts else None,
+    )
+
+
+def read_grouped_experts(config: Mapping[str, Any], *, scoring: Literal["softmax", "sigmoid"]) -> ExpertsShape | None:
+    """Experts in DeepSeek's spelling: softmax is DeepSeek-V2's router, sigmoid DeepSeek-V3's and GLM-4.5's. None: all is dense.
+
+    What transformers and the files' own code compute differently, or only one of them does, is refused.
+    """
+    first, count = int(config.get("first_k_dense_replace") or 0), int(required(config, "num_hidden_layers"))
+    if config.get("n_routed_experts") is None or first >= count:
+        return None
+    sigmoid = scoring == "sigmoid"
+    method = str(config.get("topk_method") or ("noaux_tc" if sigmoid else "greedy"))
+    for key, served in (
+        ("topk_method", ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")),
+        ("scoring_func", (scoring,)),
+        ("moe_layer_freq", (1,)),
+        ("norm_topk_prob", (True, False) if sigmoid else (False,)),
+    ):
+        if config.get(key) is not None and config[key] not in served:
+            raise CheckpointError(
+                f"config.json has {key} {config[key]!r}; this architecture is served with {' or '.join(map(repr, served))} only"
+            )
+    grouped = method != "greedy"
+    inner = int(required(config, "moe_intermediate_size"))
+    return ExpertsShape(
+        layers=frozenset(range(first, count)),
+        num_experts=int(config["n_routed_experts"]),
+        inner_size=inner,
+        routing=Routing(
+            top_k=int(required(config, "num_experts_per_tok")),
+            scoring=scoring,
+            num_groups=int(config.get("n_group") or 1) if grouped else 1,
+            top_groups=int(config.get("topk_group") or 1) if grouped else 1,
+            group_score="top2" if sigmoid else "max",
+            renormalise=sigmoid and bool(config.get("norm_topk_prob", True)),
+            scale=float(config.get("routed_scaling_factor") or 1.0),
+        ),
+        shared_size=inner * int(config.get("n_shared_experts") or 0),
+        correction_bias=sigmoid,
+        wide_router=True,
     )

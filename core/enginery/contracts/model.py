@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from enginery.contracts.attention import AttnLayerFacts, ParallelFacts
@@ -54,11 +54,15 @@ class WeightSource(Protocol):
         """The same source with `prefix` and a dot before every name."""
         ...
 
-    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor `name`, in the model's dtype on its device."""
+    def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor `name` on the model's device, in `dtype`, or in the model's.
+
+        What is stored in float8 with scales of blocks (`name` and "_scale_inv", DeepSeek-V3) comes multiplied by them, unless
+        `dtype` is float8: then its scales are tensors like others.
+        """
         ...
 
-    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Several tensors stacked along dimension 0 in one piece of memory."""
         ...
 
@@ -108,7 +112,8 @@ class ModelSpec:
 
     architectures: entries of config.json's `architectures` it serves. describe: config.json -> facts, without torch; raises
     `CheckpointError` for what it cannot serve. build: imports what is heavy. ignored_weights: fnmatch patterns of tensors that
-    checkpoints carry and the model does not need.
+    checkpoints carry and the model does not need. stacked_weights: by the end of a tensor's name, the ends of those that are
+    stacked in it, with `{}` for the index along its first dimension, see `unstack`.
     """
 
     name: str
@@ -117,3 +122,4 @@ class ModelSpec:
     describe: Callable[[Mapping[str, Any]], ModelFacts]
     build: Callable[[ModelContext], Model]
     ignored_weights: tuple[str, ...] = ()
+    stacked_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -80,21 +80,27 @@ class LayerFactory(Protocol):
     def __call__(self, context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer: ...
 
 
-def dense_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
-    """A layer as `DecoderShape` describes it: grouped-query attention and a gated MLP."""
-    attention = SelfAttention(
+def layer_attention(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> SelfAttention:
+    """Layer `index`'s grouped-query attention."""
+    spec = LayerSpec(
+        global_id=GlobalLayerId(index),
+        local_id=LocalLayerId(index),
+        facts=context.facts.layers[index],
+        scale=shape.head_dim**-0.5,
+    )
+    return SelfAttention(
         context,
         weights.scope("self_attn"),
-        spec=LayerSpec(
-            global_id=GlobalLayerId(index),
-            local_id=LocalLayerId(index),
-            facts=context.facts.layers[index],
-            scale=shape.head_dim**-0.5,
-        ),
+        spec=spec,
         qkv_bias=shape.qkv_bias,
         out_bias=shape.out_bias,
         qk_norm_eps=shape.rms_eps if shape.qk_norm else None,
     )
+
+
+def dense_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
+    """A layer as `DecoderShape` describes it: grouped-query attention and a gated MLP."""
+    attention = layer_attention(context, weights, shape=shape, index=index)
     mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
     return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -48,6 +50,10 @@ def bind_experts(gate_up: torch.Tensor, down: torch.Tensor, scales: ExpertScales
 
 def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A float8 weight [N, C] times its blocks' scales [N / 128, C / 128]."""
-    rows, columns = weight.shape
-    spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return (weight.float() * spread).to(dtype)
+    return (weight.float() * spread(scale, weight.shape)).to(dtype)
+
+
+def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """[N / 128, C / 128] -> [N, C], the blocks' scales for each value. Blocks at the ends may be smaller."""
+    rows, columns = shape
+    return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]

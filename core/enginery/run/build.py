@@ -28,7 +28,7 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.run.backends import AttentionParts, build_backend
 from enginery.run.build_order import build_in_order
-from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint
+from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint, unstack
 from enginery.run.choice import Choice, choose
 from enginery.run.graphs import CudaCapture, DecodeGraphs
 from enginery.run.memory_plan import SAMPLING_COPIES, MemoryPlan, plan_memory, workspace_bytes
@@ -97,7 +97,7 @@ def check_weights(choosing: Choice) -> NeededWeights:
         choosing.family.spec.build(context)
     if choosing.checkpoint.random:
         return NeededWeights(record=record, stored=None)
-    stored = scan_checkpoint(choosing.checkpoint.folder)
+    stored = unstack(scan_checkpoint(choosing.checkpoint.folder), choosing.family.spec.stacked_weights)
     tied = ("lm_head.weight",) if choosing.checkpoint.config.get("tie_word_embeddings") else ()
     check(record, stored, (*choosing.family.spec.ignored_weights, *tied), folder=choosing.checkpoint.folder)
     return NeededWeights(record=record, stored=stored)

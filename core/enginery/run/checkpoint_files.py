@@ -6,10 +6,11 @@ tensor's dtype, shape and byte range. https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,13 @@ import torch
 from enginery.errors import CheckpointError
 from enginery.text.tokenizer import read_json
 
-READABLE: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READABLE: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,34 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
         if name not in stored or stored[name].file.name != file_name:
             raise CheckpointError(f"{index} says that tensor {name!r} is in {file_name}, but it is not; fetch that file again")
     return stored
+
+
+def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str, ...]]) -> Mapping[str, StoredTensor]:
+    """`stored` with tensors that are several in one under the names of these. The bytes are the same.
+
+    stacked: {".experts.gate_up_proj": (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")} makes of a tensor [E, 2I, C]
+    2E of [I, C]; {".mlp.gate.weight": (".block_sparse_moe.gate.weight",)}, without an index, renames.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        end = next((end for end in stacked if name.endswith(end)), None)
+        if end is None:
+            found[name] = tensor
+            continue
+        stem, parts = name.removesuffix(end), stacked[end]
+        if "{}" not in parts[0]:
+            found[stem + parts[0]] = tensor
+        elif len(tensor.shape) == 3 and tensor.shape[1] % len(parts) == 0 and tensor.dtype in READABLE:
+            shape = (tensor.shape[1] // len(parts), tensor.shape[2])
+            size = math.prod(shape) * READABLE[tensor.dtype].itemsize
+            for place, (index, part) in enumerate(itertools.product(range(tensor.shape[0]), parts)):
+                found[stem + part.format(index)] = replace(tensor, start=tensor.start + place * size, shape=shape)
+        else:
+            raise CheckpointError(
+                f"tensor {name!r} in {tensor.file.name} is {tensor.dtype} {list(tensor.shape)}, which cannot be {len(parts)} "
+                "matrices for each index of its first dimension; fetch it again, or store the parts by themselves"
+            )
+    return found
 
 
 def _scan_file(file: Path) -> dict[str, StoredTensor]:

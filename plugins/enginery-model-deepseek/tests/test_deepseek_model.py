@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PretrainedConfig
 
 from enginery.api import ForwardBatch, LayerSpec, LocalLayerId, ModelContext, ParallelFacts, Phase
 from enginery.nn.reference_ops import reference_ops
@@ -27,13 +27,25 @@ class StateDict:
     def scope(self, prefix: str) -> StateDict:
         return StateDict(self.tensors, f"{self.prefix}{prefix}.")
 
-    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        return self.merge([name], [shape])
+    def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.merge([name], [shape], dtype=dtype)
 
-    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+    def merge(self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         parts = [self.tensors.pop(self.prefix + name) for name in names]
         assert [tuple(part.shape) for part in parts] == [tuple(shape) for shape in shapes]
-        return torch.cat(parts)
+        return torch.cat(parts).to(dtype or parts[0].dtype)
+
+
+def hub_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """transformers has the experts of a layer in one piece, hub checkpoints one by one."""
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for stack in [name for name in weights if name.endswith(".experts.gate_up_proj")]:
+        layer = stack.removesuffix("gate_up_proj")
+        for expert, (gate_up, down) in enumerate(zip(weights.pop(stack), weights.pop(f"{layer}down_proj"), strict=True)):
+            gate, up = gate_up.chunk(2)
+            parts = {"gate": gate, "up": up, "down": down}
+            weights |= {f"{layer}{expert}.{part}_proj.weight": tensor for part, tensor in parts.items()}
+    return weights
 
 
 class Latents:
@@ -74,40 +86,65 @@ def step(tokens: torch.Tensor, first: int) -> ForwardBatch:
     )
 
 
-@pytest.mark.parametrize("q_rank", [None, 48])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 500.0}, YARN], ids=["plain", "yarn"])
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    rms_norm_eps=1e-3,  # not that of the norms inside the attention
+    attn_implementation="eager",
+)
+DENSE = dict(first_k_dense_replace=2)
+EXPERTS = dict(
+    first_k_dense_replace=1,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=1.5,
+    experts_implementation="eager",
+)
+PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+BIASED = dict(attention_bias=True, mlp_bias=True)
+CONFIGS = {
+    "v2-lite": DeepseekV2Config(**SIZES, **DENSE, q_lora_rank=None, rope_parameters=PLAIN),
+    "v2-lite-yarn-bias": DeepseekV2Config(**SIZES, **DENSE, **BIASED, q_lora_rank=None, rope_parameters=YARN),
+    "v2-bias": DeepseekV2Config(**SIZES, **DENSE, **BIASED, q_lora_rank=48, rope_parameters=PLAIN),
+    "v2-yarn": DeepseekV2Config(**SIZES, **DENSE, q_lora_rank=48, rope_parameters=YARN),
+    "v2-experts-bias": DeepseekV2Config(
+        **SIZES, **EXPERTS, **BIASED, q_lora_rank=48, rope_parameters=PLAIN, topk_method="group_limited_greedy"
+    ),
+    "v3-yarn": DeepseekV3Config(**SIZES, **EXPERTS, q_lora_rank=48, rope_parameters=YARN),
+    "v3-full-rank-bias": DeepseekV3Config(**SIZES, **EXPERTS, attention_bias=True, q_lora_rank=None, rope_parameters=PLAIN),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @torch.no_grad()
-def test_logits_are_transformers_in_float64(*, q_rank: int | None, bias: bool, rope: dict[str, object]) -> None:
-    config = DeepseekV2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        kv_lora_rank=32,
-        q_lora_rank=q_rank,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        rms_norm_eps=1e-3,  # not that of the norms inside the attention
-        attention_bias=bias,
-        mlp_bias=bias,
-        rope_parameters=dict(rope),
-        attn_implementation="eager",
-    )
+def test_logits_are_transformers_in_float64(config: PretrainedConfig) -> None:
     torch.manual_seed(0)
-    reference = DeepseekV2ForCausalLM(config).eval().double()
+    reference = AutoModelForCausalLM.from_config(config).eval().double()
     for parameter in reference.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    facts = describe({**config.to_dict(), "architectures": ["DeepseekV2ForCausalLM"]})
+    for name, buffer in reference.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(std=0.1)
+    stated = {**config.to_dict(), "architectures": [type(reference).__name__]}
+    facts = describe(stated)
     memory = Latents(len(facts.layers), facts.layers[0].head_dim)
-    weights = StateDict({name: tensor.clone() for name, tensor in reference.state_dict().items()})
+    weights = StateDict(hub_weights(reference))
     model = build(
         ModelContext(
-            config={**config.to_dict(), "architectures": ["DeepseekV2ForCausalLM"]},
+            config=stated,
             facts=facts,
             weights=weights,
             ops=reference_ops(),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from enginery.api import CheckpointError, LatentFacts
+from enginery.api import CheckpointError, LatentFacts, Routing
 from enginery_model_deepseek import register_models
 from enginery_model_deepseek.spec import describe, shape
 
@@ -19,19 +19,23 @@ HUB_YARN = dict(
     mscale_all_dim=0.707,
     original_max_position_embeddings=4096,
 )
-LITE = dict(  # DeepSeek-V2-Lite's config.json, with dense layers only
+LITE = dict(  # DeepSeek-V2-Lite's config.json
     architectures=["DeepseekV2ForCausalLM"],
     attention_bias=False,
-    first_k_dense_replace=27,
+    first_k_dense_replace=1,
     hidden_act="silu",
     hidden_size=2048,
     intermediate_size=10944,
     kv_lora_rank=512,
     max_position_embeddings=163840,
+    moe_intermediate_size=1408,
     moe_layer_freq=1,
+    n_group=1,
     n_routed_experts=64,
     n_shared_experts=2,
+    norm_topk_prob=False,
     num_attention_heads=16,
+    num_experts_per_tok=6,
     num_hidden_layers=27,
     num_key_value_heads=16,
     q_lora_rank=None,
@@ -40,14 +44,63 @@ LITE = dict(  # DeepSeek-V2-Lite's config.json, with dense layers only
     rms_norm_eps=1e-06,
     rope_scaling=HUB_YARN,
     rope_theta=10000,
+    routed_scaling_factor=1.0,
+    scoring_func="softmax",
     tie_word_embeddings=False,
+    topk_group=1,
+    topk_method="greedy",
     v_head_dim=128,
     vocab_size=102400,
 )
 
 
-def test_deepseek_v2_is_offered() -> None:
-    assert [spec.architectures for spec in register_models()] == [("DeepseekV2ForCausalLM",)]
+V2 = LITE | dict(  # what DeepSeek-V2's has differently, of what matters here
+    topk_method="group_limited_greedy", n_group=8, topk_group=3, n_routed_experts=160, routed_scaling_factor=16.0, q_lora_rank=1536
+)
+V3 = LITE | dict(  # and DeepSeek-V3's
+    architectures=["DeepseekV3ForCausalLM"],
+    first_k_dense_replace=3,
+    moe_intermediate_size=2048,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_experts_per_tok=8,
+    q_lora_rank=1536,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    topk_group=4,
+    topk_method="noaux_tc",
+)
+
+
+def test_deepseek_v2_and_v3_are_offered() -> None:
+    assert [spec.architectures for spec in register_models()] == [("DeepseekV2ForCausalLM",), ("DeepseekV3ForCausalLM",)]
+
+
+def test_routers_are_read_as_the_model_cards_state_them() -> None:
+    lite, two, three = (shape(config).decoder.experts for config in (LITE, V2, V3))
+    assert lite is not None
+    assert two is not None
+    assert three is not None
+    assert lite.routing == Routing(top_k=6)
+    assert two.routing == Routing(top_k=6, num_groups=8, top_groups=3, scale=16.0)
+    assert three.routing == Routing(
+        top_k=8, scoring="sigmoid", num_groups=8, top_groups=4, group_score="top2", renormalise=True, scale=2.5
+    )
+    assert (lite.num_experts, lite.inner_size, lite.shared_size, lite.correction_bias) == (64, 1408, 2816, False)
+    assert (three.num_experts, three.inner_size, three.shared_size, three.correction_bias) == (256, 2048, 2048, True)
+    assert (lite.layers, three.layers) == (frozenset(range(1, 27)), frozenset(range(3, 27)))
+
+
+def test_keys_that_transformers_does_not_write_are_not_needed() -> None:
+    left_out = ("topk_method", "scoring_func", "moe_layer_freq")
+    assert shape({key: value for key, value in V3.items() if key not in left_out}) == shape(V3)
+
+
+def test_the_memory_plan_counts_what_experts_keep_alive() -> None:
+    few, many = (describe(V3 | {"num_experts_per_tok": count}).activation_width for count in (64, 128))
+    assert many - few == 64 * (3 * 2048 + 2048)
 
 
 def test_memory_has_one_row_of_latents_per_token_and_layer() -> None:
@@ -82,17 +135,31 @@ def test_both_spellings_of_rope_are_read() -> None:
     assert shape(LITE).decoder.rope.rotary_dim == 64
 
 
-@pytest.mark.parametrize("experts", [{}, {"n_routed_experts": 0}, {"n_routed_experts": "left out"}])
-def test_a_checkpoint_with_experts_is_refused_by_its_first_such_layer(experts: dict[str, object]) -> None:
-    config = {key: value for key, value in (LITE | {"first_k_dense_replace": 1} | experts).items() if value != "left out"}
-    with pytest.raises(
-        CheckpointError, match=r"in layers 1 to 26 .* not served yet; serve a checkpoint whose layers are all dense"
-    ):
-        describe(config)
+@pytest.mark.parametrize("dense", [{"n_routed_experts": None}, {"first_k_dense_replace": 27}])
+def test_layers_are_dense_where_there_are_no_experts(dense: dict[str, object]) -> None:
+    assert shape(LITE | dense).decoder.experts is None
 
 
-def test_layers_are_dense_where_the_number_of_experts_is_null() -> None:
-    assert len(describe(LITE | {"first_k_dense_replace": 1, "n_routed_experts": None}).layers) == 27
+@pytest.mark.parametrize(
+    ("config", "wrong", "said"),
+    [
+        (LITE, {"norm_topk_prob": True}, "norm_topk_prob True"),  # transformers and the file's own code disagree
+        (LITE, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        (LITE, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        (LITE, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (LITE, {"n_routed_experts": 0}, "0 experts"),
+        (LITE, {"moe_intermediate_size": None}, "'moe_intermediate_size'"),
+        (V2, {"n_group": 7}, "160 experts in 7 groups"),
+        (V2, {"topk_group": 9}, "of which 9 are chosen"),
+        (V2, {"num_experts_per_tok": 61}, "61 experts per token"),
+        (V3, {"n_group": 256}, "of at least 2 experts"),
+        (V3, {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        (V3, {"rope_interleave": False}, "rope_interleave false"),
+    ],
+)
+def test_a_router_that_cannot_be_served_is_refused(config: dict[str, object], wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        describe(config | wrong)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from enginery.api import CheckpointError
+from enginery.api import CheckpointError, Routing
 from enginery_model_llama import register_models
 from enginery_model_llama.spec import describe, shape
 
@@ -19,8 +19,12 @@ CONFIG = dict(
 )
 
 
-def test_llama_and_mistral_are_offered() -> None:
-    assert {name for spec in register_models() for name in spec.architectures} == {"LlamaForCausalLM", "MistralForCausalLM"}
+MIXTRAL = CONFIG | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def test_llama_mistral_and_mixtral_are_offered() -> None:
+    offered = {name for spec in register_models() for name in spec.architectures}
+    assert offered == {"LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"}
 
 
 def test_left_out_heads_and_head_dim_follow_from_the_rest() -> None:
@@ -34,6 +38,28 @@ def test_mistral_has_a_window_on_every_layer_unless_it_is_null() -> None:
     assert shape(mistral | {"sliding_window": 8}).windows == (8, 8, 8)
     assert shape(mistral | {"sliding_window": None}).windows == (None, None, None)
     assert shape(mistral).windows == (4096, 4096, 4096)
+
+
+def test_mixtral_has_experts_in_every_layer_and_no_window_unless_it_is_stated() -> None:
+    mixtral = shape(MIXTRAL)
+    assert mixtral.experts is not None
+    assert mixtral.experts.layers == {0, 1, 2}
+    assert (mixtral.experts.num_experts, mixtral.experts.inner_size, mixtral.experts.shared_size) == (8, 24, 0)
+    assert mixtral.experts.routing == Routing(top_k=2, renormalise=True)
+    assert (mixtral.windows, mixtral.rope.theta, mixtral.rms_eps) == ((None,) * 3, 1e6, 1e-5)
+    assert shape(MIXTRAL | {"sliding_window": 8}).windows == (8, 8, 8)
+    assert shape(CONFIG).experts is None
+
+
+def test_the_memory_plan_counts_what_experts_keep_alive() -> None:
+    """Two experts' inner values and outputs, of which a dense layer has none."""
+    assert describe(MIXTRAL).activation_width - describe(CONFIG).activation_width >= 2 * (3 * 24 + 16) - 3 * 24
+
+
+@pytest.mark.parametrize("wrong", [{"num_local_experts": None}, {"num_experts_per_tok": 9}, {"num_experts_per_tok": 0}])
+def test_a_routing_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match=r"num_local_experts|experts per token"):
+        describe(MIXTRAL | wrong)
 
 
 def test_both_spellings_of_rope_are_read() -> None:

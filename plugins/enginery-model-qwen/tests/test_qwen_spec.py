@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from enginery.api import CheckpointError, Routing
 from enginery_model_qwen import register_models
 from enginery_model_qwen.spec import describe, shape
 
@@ -18,8 +21,14 @@ CONFIG = dict(
 QWEN3 = CONFIG | {"architectures": ["Qwen3ForCausalLM"]}
 
 
-def test_qwen2_and_qwen3_are_offered() -> None:
-    assert {name for spec in register_models() for name in spec.architectures} == {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True)
+QWEN2_MOE = CONFIG | EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 20}
+QWEN3_MOE = CONFIG | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]}
+
+
+def test_qwen2_and_qwen3_are_offered_dense_and_with_experts() -> None:
+    offered = {name for spec in register_models() for name in spec.architectures}
+    assert offered == {f"Qwen{kind}ForCausalLM" for kind in ("2", "2Moe", "3", "3Moe")}
 
 
 def test_qwen2_has_biases_and_qwen3_has_head_norms() -> None:
@@ -40,3 +49,41 @@ def test_layer_types_override_the_first_window_layer() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     config = CONFIG | {"sliding_window": 8, "use_sliding_window": True, "layer_types": kinds}
     assert shape(config).windows == (8, None, 8, None)
+
+
+def test_qwen2_moe_has_a_gated_shared_expert_and_qwen3_moe_none() -> None:
+    two, three = shape(QWEN2_MOE), shape(QWEN3_MOE)
+    assert two.experts is not None
+    assert three.experts is not None
+    assert (two.experts.shared_size, two.experts.shared_gate, two.qkv_bias, two.qk_norm) == (20, True, True, False)
+    assert (three.experts.shared_size, three.experts.shared_gate, three.qkv_bias, three.qk_norm) == (0, False, False, True)
+    assert (three.experts.num_experts, three.experts.inner_size) == (8, 12)
+    assert three.experts.routing == Routing(top_k=2, renormalise=True)
+    assert three.head_dim == 4  # Qwen3-MoE has no default of its own
+
+
+def test_the_number_of_experts_is_read_in_both_spellings() -> None:
+    renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 8}
+    assert shape(renamed) == shape(QWEN3_MOE)
+
+
+def test_layers_without_experts_are_every_so_many_and_those_listed() -> None:
+    def layers(**changes: object) -> frozenset[int]:
+        experts = shape(QWEN3_MOE | changes).experts
+        return frozenset() if experts is None else experts.layers
+
+    assert layers() == {0, 1, 2, 3}
+    assert layers(mlp_only_layers=[0, 2]) == {1, 3}
+    assert layers(decoder_sparse_step=2) == {1, 3}
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[1, 3]) == frozenset()
+    assert layers(num_experts=0) == frozenset()
+
+
+def test_windows_beside_experts_are_on_all_layers_or_named() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 8}
+    assert shape(QWEN3_MOE | {"sliding_window": 8}).windows == (None,) * 4
+    assert shape(QWEN3_MOE | on).windows == (8,) * 4
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert shape(QWEN2_MOE | on | {"layer_types": kinds}).windows == (8, None, 8, None)
+    with pytest.raises(CheckpointError, match="layer_types"):
+        shape(QWEN2_MOE | on)

@@ -1,19 +1,23 @@
-"""DeepSeek-V2, the layers without experts."""
+"""DeepSeek-V2 and V3."""
 
-from enginery.api import ModelSpec, hookimpl
+from enginery.api import ExpertNames, ModelSpec, hookimpl
 from enginery_model_deepseek.spec import build, describe
+
+FAMILIES = {"deepseek-v2": "DeepseekV2ForCausalLM", "deepseek-v3": "DeepseekV3ForCausalLM"}
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """The Lite shape, whose queries have full rank, and the full one are the same family."""
+    """V3 has another router, and a layer behind the last that predicts a second token: nobody asks for that one's weights."""
     return [
         ModelSpec(
-            name="deepseek-v2",
+            name=name,
             api=(1, 0),
-            architectures=("DeepseekV2ForCausalLM",),
+            architectures=(architecture,),
             describe=describe,
             build=build,
-            ignored_weights=("*.rotary_emb.inv_freq",),
+            ignored_weights=("*.rotary_emb.inv_freq", "model.layers.61.*"),
+            stacked_weights=ExpertNames().stacked,
         )
+        for name, architecture in FAMILIES.items()
     ]

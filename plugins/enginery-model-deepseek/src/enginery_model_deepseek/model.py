@@ -1,4 +1,4 @@
-"""The heavy part: the core's decoder with latent attention in every layer."""
+"""The heavy part: the core's decoder with latent attention in every layer, and experts in most."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from functools import partial
 from typing import Final
 
 from enginery.api import DecoderShape, GlobalLayerId, LayerSpec, LocalLayerId, Model, ModelContext, WeightSource
-from enginery.nn.decoder import Decoder, DecoderLayer, GatedMLP
+from enginery.nn.decoder import Decoder, DecoderLayer
 from enginery.nn.latent_attention import LatentSelfAttention
+from enginery.nn.moe import layer_mlp
 from enginery_model_deepseek.spec import DeepseekShape
 from enginery_model_deepseek.spec import shape as read_shape
 
@@ -15,7 +16,7 @@ LATENT_NORM_EPS: Final = 1e-6  # of the norms inside the attention; `rms_norm_ep
 
 
 def build_decoder(context: ModelContext) -> Model:
-    """A DeepSeek-V2 from its weights."""
+    """A DeepSeek-V2 or V3 from its weights."""
     deepseek = read_shape(context.config)
     return Decoder(context, deepseek.decoder, layer=partial(_layer, deepseek=deepseek))
 
@@ -34,5 +35,5 @@ def _layer(
         bias=deepseek.bias,
         norm_eps=LATENT_NORM_EPS,
     )
-    mlp = GatedMLP(context, weights.scope("mlp"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
+    mlp = layer_mlp(context, weights, shape=shape, index=index)
     return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)

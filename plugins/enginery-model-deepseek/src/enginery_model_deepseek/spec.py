@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from enginery.api import (
     AttnLayerFacts,
@@ -17,9 +17,8 @@ from enginery.api import (
     ModelFacts,
     RopeShape,
     read_decoder_shape,
+    read_grouped_experts,
 )
-
-NUM_EXPERTS: Final = 64  # transformers' DeepseekV2Config, for files that leave it out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +42,27 @@ class DeepseekShape:
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
             max_positions=decoder.max_positions,
-            activation_width=3 * decoder.hidden_size
-            + max(queries + row + absorbed + heads * latent.value_dim, 3 * decoder.intermediate_size),
+            activation_width=3 * decoder.hidden_size + max(queries + row + absorbed + heads * latent.value_dim, decoder.mlp_width),
             layers=(layer,) * len(decoder.windows),
         )
 
 
 def shape(config: Mapping[str, Any]) -> DeepseekShape:
-    """DeepSeek-V2's shape. Raises `CheckpointError` for experts and for what contradicts itself."""
-    _refuse_experts(config)
+    """DeepSeek-V2's or V3's shape. Raises `CheckpointError` for what contradicts itself."""
+    is_v3 = "DeepseekV3ForCausalLM" in config["architectures"]
+    if is_v3 and not config.get("rope_interleave", True):
+        raise CheckpointError("config.json has rope_interleave false; this architecture rotates pairs of neighbouring dims only")
     latent = LatentFacts(
         rank=_size(config, "kv_lora_rank"),
         rope_dim=_size(config, "qk_rope_head_dim"),
         nope_dim=_size(config, "qk_nope_head_dim"),
         value_dim=_size(config, "v_head_dim"),
     )
-    decoder = read_decoder_shape({**config, "head_dim": latent.rope_dim}, mlp_bias=bool(config.get("mlp_bias", False)))
+    decoder = read_decoder_shape(
+        {**config, "head_dim": latent.rope_dim},
+        mlp_bias=bool(config.get("mlp_bias", False)) and not is_v3,
+        experts=read_grouped_experts(config, scoring="sigmoid" if is_v3 else "softmax"),
+    )
     if decoder.num_kv_heads != decoder.num_heads:
         raise CheckpointError(
             f"config.json has num_key_value_heads {decoder.num_kv_heads} and num_attention_heads {decoder.num_heads}; latent "
@@ -80,18 +84,6 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
         scale=_scale(latent.nope_dim + latent.rope_dim, decoder.rope),
         bias=bool(config.get("attention_bias", False)),
     )
-
-
-def _refuse_experts(config: Mapping[str, Any]) -> None:
-    """A number of experts that is null means none; one that is left out is transformers' default."""
-    first, count = (int(config.get(key) or 0) for key in ("first_k_dense_replace", "num_hidden_layers"))
-    num_experts = config.get("n_routed_experts", NUM_EXPERTS)
-    if num_experts is not None and first < count:
-        raise CheckpointError(
-            f"config.json has {num_experts} experts (n_routed_experts) in layers {first} to {count - 1} (first_k_dense_replace is "
-            f"{first}, num_hidden_layers {count}), and mixtures of experts are not served yet; serve a checkpoint whose layers are "
-            "all dense, with first_k_dense_replace equal to num_hidden_layers"
-        )
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:

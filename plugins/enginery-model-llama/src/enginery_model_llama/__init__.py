@@ -1,28 +1,23 @@
-"""Llama 2 and 3.x, Mistral."""
+"""Llama 2 and 3.x, Mistral, Mixtral."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_llama.spec import build, describe
+from enginery_model_llama.spec import MIXTRAL_NAMES, build, describe
+
+FAMILIES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """Two families, one decoder: Mistral adds a sliding window to every layer."""
-    ignored = ("*.rotary_emb.inv_freq",)
+    """One decoder: Mistral adds a sliding window to every layer, Mixtral has experts."""
     return [
         ModelSpec(
-            name="llama",
+            name=name,
             api=(1, 0),
-            architectures=("LlamaForCausalLM",),
+            architectures=(architecture,),
             describe=describe,
             build=build,
-            ignored_weights=ignored,
-        ),
-        ModelSpec(
-            name="mistral",
-            api=(1, 0),
-            architectures=("MistralForCausalLM",),
-            describe=describe,
-            build=build,
-            ignored_weights=ignored,
-        ),
+            ignored_weights=("*.rotary_emb.inv_freq",),
+            stacked_weights=MIXTRAL_NAMES.stacked if name == "mixtral" else {},
+        )
+        for name, architecture in FAMILIES.items()
     ]

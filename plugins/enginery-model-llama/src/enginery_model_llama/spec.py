@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-from enginery.api import DecoderShape, Model, ModelContext, ModelFacts, read_decoder_shape
+from enginery.api import (
+    DecoderShape,
+    ExpertNames,
+    ExpertsShape,
+    Model,
+    ModelContext,
+    ModelFacts,
+    Routing,
+    read_decoder_shape,
+    required,
+)
+
+MISTRAL: Final = {"sliding_window": 4096}  # for files that leave it out: the defaults of transformers' MistralConfig
+MIXTRAL: Final = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}  # and MixtralConfig
+MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Llama's shape; Mistral's is the same with a window, whose default is the one of transformers' MistralConfig."""
-    is_mistral = "MistralForCausalLM" in config["architectures"]
-    window = config.get("sliding_window", 4096) if is_mistral else None
-    bias = bool(config.get("attention_bias", False)) and not is_mistral
-    return read_decoder_shape(
-        config,
-        (window,) * int(config["num_hidden_layers"]) if window else None,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+    """Llama's shape; Mistral's is the same with a window and no bias in attention; Mixtral's has experts in every layer."""
+    if "MixtralForCausalLM" in config["architectures"]:
+        config = {**MIXTRAL, **config}
+        return read_decoder_shape(config, _windows(config), experts=_experts(config))
+    mlp_bias = bool(config.get("mlp_bias", False))
+    if "MistralForCausalLM" in config["architectures"]:
+        return read_decoder_shape(config, _windows({**MISTRAL, **config}), mlp_bias=mlp_bias)
+    bias = bool(config.get("attention_bias", False))
+    return read_decoder_shape(config, qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """The same on every layer."""
+    window = config.get("sliding_window")
+    return (int(window),) * int(required(config, "num_hidden_layers")) if window else None
+
+
+def _experts(config: Mapping[str, Any]) -> ExpertsShape:
+    return ExpertsShape(
+        layers=frozenset(range(int(required(config, "num_hidden_layers")))),
+        num_experts=int(required(config, "num_local_experts")),
+        inner_size=int(required(config, "intermediate_size")),
+        routing=Routing(top_k=int(required(config, "num_experts_per_tok")), renormalise=True),
+        names=MIXTRAL_NAMES,
     )
 
 

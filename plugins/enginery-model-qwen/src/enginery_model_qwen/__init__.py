@@ -1,13 +1,27 @@
-"""Qwen2 and Qwen3, dense."""
+"""Qwen2 and Qwen3, dense and with experts."""
 
-from enginery.api import ModelSpec, hookimpl
+from enginery.api import ExpertNames, ModelSpec, hookimpl
 from enginery_model_qwen.spec import build, describe
+
+FAMILIES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2-moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+}
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """Qwen2 has biases on q, k and v; Qwen3 has a norm on each head of q and k instead."""
+    """One decoder; `shape` says in what the families differ."""
     return [
-        ModelSpec(name="qwen2", api=(1, 0), architectures=("Qwen2ForCausalLM",), describe=describe, build=build),
-        ModelSpec(name="qwen3", api=(1, 0), architectures=("Qwen3ForCausalLM",), describe=describe, build=build),
+        ModelSpec(
+            name=name,
+            api=(1, 0),
+            architectures=(architecture,),
+            describe=describe,
+            build=build,
+            stacked_weights=ExpertNames().stacked,
+        )
+        for name, architecture in FAMILIES.items()
     ]

@@ -5,18 +5,62 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from enginery.api import DecoderShape, Model, ModelContext, ModelFacts, read_decoder_shape
+from enginery.api import (
+    DecoderShape,
+    ExpertNames,
+    ExpertsShape,
+    Model,
+    ModelContext,
+    ModelFacts,
+    Routing,
+    read_decoder_shape,
+    required,
+)
 
 QWEN3_HEAD_DIM = 128  # transformers' Qwen3Config, for files that leave it out
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Qwen2's or Qwen3's shape with its windows."""
-    windows = _windows(config)
+    """Qwen2 has biases on q, k and v, Qwen3 a norm on each head of q and k instead; their windows; experts where they have them."""
     if "Qwen2ForCausalLM" in config["architectures"]:
-        return read_decoder_shape(config, windows, qkv_bias=True)
+        return read_decoder_shape(config, _windows(config), qkv_bias=True)
+    if "Qwen2MoeForCausalLM" in config["architectures"]:
+        experts = _experts(config, shared_size=int(required(config, "shared_expert_intermediate_size")))
+        return read_decoder_shape(config, _expert_windows(config), qkv_bias=bool(config.get("qkv_bias", True)), experts=experts)
     bias = bool(config.get("attention_bias", False))
-    return read_decoder_shape({"head_dim": QWEN3_HEAD_DIM, **config}, windows, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    if "Qwen3MoeForCausalLM" in config["architectures"]:
+        experts = _experts(config, shared_size=0)
+        return read_decoder_shape(config, _expert_windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
+    config = {"head_dim": QWEN3_HEAD_DIM, **config}
+    return read_decoder_shape(config, _windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
+
+
+def _experts(config: Mapping[str, Any], *, shared_size: int) -> ExpertsShape | None:
+    """Every `decoder_sparse_step`-th layer has experts but for `mlp_only_layers`. None: all is dense."""
+    step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
+    layers = frozenset(range(step - 1, int(required(config, "num_hidden_layers")), step)) - frozenset(dense)
+    key = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers writes the second
+    if not layers or config.get(key) == 0:
+        return None
+    return ExpertsShape(
+        layers=layers,
+        num_experts=int(required(config, key)),
+        inner_size=int(required(config, "moe_intermediate_size")),
+        routing=Routing(top_k=int(required(config, "num_experts_per_tok")), renormalise=bool(config.get("norm_topk_prob", False))),
+        shared_size=shared_size,
+        shared_gate=shared_size > 0,
+        names=ExpertNames(shared="shared_expert"),
+    )
+
+
+def _expert_windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """If it is switched on, Qwen2-MoE has the window where `layer_types` says so, Qwen3-MoE on all layers."""
+    if not config.get("use_sliding_window", False):
+        return None
+    window, num_layers = int(required(config, "sliding_window")), int(required(config, "num_hidden_layers"))
+    if "Qwen3MoeForCausalLM" in config["architectures"]:
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in required(config, "layer_types"))
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -1,0 +1,42 @@
+"""What config.json says, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from enginery.api import DecoderShape, Model, ModelContext, ModelFacts, read_decoder_shape, read_grouped_experts
+
+# For files that leave it out: the defaults of transformers' Glm4Config and Glm4MoeConfig.
+GLM4: Final = {"head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, "attention_bias": True}
+GLM4_MOE: Final = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether it is GLM-4.5 and not GLM-4."""
+    return "Glm4MoeForCausalLM" in config["architectures"]
+
+
+def shape(config: Mapping[str, Any]) -> DecoderShape:
+    """GLM-4's or GLM-4.5's shape. Both rotate half of each head."""
+    if not has_experts(config):
+        config = {**GLM4, **config}
+        return read_decoder_shape(config, qkv_bias=bool(config["attention_bias"]))
+    return read_decoder_shape(
+        {**GLM4_MOE, **config},
+        qkv_bias=bool(config.get("attention_bias", False)),
+        qk_norm=bool(config.get("use_qk_norm", False)),
+        experts=read_grouped_experts(config, scoring="sigmoid"),
+    )
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts that the core plans with."""
+    return shape(config).facts()
+
+
+def build(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_glm.model import build_decoder
+
+    return build_decoder(context)

@@ -1,0 +1,268 @@
+"""Mixtures of experts equal transformers: routing alone, logits, and greedy tokens however the work is cut up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity.engine_driver import RecordingModel, drain, generate, greedy, last_logits, options
+from parity.oracle import (
+    EXPERT_FAMILIES,
+    LATENT_EXPERT_FAMILIES,
+    NUM_GREEDY,
+    WINDOWED_EXPERTS,
+    Oracle,
+    grouped_expert_shape,
+    latent_shape,
+    randomise,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+
+from enginery.bench.workloads import write_shape
+from enginery.config.decoder_shape import read_decoder_shape, read_grouped_experts
+from enginery.config.schema import EngineOptions
+from enginery.contracts.ops import Routing
+from enginery.errors import CheckpointError
+from enginery.nn.reference_experts import route
+from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts, check_weights
+from enginery.run.checkpoint_files import scan_checkpoint
+from enginery.run.choice import choose
+from enginery.run.engine import Engine
+
+UNLIMITED = 4096
+STRATEGIES = ["absorbed", "one-shot", "chunked"]
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture(scope="module", params=["packed", "reference"])
+def any_ops(request: pytest.FixtureRequest) -> Registry:
+    """With the CPU plugin's operations and with the core's own."""
+    return Registry.load(blocked=() if request.param == "packed" else ("ops-cpu",))
+
+
+@pytest.fixture(params=sorted(EXPERT_FAMILIES))
+def expert_oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle(request.param, EXPERT_FAMILIES[request.param])
+
+
+@pytest.fixture(params=sorted(LATENT_EXPERT_FAMILIES))
+def latent_oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle(request.param, EXPERT_FAMILIES[request.param])
+
+
+def prompt_logits(registry: Registry, oracle: Oracle, prompt: list[int], **changes: object) -> torch.Tensor:
+    """Of every token of the prompt, chunk by chunk."""
+    asked = options(oracle, max_batch_tokens=16, **changes)
+    parts = build_parts(asked, registry)
+    recording = RecordingModel(parts.model)
+    engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
+    engine.submit(greedy("a", prompt, max_tokens=1, prompt_logprobs=0))
+    drain(engine, {})
+    return torch.cat(recording.recorded)
+
+
+def test_checkpoints_have_experts_one_by_one(expert_oracle: Oracle) -> None:
+    names = set(scan_checkpoint(expert_oracle.folder))
+    assert any(name.endswith((".experts.7.down_proj.weight", ".experts.7.w2.weight")) for name in names)
+    assert not any(name.endswith("gate_up_proj") for name in names)
+
+
+def test_logits_of_a_prompt_are_within_1e_4(expert_oracle: Oracle, any_ops: Registry) -> None:
+    prompt = expert_oracle.prompts[4]
+    actual = prompt_logits(any_ops, expert_oracle, prompt)
+    torch.testing.assert_close(actual, expert_oracle.logits(prompt), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("chunk", [16, UNLIMITED])
+def test_64_greedy_tokens_are_equal(expert_oracle: Oracle, registry: Registry, *, page_size: int, chunk: int) -> None:
+    asked = options(expert_oracle, page_size=page_size, max_batch_tokens=chunk, max_batch_requests=min(chunk, 256))
+    assert generate(Engine.build(asked, registry), expert_oracle.prompts) == expert_oracle.greedy
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "mixtral", "qwen2-moe"])
+def test_experts_that_transformers_stored_in_one_piece_are_read(
+    family: str, registry: Registry, write_oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    oracle = write_oracle(family, EXPERT_FAMILIES[family])
+    oracle.model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith(".mlp.experts.gate_up_proj") for name in scan_checkpoint(tmp_path))
+    actual = prompt_logits(registry, oracle, oracle.prompts[4], model=str(tmp_path))
+    torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
+
+
+def store_float8(model: torch.nn.Module, folder: Path) -> None:
+    """DeepSeek-V3's layout: matrices of layers in float8, a scale for each block of 128 x 128. `model` gets the rounded values."""
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if (".layers." in name and name.endswith("_proj.weight")) or "_proj_with_mqa" in name]:
+        weight, blocks = weights[name], [-(-size // 128) for size in weights[name].shape]
+        padded = F.pad(weight, (0, blocks[1] * 128 - weight.shape[1], 0, blocks[0] * 128 - weight.shape[0]))
+        tiles = padded.view(blocks[0], 128, blocks[1], 128)
+        scale = tiles.abs().amax((1, 3)) / 448
+        narrow = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        wide = (narrow.float() * scale[:, None, :, None]).view_as(padded)[: weight.shape[0], : weight.shape[1]]
+        weight.copy_(wide)
+        weights[name] = narrow.view_as(padded)[: weight.shape[0], : weight.shape[1]].contiguous()
+        weights[f"{name}_scale_inv"] = scale
+        part, expert = name.rpartition(".")[0], re.search(r"(.*experts)\.(\d+)\.(gate|up|down)_proj", name)
+        if expert is None:
+            model.get_submodule(part).weight.copy_(wide)
+        else:
+            stack = model.get_submodule(expert[1])
+            index, inner = int(expert[2]), stack.down_proj.shape[-1]
+            rows = {
+                "gate": stack.gate_up_proj[index, :inner],
+                "up": stack.gate_up_proj[index, inner:],
+                "down": stack.down_proj[index],
+            }
+            rows[expert[3]].copy_(wide)
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("inner_size", [128, 96])
+@torch.no_grad()
+def test_float8_checkpoints_give_the_logits_of_their_widened_weights(
+    registry: Registry, tmp_path: Path, *, inner_size: int
+) -> None:
+    """Of experts whose inner size is no multiple of 128, gate and up share a block; they are widened when they are read."""
+    sizes = grouped_expert_shape(moe_intermediate_size=inner_size, n_routed_experts=8)
+    config = DeepseekV3Config(**latent_shape(q_lora_rank=48) | sizes | {"hidden_size": 192, "num_hidden_layers": 2})
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).eval().float()
+    randomise(model)
+    store_float8(model, tmp_path)
+    oracle = Oracle(tmp_path, model)
+    experts = "model.layers.1.mlp.experts.7.up_proj.weight"
+    stored = scan_checkpoint(tmp_path)
+    assert (stored[experts].dtype, stored[f"{experts}_scale_inv"].shape) == ("F8_E4M3", (1, 2))
+    actual = prompt_logits(registry, oracle, oracle.prompts[4])
+    torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
+    record = check_weights(choose(options(oracle), registry)).record
+    narrow = [piece for piece in record.pieces if piece.dtype is torch.float8_e4m3fn]
+    assert len(narrow) == (2 if inner_size == 128 else 0)
+
+
+def test_float8_shapes_run_with_random_weights(registry: Registry, tmp_path: Path) -> None:
+    sizes = grouped_expert_shape(moe_intermediate_size=128)
+    config = DeepseekV3Config(**latent_shape(q_lora_rank=48) | sizes)
+    stated = {**config.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
+    stated["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    asked = EngineOptions(model=str(tmp_path), load_format="dummy", num_pages=100, device="cpu")
+    (tokens,) = generate(Engine.build(asked, registry), [[5, 6, 7]], max_tokens=4)
+    assert len(tokens) == 4
+
+
+@pytest.mark.parametrize(
+    "stated", [{"quant_method": "gptq"}, {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [64, 64]}]
+)
+def test_other_quantisations_are_refused(stated: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        read_decoder_shape({**EXPERT_FAMILIES["mixtral"].to_dict(), "quantization_config": stated})
+
+
+def test_a_request_alone_gives_the_tokens_it_gives_among_others(expert_oracle: Oracle, registry: Registry) -> None:
+    assert generate(Engine.build(options(expert_oracle), registry), expert_oracle.prompts[1:2]) == expert_oracle.greedy[1:2]
+
+
+def test_prefix_cache_hits_change_no_token(expert_oracle: Oracle, registry: Registry) -> None:
+    engine = Engine.build(options(expert_oracle, page_size=16), registry)
+    prompt, expected = expert_oracle.prompts[5], expert_oracle.greedy[5]
+    assert generate(engine, [prompt]) == [expected]
+    engine.submit(greedy("again", prompt))
+    engine.submit(greedy("longer", prompt + expected[:20], max_tokens=44))
+    tokens: dict[str, list[int]] = {"again": [], "longer": []}
+    cached: dict[str, int] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+            cached[output.request_id] = output.num_cached_tokens
+    assert cached["again"] >= 48
+    assert cached["longer"] >= 64
+    assert tokens == {"again": expected, "longer": expected[20:]}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_prefill_strategy_gives_equal_logits_and_tokens(latent_oracle: Oracle, registry: Registry, *, strategy: str) -> None:
+    asked = {"mla_prefill": strategy, "mla_chunk_tokens": 4096 if strategy == "one-shot" else 8}
+    prompt = latent_oracle.prompts[5]
+    actual = prompt_logits(registry, latent_oracle, prompt, **asked)
+    torch.testing.assert_close(actual, latent_oracle.logits(prompt), atol=1e-4, rtol=0)
+    engine = Engine.build(options(latent_oracle, max_batch_tokens=16, max_batch_requests=16, **asked), registry)
+    assert generate(engine, latent_oracle.prompts) == latent_oracle.greedy
+
+
+@pytest.mark.parametrize("family", sorted(WINDOWED_EXPERTS))
+def test_windows_beside_experts_are_honoured(family: str, registry: Registry, write_oracle: Callable[..., Oracle]) -> None:
+    oracle = write_oracle(family, WINDOWED_EXPERTS[family])
+    prompt = oracle.prompts[5]
+    expected = oracle.continue_greedily(prompt, NUM_GREEDY)
+    assert generate(Engine.build(options(oracle, max_batch_tokens=16), registry), [prompt]) == [expected]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(expert_oracle: Oracle, registry: Registry, *, dtype: str) -> None:
+    """Rounding may choose another expert for a token, so most of several prompts are looked at, and not each."""
+    errors = []
+    for prompt in expert_oracle.prompts:
+        expected = expert_oracle.logits(prompt)[-1]
+        errors.append(
+            ((last_logits(registry, options(expert_oracle, dtype=dtype), prompt) - expected).norm() / expected.norm()).item()
+        )
+    assert sorted(errors)[len(errors) // 2] < (0.04 if dtype == "bfloat16" else 0.006), errors
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2-experts", "deepseek-v3", "qwen2-moe", "qwen3-moe"])
+@torch.no_grad()
+def test_a_thousand_tokens_go_to_the_experts_that_transformers_chooses(family: str) -> None:
+    config = EXPERT_FAMILIES[family]
+    if family.startswith("qwen"):
+        router, routing = Qwen2MoeTopKRouter(config), Routing(top_k=3, renormalise=family == "qwen3-moe")
+    else:
+        is_v3 = family == "deepseek-v3"
+        router = (DeepseekV3TopkRouter if is_v3 else DeepseekV2TopkRouter)(config)
+        experts = read_grouped_experts(config.to_dict(), scoring="sigmoid" if is_v3 else "softmax")
+        assert experts is not None
+        routing = experts.routing
+    generator = torch.Generator().manual_seed(0)
+    router.weight.copy_(torch.randn(router.weight.shape, generator=generator) / 8)
+    bias = torch.randn(16, generator=generator) * 0.1 if family == "deepseek-v3" else None
+    if bias is not None:
+        router.e_score_correction_bias.copy_(bias)
+    logits, weights, ids = router(torch.randn(1000, 64, generator=generator))
+    routed = route(logits, bias, routing)
+    mine, theirs = torch.zeros_like(logits), torch.zeros_like(logits)
+    mine.scatter_(1, routed.ids.long(), routed.weights)
+    torch.testing.assert_close(mine, theirs.scatter_(1, ids, weights), atol=1e-6, rtol=1e-5)
+
+
+def test_scores_that_are_all_zero_give_weights_of_zero() -> None:
+    routed = route(torch.full((2, 4), -200.0), None, Routing(top_k=2, scoring="sigmoid", renormalise=True))
+    assert routed.weights.tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("name", "count"), [("deepseek-v2-lite", 15.7e9), ("qwen3-30b-a3b", 30.5e9), ("mixtral-8x7b", 46.7e9)])
+def test_shapes_of_the_benchmarks_have_as_many_parameters_as_their_model_cards_say(
+    registry: Registry, tmp_path: Path, *, name: str, count: float
+) -> None:
+    asked = EngineOptions(model=str(write_shape(name, tmp_path)), load_format="dummy", device="cpu", dtype="bfloat16")
+    assert check_weights(choose(asked, registry)).record.num_bytes() / 2 == pytest.approx(count, rel=0.005)

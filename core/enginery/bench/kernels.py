@@ -219,6 +219,8 @@ class KernelBench:
         weight, both, cos_sin = self.randn(hidden), self.randn(rows, 2 * self.sizes.intermediate), self.randn(rows, _DIM)
         yield "rms_norm", lambda: table.rms_norm(x, weight, 1e-6), 2 * x.nbytes
         yield "add_rms_norm", lambda: table.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes
+        ids = torch.arange(rows, device=self.device)
+        yield "embed", lambda: table.embed(x, ids), 2 * x.nbytes
         yield "gated_silu", lambda: table.gated_silu(both), both.nbytes * 3 // 2
         qkv = self.randn(rows, hidden // _DIM + 2 * kv_heads, _DIM)  # [T, H + 2K, D]
         written = {"keys": keys.view(rows, -1, _DIM), "values": values.view(rows, -1, _DIM), "slots": slots}

@@ -125,6 +125,7 @@ class ExpertScales:
 class OpTable:
     """One function per operation, chosen at start.
 
+    embed(table [V, C], ids [T] int64): the rows of the table, [T, C].
     bind_linear(weight [out, in], bias [out] or None): may repack the weight; keeps what it needs of it.
     rms_norm(x [N, C], weight [C], eps): over the last dimension, in float32 inside.
     add_rms_norm(x [N, C], residual [N, C], weight, eps): adds x into residual in place, returns the norm of the sum.
@@ -140,6 +141,7 @@ class OpTable:
     sample_rows(logits [N, V], draws): a token for each row, [N] int64, see `Draws`.
     """
 
+    embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     bind_linear: Callable[[torch.Tensor, torch.Tensor | None], LinearFn]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]

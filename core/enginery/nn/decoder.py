@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from enginery.config.decoder_shape import DecoderShape
 from enginery.contracts.attention import GlobalLayerId, LayerSpec, LocalLayerId
@@ -113,6 +112,7 @@ class Decoder:
         table = (shape.vocab_size, shape.hidden_size)
         self.eps = shape.rms_eps
         self.add_rms_norm = context.ops.add_rms_norm
+        self.embed = context.ops.embed
         self.embedding = weights.take("model.embed_tokens.weight", table)
         self.layers = [
             layer(context, weights.scope(f"model.layers.{index}"), shape=shape, index=index) for index in range(len(shape.windows))
@@ -123,9 +123,9 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the last norm: [T, C]."""
-        residual = F.embedding(batch.input_ids, self.embedding)  # [T, C]
+        residual = self.embed(self.embedding, batch.input_ids)  # [T, C]
         delta: torch.Tensor | None = None
-        cos_sin = F.embedding(batch.positions, self.rotary)  # [T, R]
+        cos_sin = self.embed(self.rotary, batch.positions)  # [T, R]
         for layer in self.layers:
             delta = layer(delta, residual, cos_sin=cos_sin, batch=batch)
         assert delta is not None, "a decoder without layers"

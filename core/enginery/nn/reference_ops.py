@@ -12,6 +12,7 @@ from enginery.nn.reference_experts import bind_experts, route
 def reference_ops() -> OpTable:
     """The table that plugins override in part."""
     return OpTable(
+        embed=embed,
         bind_linear=bind_linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
@@ -23,6 +24,11 @@ def reference_ops() -> OpTable:
         greedy=greedy,
         sample_rows=sample_rows,
     )
+
+
+def embed(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`F.embedding`, which has its arguments the other way round."""
+    return F.embedding(ids, table)
 
 
 def bind_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:

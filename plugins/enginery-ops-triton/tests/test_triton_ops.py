@@ -155,6 +155,16 @@ def test_a_kv_layout_that_the_kernel_cannot_write_is_refused(device: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "columns"), [(0, 64), (1, 4096), (33, 34)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_an_embedding_is_the_rows_of_its_table(dtype: torch.dtype, tokens: int, columns: int, strided: bool, device: str) -> None:
+    torch.manual_seed(0)
+    table = random(50, columns, dtype=dtype, device=device)
+    ids = torch.randint(50, (tokens,), device=device)
+    assert torch.equal(ops(device).embed(part_of_wider(table) if strided else table, ids), reference_ops.embed(table, ids))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 64), (1, 6144), (33, 34), (3, 2, 1536)])
 @pytest.mark.parametrize("strided", [False, True])
 def test_gated_silu_equals_the_reference(dtype: torch.dtype, shape: tuple[int, ...], strided: bool, device: str) -> None:

@@ -10,13 +10,14 @@ import torch
 from enginery.api import Draws, ExpertScales, ExpertsFn, LinearFn, Routed, Routing
 from enginery.nn import reference_ops
 from enginery_ops_triton.experts import bind_experts
-from enginery_ops_triton.kernels import activation, norm, rotary
+from enginery_ops_triton.kernels import activation, embedding, norm, rotary
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.routing import route
 from enginery_ops_triton.sampling import greedy_sample, sample_rows
 from enginery_ops_triton.small_linear import bind_small_linear
 
 GATE_BLOCK: Final = 1024
+EMBED_BLOCK: Final = 2048
 HEADS_PER_PROGRAM: Final = 8
 
 
@@ -35,6 +36,27 @@ class TritonOps:
     def bind_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
         """Own kernels for a few rows, torch for more."""
         return bind_small_linear(weight, bias, dependent_launch=self.dependent_launch)
+
+    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of the table, which must exist: nothing checks ids."""
+        if table.stride(1) != 1 or ids.dim() != 1:
+            return reference_ops.embed(table, ids)
+        columns = table.shape[1]
+        out = torch.empty((len(ids), columns), dtype=table.dtype, device=table.device)
+        block = min(EMBED_BLOCK, next_power_of_2(columns))
+        if len(ids):
+            embedding.embed[(len(ids), -(-columns // block))](
+                table,
+                ids.contiguous(),
+                out,
+                table.stride(0),
+                COLUMNS=columns,
+                BLOCK=block,
+                CHAINED=self.dependent_launch,
+                num_warps=4,
+                launch_pdl=self.dependent_launch,
+            )
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Over the last dimension; a weight per head broadcasts, by the reference."""

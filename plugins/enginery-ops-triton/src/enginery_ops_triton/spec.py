@@ -35,6 +35,7 @@ def _refuse(needs: OpNeeds) -> list[Reason]:
 
 
 PROVIDES = (
+    "embed",
     "bind_linear",
     "rms_norm",
     "add_rms_norm",

@@ -170,11 +170,15 @@ class LatentAttention(Composite):
             return
         base = self.capabilities.lse_base
         assert base is not None
-        whole, whole_lse = torch.zeros(out.shape, device=q.device), torch.full(q.shape[:2], float("-inf"), device=q.device)
-        lse = torch.empty_like(whole_lse)  # [S, H]
+        whole, whole_lse = out, torch.empty(q.shape[:2], device=q.device)  # [S, H]
         for piece, slots in zip(part.pieces, part.slots, strict=True):
+            lse = torch.empty_like(whole_lse)
             attend(q, *self._keys_values(layer, self._latents(k, layer, slots)), layer, piece, out, lse)
-            whole, whole_lse = fold(whole, whole_lse, out.float(), to_natural_log(lse, base))
+            lse = to_natural_log(lse, base)
+            if whole is out:  # the first piece
+                whole, whole_lse = out.to(torch.float32, copy=True), lse
+            else:
+                whole_lse = fold(whole, whole_lse, out, lse)
         out.copy_(whole)
 
     def _latents(self, k: torch.Tensor, layer: LayerSpec, slots: torch.Tensor | None) -> torch.Tensor:

@@ -17,16 +17,13 @@ def to_natural_log(lse: torch.Tensor, base: Literal["e", "2"]) -> torch.Tensor:
     return lse.mul_(math.log(2.0)) if base == "2" else lse
 
 
-def fold(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fold(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
     """Softmax attention over two disjoint sets of keys from that over each (the merge of split-KV kernels, arXiv:2311.01282).
 
-    out, more: [S, H, V] float32; lse, more_lse: [S, H] float32, natural, -inf for rows that saw nothing, whose outputs must be 0.
-    Returns the output and the log-sum-exp over both sets.
+    out: [S, H, V] float32, overwritten with that over both; more: [S, H, V], of any dtype; lse, more_lse: [S, H] float32, natural,
+    -inf for rows that saw nothing, whose outputs must be 0. Returns the log-sum-exp over both sets, [S, H].
     """
-    top = torch.maximum(lse, more_lse)
-    top = torch.where(top == float("-inf"), 0.0, top)  # rows that saw nothing at all
-    first, second = (lse - top).exp(), (more_lse - top).exp()  # [S, H]
-    total = first + second
-    share = torch.where(total == 0, 0.0, first / total)[..., None]
-    other = torch.where(total == 0, 0.0, second / total)[..., None]
-    return out * share + more * other, top + total.log()
+    whole = torch.logaddexp(lse, more_lse)
+    share = torch.where(more_lse == float("-inf"), 0.0, (more_lse - whole).exp())
+    out.lerp_(more.to(out.dtype), share[..., None])
+    return whole

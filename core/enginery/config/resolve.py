@@ -75,7 +75,7 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         overlap=device.kind != "cpu" if asked.overlap is None else asked.overlap,
         max_graph_requests=min(requests, MAX_GRAPH_REQUESTS) if asked.graphs and device.kind == "cuda" else 0,
         mla_prefill=None if asked.mla_prefill == "auto" else PrefillStrategy(asked.mla_prefill),
-        mla_chunk_tokens=asked.mla_chunk_tokens or int(tokens.value),
+        mla_chunk_tokens=asked.mla_chunk_tokens or 2 * int(tokens.value),
         decisions=(
             Decision(setting="device", value=device.kind, reason=device.name),
             dtype,

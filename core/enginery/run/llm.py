@@ -174,7 +174,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            return tuple(operator.index(token) for token in prompt)
+            return tuple(map(operator.index, prompt))
         if self.tokenizer is None:
             raise CheckpointError(f"{self.facts.folder} has no tokenizer.json; give prompts as lists of token ids")
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))

@@ -1,17 +1,19 @@
-"""FlashInfer's kernels beside Triton's, as the two plugins run them: `python docs/benchmarks/kernels_flashinfer.py > FILE`.
+"""FlashInfer's kernels beside Triton's, as the plugins run them: `python docs/benchmarks/kernels_flashinfer.py --commit ID > FILE`.
 
 Numbers are checked first, against float64. Decoding is a replay of a graph, as bytes of keys and values over time; prefill is timed
-eagerly, as multiply-adds that causality leaves; planning is the host's time for one batch. One layer of Llama-3.1-8B's dims.
+eagerly, as multiply-adds that causality leaves; planning is the host's time for one batch. One layer of Llama-3.1-8B's dims, whose
+queries, keys and values are parts of one tensor, as a model has them.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +43,14 @@ PAGE = 16
 FACTS = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
 LAYER = LayerSpec(global_id=GlobalLayerId(0), local_id=LocalLayerId(0), facts=FACTS, scale=FACTS.head_dim**-0.5)
 DECODES = ((64, 4096), (16, 32768), (256, 1024), (1, 32768))
-PREFILLS = ((4, 4096, 4096), (1, 32768, 32768), (1, 8192, 32768), (8, 512, 4096))  # requests, new, all
+PREFILLS = (  # requests, new, all
+    *((4, 4096, 4096), (2, 4096, 4096), (1, 32768, 32768), (1, 8192, 32768), (1, 8192, 16384), (8, 512, 4096)),
+)
+COPIES = (  # the same, from pages and from a copy of them
+    *((1, 8192, 32768), (4, 2048, 8192), (1, 2048, 32768), (8, 1024, 4096), (8, 512, 4096), (2, 512, 32768), (16, 256, 4096)),
+    *((16, 512, 512), (16, 128, 4096), (1, 128, 32768)),
+)
+MIXED = ((64, 1024, 8128, 32768), (128, 2048, 8064, 8064))  # decoding requests, all of each; new and all of one that prefills
 SHARED = ((64, 8192, 8704), (16, 8192, 8704), (64, 2048, 2560), (16, 2048, 2560), (256, 512, 1024), (8, 16384, 16896))
 BACKENDS: dict[str, FlashInferOptions | None] = {
     "triton": None,
@@ -89,19 +98,24 @@ def backend_of(name: str, memory: Memory) -> Any:
 
 
 def batch_of(requests: int, new: int, length: int, *, shared: int = 0) -> ForwardBatch:
-    """Pages anywhere, but for the first `shared` ones, which all requests have in common."""
-    columns = -(-length // PAGE)
-    table = torch.randperm(requests * columns).view(requests, columns).to(torch.int32)
+    """See `ragged_batch`."""
+    return ragged_batch([(new, length)] * requests, phase=Phase.DECODE if new == 1 else Phase.PREFILL, shared=shared)
+
+
+def ragged_batch(lengths: Sequence[tuple[int, int]], *, phase: Phase, shared: int = 0) -> ForwardBatch:
+    """Requests of (new, all) tokens. Pages anywhere, but for the first `shared` ones, which all requests have in common."""
+    q_lens, kv_lens = (torch.tensor(values, dtype=torch.int32) for values in zip(*lengths, strict=True))
+    columns = -(-int(kv_lens.max()) // PAGE)
+    table = torch.randperm(len(lengths) * columns).view(len(lengths), columns).to(torch.int32)
     table[:, :shared] = table[0, :shared]
-    rows = torch.zeros(requests * new, dtype=torch.int64, device="cuda")
-    q_lens = torch.full((requests,), new, dtype=torch.int32)
+    rows = torch.zeros(int(q_lens.sum()), dtype=torch.int64, device="cuda")
     return ForwardBatch(
-        phase=Phase.DECODE if new == 1 else Phase.PREFILL,
+        phase=phase,
         input_ids=rows,
         positions=rows,
         slots=rows,
         q_lens_cpu=q_lens,
-        kv_lens_cpu=torch.full_like(q_lens, length),
+        kv_lens_cpu=kv_lens,
         page_table_cpu=table,
         num_logits_cpu=torch.ones_like(q_lens),
         state_slots_cpu=torch.zeros_like(q_lens),
@@ -111,7 +125,7 @@ def batch_of(requests: int, new: int, length: int, *, shared: int = 0) -> Forwar
 def relative_error(q: torch.Tensor, out: torch.Tensor, batch: ForwardBatch, memory: Memory) -> float:
     """Of the last request's last 16 rows."""
     length, new = int(batch.kv_lens_cpu[-1]), min(16, int(batch.q_lens_cpu[-1]))
-    pages = batch.page_table_cpu[-1].long().cuda()
+    pages = batch.page_table_cpu[-1, : -(-length // PAGE)].long().cuda()
     k, v = (part[pages].flatten(0, 1)[:length].double() for part in memory.kv)
     k, v = (part.repeat_interleave(FACTS.num_heads // FACTS.num_kv_heads, 1) for part in (k, v))
     scores = torch.einsum("shd,lhd->hsl", q[-new:].double(), k) * LAYER.scale
@@ -145,13 +159,40 @@ def host_s(run: Callable[[], object], *, repeats: int = 15) -> float:
     return statistics.median(times[3:])
 
 
-def tensors(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.randn(batch.num_tokens, FACTS.num_heads, FACTS.head_dim, device="cuda", dtype=torch.bfloat16)
-    return q, torch.empty_like(q)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """A batch with its tensors. The step's own keys and values are those in memory."""
 
+    batch: ForwardBatch
+    memory: Memory
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
 
-def attending(backend: AttnBackend, q: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> Callable[[], None]:
-    return partial(backend.attend, q, q, q, LAYER, batch, out)
+    @classmethod
+    def of(cls, batch: ForwardBatch, memory: Memory) -> Step:
+        q = torch.randn(batch.num_tokens, FACTS.num_heads, FACTS.head_dim, device="cuda", dtype=torch.bfloat16)
+        slots = []
+        for new, end, pages in zip(batch.q_lens_cpu.tolist(), batch.kv_lens_cpu.tolist(), batch.page_table_cpu, strict=True):
+            places = torch.arange(end - new, end)
+            slots.append(pages[places // PAGE].long() * PAGE + places % PAGE)
+        rows = torch.cat(slots).cuda()
+        whole = torch.cat((q, *(part.flatten(0, 1)[rows].to(q.dtype) for part in memory.kv)), dim=1)
+        parts = whole.split((FACTS.num_heads, FACTS.num_kv_heads, FACTS.num_kv_heads), dim=1)
+        return cls(batch=batch, memory=memory, q=parts[0], k=parts[1], v=parts[2], out=torch.empty_like(q))
+
+    def attending(self, backend: AttnBackend) -> Callable[[], None]:
+        return partial(backend.attend, self.q, self.k, self.v, LAYER, self.batch, self.out)
+
+    def relative_error(self) -> float:
+        return relative_error(self.q, self.out, self.batch, self.memory)
+
+    def flop(self) -> float:
+        """Of the requests with more than one new token."""
+        lengths = zip(self.batch.q_lens_cpu.tolist(), self.batch.kv_lens_cpu.tolist(), strict=True)
+        pairs = sum(new * (end - new) + new * (new + 1) / 2 for new, end in lengths if new > 1)
+        return pairs * FACTS.num_heads * 4 * FACTS.head_dim
 
 
 def decodes(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
@@ -159,12 +200,12 @@ def decodes(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     for requests, length in DECODES:
         batch = batch_of(requests, 1, length)
         memory = memory_of(requests * -(-length // PAGE), dtype)
-        backend, (q, out) = backend_of(name, memory), tensors(batch)
+        backend, step = backend_of(name, memory), Step.of(batch, memory)
         eager = host_s(partial(backend.plan_forward_metadata, batch, False))
         backend.init_graph_state(requests, requests)
         plan = backend.plan_forward_metadata(batch, True)
         batch.mark_planned(plan)
-        run = attending(backend, q, batch, out)
+        run = step.attending(backend)
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -173,7 +214,7 @@ def decodes(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
                 run()
         refresh = host_s(partial(backend.refresh_graph_metadata, plan, batch))
         graph.replay()
-        error = relative_error(q, out, batch, memory)
+        error = step.relative_error()
         seconds = device_s(graph.replay, launches=2) / 8
         moved = 2 * requests * length * FACTS.num_kv_heads * FACTS.head_dim * dtype.itemsize
         what = {"backend": name, "kind": "decode", "requests": requests, "length": length, "relative_error": error}
@@ -184,16 +225,52 @@ def prefills(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     for requests, new, length in PREFILLS:
         batch = batch_of(requests, new, length)
         memory = memory_of(requests * -(-length // PAGE), dtype)
-        backend, (q, out) = backend_of(name, memory), tensors(batch)
+        backend, step = backend_of(name, memory), Step.of(batch, memory)
         planning = host_s(partial(backend.plan_forward_metadata, batch, False))
-        batch.mark_planned(backend.plan_forward_metadata(batch, False))
-        run = attending(backend, q, batch, out)
-        run()
-        error = relative_error(q, out, batch, memory)
-        seconds = device_s(run, launches=2)
-        flop = requests * (new * (length - new) + new * (new + 1) / 2) * FACTS.num_heads * 4 * FACTS.head_dim
-        what = {"backend": name, "kind": "prefill", "requests": requests, "new": new, "length": length, "relative_error": error}
-        yield what | {"seconds": seconds, "flop_per_s": flop / seconds, "plan_s": planning}
+        what = {"backend": name, "kind": "prefill", "requests": requests, "new": new, "length": length}
+        yield what | timed(backend, step) | {"plan_s": planning}
+
+
+def timed(backend: Any, step: Step) -> dict[str, Any]:
+    """Of a batch that is planned here."""
+    step.batch.mark_planned(backend.plan_forward_metadata(step.batch, False))
+    run = step.attending(backend)
+    run()
+    error, seconds = step.relative_error(), device_s(run, launches=2)
+    return {"relative_error": error, "seconds": seconds, "flop_per_s": step.flop() / seconds}
+
+
+def copies(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Prefill from pages and from a copy of them, whatever the backend would choose, and the copying alone."""
+    for requests, new, length in COPIES:
+        batch = batch_of(requests, new, length)
+        memory = memory_of(requests * -(-length // PAGE), dtype)
+        backend, step = backend_of(name, memory), Step.of(batch, memory)
+        chosen = backend.planner.prefill.least_readers
+        what = {"backend": name, "kind": "copied pages", "requests": requests, "new": new, "length": length}
+        readers = new * (length - new / 2) / length * FACTS.num_heads / FACTS.num_kv_heads
+        for least in (1 << 40, 0):
+            backend.planner.prefill.least_readers = least
+            row = timed(backend, step)
+            (part,) = [cut.prefill for cut in batch.plan.cuts.values()]
+            if part.gathering is not None:
+                copy = partial(backend.kernels.gather, memory.kv, part.gathering.lists, part.gathering.into)
+                moved = requests * length * FACTS.num_kv_heads * FACTS.head_dim * 2 * (dtype.itemsize + 2)
+                copy_s = device_s(copy, launches=4)
+                row |= {"copy_s": copy_s, "copy_bytes_per_s": moved / copy_s}
+            yield what | {"readers": readers, "chosen": (readers >= chosen) == (least == 0), "own": part.own} | row
+
+
+def mixed(name: str) -> Iterator[dict[str, Any]]:
+    """Steps that decode and prefill: the whole, and what it takes more than the same step without the prefill."""
+    for decoding, cached, new, length in MIXED:
+        batch = ragged_batch([*[(1, cached)] * decoding, (new, length)], phase=Phase.MIXED)
+        memory = memory_of(batch.page_table_cpu.numel(), torch.bfloat16)
+        backend = backend_of(name, memory)
+        alone = timed(backend, Step.of(batch_of(decoding, 1, cached), memory))["seconds"]
+        row = timed(backend, step := Step.of(batch, memory))
+        what = {"backend": name, "kind": "mixed", "decoding": decoding, "cached": cached, "new": new, "length": length}
+        yield what | row | {"decoding_s": alone, "prefill_flop_per_s": step.flop() / (row["seconds"] - alone)}
 
 
 def shared(name: str) -> Iterator[dict[str, Any]]:
@@ -201,14 +278,14 @@ def shared(name: str) -> Iterator[dict[str, Any]]:
     for requests, prefix, length in SHARED:
         batch = batch_of(requests, 1, length, shared=prefix // PAGE)
         memory = memory_of(requests * -(-length // PAGE), torch.bfloat16)
-        backend, (q, out) = backend_of(name, memory), tensors(batch)
+        backend, step = backend_of(name, memory), Step.of(batch, memory)
         for once in (True, False):
             backend.planner.shared_tokens = 512 if once else 0
             planning = host_s(partial(backend.plan_forward_metadata, batch, False))
             batch.mark_planned(backend.plan_forward_metadata(batch, False))
-            run = attending(backend, q, batch, out)
+            run = step.attending(backend)
             run()
-            error = relative_error(q, out, batch, memory)
+            error = step.relative_error()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -219,25 +296,34 @@ def shared(name: str) -> Iterator[dict[str, Any]]:
             yield what | {"read_once": once, "relative_error": error, "seconds": seconds, "plan_s": planning}
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows(*, only_prefill: bool) -> Iterator[dict[str, Any]]:
     for name in BACKENDS:
         dtype = torch.float8_e4m3fn if "fp8" in name else torch.bfloat16
-        if "prefill=" not in name:
+        if "prefill=" not in name and not only_prefill:
             yield from decodes(name, dtype)
         if "graphs" not in name:
             yield from prefills(name, dtype)
-    yield from shared("flashinfer")
+        if name in ("flashinfer", "flashinfer prefill=fa2", "flashinfer fp8"):
+            yield from copies(name, dtype)
+    yield from mixed("flashinfer")
+    if not only_prefill:
+        yield from shared("flashinfer")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--only-prefill", action="store_true")
+    asked = parser.parse_args()
     torch.manual_seed(0)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "flashinfer-python")}
     found = []
-    for row in rows():
+    for row in rows(only_prefill=asked.only_prefill):
         assert row["relative_error"] < 0.01, row
         found.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
-    print(json.dumps({"device": torch.cuda.get_device_name(), "versions": versions, "rows": found}, indent=1))
+    facts = {"command": " ".join(sys.argv), "commit": asked.commit, "device": torch.cuda.get_device_name(), "versions": versions}
+    print(json.dumps(facts | {"rows": found}, indent=1))
 
 
 if __name__ == "__main__":

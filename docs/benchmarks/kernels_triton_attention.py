@@ -24,8 +24,7 @@ import triton
 
 from enginery.api import AttnLayerFacts, ForwardBatch, LatentFacts, Phase
 from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
-from enginery_attn_triton.plan import GraphState, Split, Tiles, split_decoding, tiles_of
-from enginery_attn_triton.prefixes import shared_prefixes
+from enginery_attn_triton.plan import GraphState, Split, Tiles, sharing, split_decoding, tiles_of
 from enginery_attn_triton.tiling import Device, LayerCut, Tile, prefill_tile
 
 PAGE = 16
@@ -114,7 +113,7 @@ class Bench:
 
     def decode(self, cut: LayerCut) -> Run:
         columns, num = self.table.shape[1], len(self.kv_lens)
-        shared = shared_prefixes(self.table, self.kv_lens, page_size=PAGE) if self.sharing else []
+        shared = sharing(self.table, self.kv_lens, page_size=PAGE) if self.sharing else []
         items, splits, num_tall = split_decoding(self.kv_lens, cut.decode, columns=columns, page_size=PAGE, shared=shared)
 
         def captured(part: np.ndarray, size: int) -> torch.Tensor:

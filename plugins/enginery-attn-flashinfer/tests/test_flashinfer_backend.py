@@ -6,10 +6,11 @@ import dataclasses
 import gc
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
-from enginery.api import AttnLayerFacts, BackendContext, HookGroup, LayerKV, Phase, PlanKey, StalePlan, Unsupported
+from enginery.api import AttnLayerFacts, BackendContext, ForwardBatch, HookGroup, LayerKV, Phase, PlanKey, StalePlan, Unsupported
 from enginery.memory.arena import DeviceArena
 from enginery.testing.cases import AttnCase
 from enginery.testing.conformance import Check
@@ -20,8 +21,10 @@ from enginery.testing.workbench import Workbench
 from enginery_attn_flashinfer.backend import FlashInferAttention
 from enginery_attn_flashinfer.contract import KernelSettings
 from enginery_attn_flashinfer.cuts import Cut
-from enginery_attn_flashinfer.pages import PageLists
+from enginery_attn_flashinfer.leases import Pool
+from enginery_attn_flashinfer.pages import GatherLists, PageLists, Rows
 from enginery_attn_flashinfer.plan import Planner, SharedPart
+from enginery_attn_flashinfer.prefill import LEAST_READERS, PrefillPlanner
 from enginery_attn_flashinfer.spec import FlashInferOptions, make_spec
 
 GQA = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -78,6 +81,24 @@ class TorchWrapper:
         return torch.einsum("shl,lhd->shd", weights, v), sums / torch.log(torch.tensor(2.0))
 
 
+class TorchRaggedWrapper(TorchWrapper):
+    """Sees keys and values as one page for each request."""
+
+    def __init__(self) -> None:
+        super().__init__(0, causal=True)
+
+    def plan(self, cut: Cut, q_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
+        self.cut, self.q_lens, self.kv_lens = cut, q_indptr.diff().tolist(), kv_indptr.diff().tolist()
+        assert all(0 < rows <= keys for rows, keys in zip(self.q_lens, self.kv_lens, strict=True))
+
+    def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float) -> None:
+        assert kv.k.dtype == kv.v.dtype == q.dtype
+        parts = [part.double().split(self.kv_lens) for part in kv]
+        rows = zip(q.double().split(self.q_lens), *parts, out.split(self.q_lens), strict=True)
+        for mine, k, v, result in rows:
+            result.copy_(self.attention(mine, k, v, scale)[0])
+
+
 class TorchKernels:
     """Implements `contract.Kernels`."""
 
@@ -96,6 +117,14 @@ class TorchKernels:
     def prefill(self, workspace: torch.Tensor) -> TorchWrapper:
         return TorchWrapper(self.page_size, causal=True)
 
+    def ragged(self, workspace: torch.Tensor) -> TorchRaggedWrapper:
+        return TorchRaggedWrapper()
+
+    def gather(self, kv: LayerKV, lists: GatherLists, into: LayerKV) -> None:
+        for part, copy in zip(kv, into, strict=True):
+            for page, (first, end) in zip(lists.pages.tolist(), lists.starts.unfold(0, 2, 1).tolist(), strict=True):
+                copy[first:end] = part[page, : end - first].to(copy.dtype)
+
     def prefix(self, workspace: torch.Tensor) -> TorchWrapper:
         return TorchWrapper(self.page_size, causal=False)
 
@@ -106,9 +135,12 @@ class TorchKernels:
         lse.copy_(together)
 
 
-def on_the_cpu() -> Subject:
+def on_the_cpu(*, copies_always: bool = False) -> Subject:
     def create(context: BackendContext) -> FlashInferAttention:
-        return FlashInferAttention(context, TorchKernels)
+        backend = FlashInferAttention(context, TorchKernels)
+        if copies_always:
+            backend.planner.prefill.least_readers = 0
+        return backend
 
     spec = make_spec()
     can = dataclasses.replace(spec.capabilities, devices=frozenset({"cpu"}), min_compute_capability=None)
@@ -132,9 +164,16 @@ class TestOnTorchKernels(AttnBackendSuite):
         super().test_rule(subject_of_kit, check)
 
 
-def made(facts: AttnLayerFacts = GQA, **options: int) -> Workbench:
+class TestCopiedPagesOnTorchKernels(TestOnTorchKernels):
+    @classmethod
+    def subject(cls) -> Subject:
+        """Whose prefills after cached tokens copy pages first, however few rows there are."""
+        return on_the_cpu(copies_always=True)
+
+
+def made(facts: AttnLayerFacts = GQA, *, copies_always: bool = False, **options: int) -> Workbench:
     case = AttnCase(facts=facts, page_size=4, dtype="bfloat16")
-    return Workbench(on_the_cpu(), case, num_tokens=4000, options=FlashInferOptions(**options))
+    return Workbench(on_the_cpu(copies_always=copies_always), case, num_tokens=4000, options=FlashInferOptions(**options))
 
 
 def sharing_turns(bench: Workbench, *, pages: int, lengths: Sequence[int]) -> list:
@@ -181,19 +220,96 @@ def test_layers_with_a_window_and_a_switched_off_option_do_not_share() -> None:
         assert not any(isinstance(cut.front, SharedPart) for cut in batch.plan.cuts.values())
 
 
+def wrappers_of(batch: ForwardBatch) -> list[TorchWrapper]:
+    return [lease.item for cut in batch.plan.cuts.values() for lease in (cut.front, cut.prefill.wrapper)]
+
+
 def test_wrappers_are_planned_again_when_their_plan_is_gone_and_not_before() -> None:
     bench = made()
     turns = bench.turns([(5, 1), (9, 4)])
     batches = [bench.batch(turns, Phase.MIXED) for _ in range(3)]
     for batch in batches:
         bench.relay.plan(batch)
-    used = [[part.item for cut in batch.plan.cuts.values() for part in (cut.front, cut.prefill)] for batch in batches]
+    used = [wrappers_of(batch) for batch in batches]
     assert len({id(item) for items in used for item in items}) == 6
     gone = used[1]
     batches[1].plan = None
     gc.collect()
     bench.relay.plan(batches[1])
-    assert [part.item for cut in batches[1].plan.cuts.values() for part in (cut.front, cut.prefill)] == gone
+    assert wrappers_of(batches[1]) == gone
+
+
+def test_prefills_without_cached_tokens_read_the_keys_and_values_of_the_step() -> None:
+    for facts in (GQA, dataclasses.replace(GQA, sliding_window=9)):
+        bench = made(facts)
+        turns = bench.turns([(5, 1), (0, 1), (0, 30), (0, 7)])
+        batch = bench.pad(bench.batch(turns, Phase.MIXED), requests=2, tokens=3)
+        bench.relay.plan(batch)
+        (cut,) = batch.plan.cuts.values()
+        assert cut.prefill.own
+        written = bench.pool.layer(bench.layer.local_id)
+        for turn in turns[2:]:
+            for stored in written:
+                stored[turn.tokens.pages] = float("nan")
+        compare(bench.attend(batch, turns), [bench.expected(turn) for turn in turns], dtype="bfloat16", what=f"{facts}")
+
+
+def test_pages_are_copied_where_enough_rows_read_them_and_the_copy_fits() -> None:
+    many, few = [(3, 1), (40, 300), (0, 40)], [(3, 1), (400, 60), (0, 5)]
+    window = dataclasses.replace(GQA, sliding_window=9)
+    for facts, lengths, options, copies in (
+        (GQA, many, {}, True),
+        (GQA, few, {}, False),
+        (window, many, {}, False),
+        (GQA, many, {"gather_mb": 0}, False),
+    ):
+        bench = made(facts, **options)
+        bench.backend.planner.prefill.least_readers = 200
+        turns = bench.turns(lengths)
+        batch = bench.batch(turns, Phase.MIXED)
+        out = bench.plan_and_attend(batch, turns)
+        (cut,) = batch.plan.cuts.values()
+        assert not cut.prefill.own
+        assert (cut.prefill.gathering is not None) == copies, (facts, lengths, options)
+        compare(out, [bench.expected(turn) for turn in turns], dtype="bfloat16", what=f"{facts} {lengths}")
+
+
+def test_copies_take_what_the_option_says_and_longer_requests_are_read_in_place() -> None:
+    bench = made(dataclasses.replace(GQA, num_kv_heads=4), copies_always=True, gather_mb=1)  # 1024 tokens
+    taken: dict[str, int] = {}
+    take = bench.backend.arena.take
+
+    def recorded(purpose: str, num_bytes: int) -> torch.Tensor:
+        taken[purpose] = num_bytes
+        return take(purpose, num_bytes)
+
+    bench.backend.planner.prefill.arena.take = recorded
+    for lengths, copies in (([(20, 5)], True), ([(600, 400), (9, 15)], True), ([(600, 400), (9, 16)], False)):
+        batch = bench.batch(bench.turns(lengths), Phase.PREFILL)
+        bench.relay.plan(batch)
+        (cut,) = batch.plan.cuts.values()
+        assert (cut.prefill.gathering is not None) == copies, lengths
+    assert taken["keys and values of prefill"] == 1 << 20
+
+
+def test_float8_pages_are_copied_into_the_dtype_of_the_model_never_taken_from_the_step() -> None:
+    device, plain = torch.device("cpu"), Cut.of(GQA)
+    windowed = dataclasses.replace(plain, window=9)
+    settings = KernelSettings(device=device, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, page_size=4, prefill="fa2")
+    kernels = TorchKernels(settings, ())
+    arena = DeviceArena(device)
+    planner = PrefillPlanner(kernels, [plain, windowed], settings, arena=arena, gather_bytes=1 << 20)
+    assert planner.least_readers < LEAST_READERS
+    table = np.arange(500, dtype=np.int32).reshape(1, 500)
+    for length, copies in ((600, True), (500, False)):  # two heads in a group, half of all rows see a key
+        lens = np.array([length], dtype=np.int32)
+        pools = Pool(lambda: kernels.prefill(torch.empty(1))), Pool(lambda: kernels.ragged(torch.empty(1)))
+        parts = planner.plan(*pools, Rows(q_lens=lens, kv_lens=lens, table=table))
+        assert not any(part.own for part in parts.values())
+        assert parts[windowed].gathering is None
+        assert (parts[plain].gathering is not None) == copies
+    into = planner.plan(*pools, Rows(q_lens=lens + 200, kv_lens=lens + 202, table=table))[plain].gathering.into
+    assert [(part.dtype, part.shape) for part in into] == [(torch.bfloat16, (702, 2, 64))] * 2
 
 
 def test_a_captured_plan_reads_what_was_refreshed_last() -> None:
@@ -262,7 +378,7 @@ def test_of_layers_with_and_without_a_window_only_those_without_share() -> None:
     device = torch.device("cpu")
     settings = KernelSettings(device=device, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, page_size=4, prefill="fa2")
     kernels = TorchKernels(settings, ())
-    planner = Planner(kernels, [windowed, plain], arena=DeviceArena(device), page_size=4, pinned=False, shared_tokens=32)
+    planner = Planner(kernels, [windowed, plain], settings, arena=DeviceArena(device), shared_tokens=32, gather_bytes=0)
     bench = made()
     batch = bench.batch(sharing_turns(bench, pages=8, lengths=(33, 40, 36)), Phase.DECODE)
     key = PlanKey(backend="", phase=Phase.DECODE, num_requests=4, num_tokens=4)

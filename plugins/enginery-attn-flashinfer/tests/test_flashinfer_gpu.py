@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from enginery.api import (
     LayerSpec,
     LocalLayerId,
     Phase,
+    Unsupported,
 )
 from enginery.memory.arena import DeviceArena
 from enginery.memory.states import RecurrentStatePool
@@ -83,6 +85,20 @@ class TestPlainLayersOnCuda(AttnBackendSuite):
         super().test_rule(subject_of_kit, check)
 
 
+class TestCopiedPagesOnCuda(TestPlainLayersOnCuda):
+    @classmethod
+    def subject(cls) -> Subject:
+        """Whose prefills after cached tokens copy pages first, however few rows there are."""
+        whole = super().subject()
+
+        def create(context: BackendContext) -> Any:
+            backend = whole.create(context)
+            backend.planner.prefill.least_readers = 0
+            return backend
+
+        return dataclasses.replace(whole, create=create)
+
+
 class TestFlashAttention2OnCuda(AttnBackendSuite):
     backend = "flashinfer"
     device = "cuda"
@@ -116,16 +132,24 @@ class Bench:
     """One layer, whose memory is full of noise."""
 
     def __init__(
-        self, facts: AttnLayerFacts = LLAMA, *, num_pages: int, kv_dtype: torch.dtype = torch.bfloat16, **options: Any
+        self,
+        facts: AttnLayerFacts = LLAMA,
+        *,
+        num_pages: int,
+        kv_dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        copies: bool | None = None,
+        **options: Any,
     ) -> None:
         from enginery_attn_flashinfer.backend import FlashInferAttention
         from enginery_attn_flashinfer.kernels import FlashInferKernels
 
         device = torch.device("cuda")
-        self.facts, self.num_pages = facts, num_pages
+        self.facts, self.num_pages, self.dtype = facts, num_pages, dtype
+        kv_dtype = kv_dtype or dtype
         geometry = KVGeometry(num_pages=num_pages, page_size=PAGE, layers=(facts,), dtype=str(kv_dtype).removeprefix("torch."))
         shape = (num_pages + 1, PAGE, facts.num_kv_heads, facts.head_dim)
-        k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).to(kv_dtype) for _ in range(2))
+        k, v = (torch.randn(shape, device=device, dtype=dtype).to(kv_dtype) for _ in range(2))
         self.kv = LayerKV(k, v)
         context = BackendContext(
             instance="flashinfer#0",
@@ -133,11 +157,13 @@ class Bench:
             pool=Memory(geometry=geometry, kv=self.kv),
             states=RecurrentStatePool(geometry, device),
             device=device,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             arena=DeviceArena(device),
             options=FlashInferOptions(**options),
         )
         self.backend = FlashInferAttention(context, FlashInferKernels)
+        if copies is not None:
+            self.backend.planner.prefill.least_readers = 0 if copies else 1 << 60
         scale = facts.head_dim**-0.5
         self.layer = LayerSpec(global_id=GlobalLayerId(0), local_id=LocalLayerId(0), facts=facts, scale=scale)
 
@@ -161,16 +187,28 @@ class Bench:
         )
 
     def queries(self, count: int) -> torch.Tensor:
-        return torch.randn(count, self.facts.num_heads, self.facts.head_dim, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(count, self.facts.num_heads, self.facts.head_dim, device="cuda", dtype=self.dtype)
 
     def plan(self, batch: ForwardBatch) -> ForwardBatch:
         batch.mark_planned(self.backend.plan_forward_metadata(batch, False))
         return batch
 
     def attend(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        out = torch.full_like(q, float("nan"))
-        self.backend.attend(q, q, q, self.layer, batch, out)
+        """With q, k and v as parts of one tensor, as a model has them."""
+        qkv = torch.cat((q, *self.own(batch)), dim=1)
+        q, k, v = qkv.split((self.facts.num_heads, self.facts.num_kv_heads, self.facts.num_kv_heads), dim=1)
+        out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
+        self.backend.attend(q, k, v, self.layer, batch, out)
         return out
+
+    def own(self, batch: ForwardBatch) -> list[torch.Tensor]:
+        """Keys and values of the step, from memory: [T, K, D] each."""
+        slots = []
+        for new, end, pages in zip(batch.q_lens_cpu.tolist(), batch.kv_lens_cpu.tolist(), batch.page_table_cpu, strict=True):
+            places = torch.arange(end - new, end)
+            slots.append(pages[places // PAGE].long() * PAGE + places % PAGE)
+        rows = torch.cat(slots).cuda()
+        return [part.flatten(0, 1)[rows].to(self.dtype) for part in self.kv]
 
     def expected(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, H, D] float64."""
@@ -196,6 +234,7 @@ class Bench:
 
 
 MIXED = [(1, 1), (1, 16), (1, 5000), (1, 17), (1, 900), (300, 300), (17, 4017), (129, 1000)]
+UNCACHED = [(1, 1), (1, 5000), (1, 900), (300, 300), (17, 17), (1, 1), (1029, 1029), (129, 129)]
 
 
 @pytest.mark.parametrize(
@@ -211,14 +250,35 @@ MIXED = [(1, 1), (1, 16), (1, 5000), (1, 17), (1, 900), (300, 300), (17, 4017), 
     ],
     ids=str,
 )
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied"])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_long_and_short_requests_in_one_batch(facts, options, kv_dtype) -> None:
+def test_long_and_short_requests_in_one_batch(facts, options, kv_dtype, copies) -> None:
     if kv_dtype == torch.float8_e4m3fn and facts.sliding_window:
         pytest.skip("not compiled for the tests")
-    bench = Bench(facts, num_pages=600, kv_dtype=kv_dtype, **options)
-    batch = bench.plan(bench.batch(MIXED, Phase.MIXED))
-    q = bench.queries(batch.num_tokens)
-    bench.check(q, batch, bench.attend(q, batch))
+    bench = Bench(facts, num_pages=600, kv_dtype=kv_dtype, copies=copies, **options)
+    for lengths, own in ((MIXED, False), (UNCACHED, kv_dtype == torch.bfloat16)):
+        batch = bench.plan(bench.batch(lengths, Phase.MIXED))
+        (part,) = [cut.prefill for cut in batch.plan.cuts.values()]
+        assert part.own == own
+        assert (part.gathering is not None) == (copies and not own and not facts.sliding_window)
+        q = bench.queries(batch.num_tokens)
+        bench.check(q, batch, bench.attend(q, batch))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)], ids=str)
+@pytest.mark.parametrize("prefill", ["fa2", "auto"])
+def test_other_head_dims_and_dtypes(head_dim, dtype, prefill) -> None:
+    facts = dataclasses.replace(LLAMA, head_dim=head_dim)
+    try:
+        bench = Bench(facts, num_pages=600, dtype=dtype, copies=True, prefill=prefill, workspace_mb=600)
+    except Unsupported:
+        if not os.environ.get("FLASHINFER_DISABLE_JIT"):
+            raise
+        pytest.skip("not compiled, and must not be")
+    for lengths in (MIXED, UNCACHED):
+        batch = bench.plan(bench.batch(lengths, Phase.MIXED))
+        q = bench.queries(batch.num_tokens)
+        bench.check(q, batch, bench.attend(q, batch))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -273,34 +333,42 @@ def test_a_graph_reads_shared_pages_once_where_there_are_some() -> None:
         bench.check(q, batch, out)
 
 
-def test_batches_planned_far_ahead_of_the_device_keep_their_plans() -> None:
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied"])
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+def test_batches_planned_far_ahead_of_the_device_keep_their_plans(copies, cached) -> None:
     """The device is busy, so that no copy of a plan is made before many are planned, most in a wrapper of an earlier batch."""
-    bench = Bench(num_pages=600)
-    q = bench.queries(40)
+    bench = Bench(num_pages=600, copies=copies)
     mine = [(1, 100), (1, 2000), (38, 500)]
     ran = []
-    bench.attend(q, bench.plan(bench.batch(mine, Phase.MIXED)))
+    first = bench.plan(bench.batch(mine, Phase.MIXED))
+    bench.attend(bench.queries(first.num_tokens), first)
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # a tenth of a second
     for index in range(12):
-        batch = bench.plan(bench.batch([(new, end + 97 * index) for new, end in mine], Phase.MIXED))
-        ran.append((batch, bench.attend(q, batch)))
+        lengths = [(1, end + 97 * index) for _, end in mine[:2]]
+        lengths += [(38, 500 + 97 * index)] if cached else [(38 + 11 * index, 38 + 11 * index), (5, 5)]
+        batch = bench.plan(bench.batch(lengths, Phase.MIXED))
+        q = bench.queries(batch.num_tokens)
+        ran.append((q, batch, bench.attend(q, batch)))
         batch.plan = None
-    for batch, out in ran:
+    for q, batch, out in ran:
         bench.check(q, batch, out)
 
 
-def test_planning_does_not_wait_for_a_busy_device() -> None:
-    bench = Bench(num_pages=600)
+@pytest.mark.parametrize("copies", [False, True], ids=["in place", "copied"])
+def test_planning_does_not_wait_for_a_busy_device(copies) -> None:
+    bench = Bench(num_pages=600, copies=copies)
     bench.backend.init_graph_state(8, 8)
     captured = bench.batch([(1, 1)] * 8, Phase.DECODE)
     captured.mark_planned(bench.backend.plan_forward_metadata(captured, True))
-    bench.plan(bench.batch(MIXED, Phase.MIXED))
+    for lengths in (MIXED, UNCACHED):
+        bench.plan(bench.batch(lengths, Phase.MIXED))
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     busy = torch.cuda.Event()
     busy.record()
-    bench.plan(bench.batch(MIXED, Phase.MIXED))
+    for lengths in (MIXED, UNCACHED):
+        bench.plan(bench.batch(lengths, Phase.MIXED))
     bench.backend.refresh_graph_metadata(captured.plan, bench.batch([(1, 900)] * 8, Phase.DECODE))
     assert not busy.query()
     torch.cuda.synchronize()

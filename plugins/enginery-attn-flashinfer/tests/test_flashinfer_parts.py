@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts
+from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts, LayerKV, Phase
+from enginery.memory.shared_prefixes import SharedPrefix
 from enginery_attn_flashinfer.cuts import Cut
 from enginery_attn_flashinfer.leases import Pool
-from enginery_attn_flashinfer.pages import Rows, page_lists
+from enginery_attn_flashinfer.pages import Rows, gather_lists, page_lists
 from enginery_attn_flashinfer.plan import split_off
-from enginery_attn_flashinfer.shared import SharedPrefix
 from enginery_attn_flashinfer.spec import FlashInferOptions, make_spec
 
 LLAMA = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -73,7 +74,18 @@ def test_a_machine_without_a_compiler_needs_compiled_kernels(monkeypatch, tmp_pa
     assert make_spec().refuse(NEEDS) == []
 
 
-@pytest.mark.parametrize("wrong", [{"workspace_mb": 0}, {"shared_prefix_tokens": -1}])
+@pytest.mark.parametrize(
+    ("capability", "rank"), [((9, 0), "prefill_priority"), ((8, 0), "priority"), ((10, 0), "priority"), (None, "priority")]
+)
+def test_it_ranks_before_others_for_prefill_where_there_is_flash_attention_3(capability, rank) -> None:
+    spec = make_spec()
+    assert spec.prefill_priority > spec.priority
+    needs = dataclasses.replace(NEEDS, compute_capability=capability)
+    assert spec.priority_for(needs) == spec.priority
+    assert spec.priority_for(dataclasses.replace(needs, phases=frozenset({Phase.PREFILL}))) == getattr(spec, rank)
+
+
+@pytest.mark.parametrize("wrong", [{"workspace_mb": 0}, {"gather_mb": -1}, {"shared_prefix_tokens": -1}])
 def test_options_that_mean_nothing_are_errors(wrong) -> None:
     with pytest.raises(ValueError, match="workspace_mb"):
         FlashInferOptions(**wrong)
@@ -141,6 +153,43 @@ def test_page_lists_are_what_requests_read() -> None:
     assert later.last_lens.tolist() == [16, 1, 1, 0]
 
 
+def test_copied_pages_follow_each_other_without_gaps() -> None:
+    table = np.arange(40, dtype=np.int32).reshape(4, 10)
+    rows = Rows(q_lens=ints(1, 1, 3, 5), kv_lens=ints(16, 33, 17, 5), table=table)
+    lists, kv_indptr = gather_lists(page_lists(rows, page_size=16, pinned=False), page_size=16, device=torch.device("cpu"))
+    assert lists.pages.tolist() == [0, 10, 11, 12, 20, 21, 30]
+    assert lists.starts.tolist() == [0, 16, 32, 48, 49, 65, 66, 71]
+    assert kv_indptr.tolist() == [0, 16, 49, 66, 71]
+
+
+@pytest.fixture
+def gather(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Compiled where there is a CUDA device, else interpreted, see `conftest.py` of the repository."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return pytest.importorskip("enginery_attn_flashinfer.gather")
+
+
+@pytest.mark.parametrize(("page_size", "heads", "dim"), [(16, 2, 64), (1, 3, 128), (3, 1, 256), (64, 2, 128)])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_pages_are_copied_token_by_token_and_nothing_else_is_written(gather, page_size, heads, dim, kv_dtype) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lens = ints(1, 70, 16, 5)
+    columns = 70 // page_size + 1
+    table = np.random.default_rng(0).permutation(4 * columns).astype(np.int32).reshape(4, columns)
+    pools = torch.randn(4 * columns, 2, page_size, heads, dim).to(kv_dtype).to(device)
+    pages = page_lists(Rows(q_lens=lens, kv_lens=lens, table=table), page_size=page_size, pinned=device.type == "cuda")
+    lists, kv_indptr = gather_lists(pages, page_size=page_size, device=device)
+    whole = torch.full((2, 92 + 3, heads, dim), 7.0, dtype=torch.bfloat16, device=device)
+    gather.gather_pages(LayerKV(pools[:, 0], pools[:, 1]), lists, LayerKV(whole[0, :92], whole[1, :92]))
+    for length, first, row in zip(lens.tolist(), kv_indptr.tolist(), table.tolist(), strict=False):
+        stored = pools[row].transpose(0, 1).flatten(1, 2)[:, :length]  # [2, length, K, D]
+        assert torch.equal(whole[:, first : first + length], stored.to(torch.bfloat16))
+    assert bool((whole[:, 92:] == 7).all())
+    with pytest.raises(ValueError, match="one layout"):
+        gather.gather_pages(LayerKV(pools[:, 0], pools[:, 1].contiguous()), lists, LayerKV(whole[0, :92], whole[1, :92]))
+
+
 def test_between_groups_there_is_a_request_without_keys() -> None:
     table = np.arange(90, dtype=np.int32).reshape(9, 10)
     rows = Rows(q_lens=ints(*[1] * 9), kv_lens=ints(*[100] * 9), table=table)
@@ -164,6 +213,8 @@ def test_the_workspace_is_as_large_as_the_plan_of_flashinfer_can_ask_for() -> No
     assert llama.workspace_bytes(num_units=132) == 4 * 32 * 33 * 128 * 129 + 256
     captured = llama.workspace_bytes(num_units=132, captured_requests=512)
     assert captured == 4 * 32 * (128 + 511) * 16 * 129 + 256
-    assert captured <= make_spec().capabilities.workspace_bytes
+    options = FlashInferOptions()
+    assert captured <= options.workspace_mb << 20
+    assert make_spec().capabilities.workspace_bytes == (options.workspace_mb + options.gather_mb) << 20
     assert Cut.of(dataclasses.replace(LLAMA, sliding_window=1)).window_left == 0
     assert llama.window_left == -1

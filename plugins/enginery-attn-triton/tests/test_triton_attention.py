@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts, Phase, StalePlan, Unsupported
+from enginery.memory.shared_prefixes import SharedPrefix
 from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
-from enginery_attn_triton.plan import RecentCut, TritonPlan, split_decoding, tiles_of
-from enginery_attn_triton.prefixes import SharedPrefix
+from enginery_attn_triton.plan import RecentCut, split_decoding, tiles_of
 from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
 from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
 
@@ -96,7 +95,7 @@ def test_a_long_request_among_short_ones_is_split() -> None:
 @pytest.mark.parametrize("facts", [LLAMA, DEEPSEEK, dataclasses.replace(LLAMA, num_heads=256, num_kv_heads=1, head_dim=256)])
 def test_the_workspace_is_within_what_capabilities_state(facts) -> None:
     cut = LayerCut.of(facts, itemsize=2, device=H200)
-    assert 0 < cut.workspace_bytes <= WORKSPACE_BYTES == make_spec().capabilities.workspace_bytes
+    assert 0 < cut.workspace_bytes <= WORKSPACE_BYTES < make_spec().capabilities.workspace_bytes
     assert 2 * cut.decode.extra <= cut.decode.parts == cut.workspace_bytes // part_bytes(cut.dims)
 
 
@@ -273,44 +272,3 @@ def test_keys_beyond_two_to_the_31_values_are_read_on_cuda() -> None:
         scores=scores,
     )
     torch.testing.assert_close(last.double(), wanted[-1:], atol=0.02, rtol=0.02)
-
-
-def kernels_of(plan: TritonPlan) -> set[object]:
-    """What tells variants apart: the tile of each launch, and whether there is a merge."""
-    found: set[object] = {(dims, tiles.tile) for dims, tiles in plan.tables.prefill.items()}
-    for cut, split in plan.tables.decode.items():
-        found |= (
-            {(cut, "usual")}
-            | ({(cut, "tall")} if split.tall is not None else set())
-            | ({(cut, "merge")} if split.merged else set())
-        )
-    return found
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (32, 1)])
-@pytest.mark.parametrize("max_requests", [1, 100])
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_the_batches_of_the_warm_up_reach_every_kernel_that_a_batch_needs(heads, max_requests, data) -> None:
-    facts = AttnLayerFacts(num_heads=heads[0], num_kv_heads=heads[1], head_dim=16)
-    bench = Workbench(Interpreted.subject(), AttnCase(facts=facts, page_size=16, dtype="bfloat16"))
-
-    def plan(phase: Phase, q_lens: Sequence[int], kv_lens: Sequence[int]) -> TritonPlan:
-        empty = bench.batch([], phase)
-        batch = dataclasses.replace(
-            empty,
-            input_ids=torch.zeros(sum(q_lens), dtype=torch.int64),
-            q_lens_cpu=torch.tensor(q_lens, dtype=torch.int32),
-            kv_lens_cpu=torch.tensor(kv_lens, dtype=torch.int32),
-            page_table_cpu=torch.full((len(q_lens), 64), bench.geometry.num_pages, dtype=torch.int32),
-        )
-        made = bench.backend.plan_forward_metadata(batch, False)
-        assert isinstance(made, TritonPlan)
-        return made
-
-    reached = set().union(*(kernels_of(plan(*shape)) for shape in bench.backend.warm_up_batches(max_requests)))
-    count = data.draw(st.integers(1, max_requests))
-    q_lens = data.draw(st.lists(st.sampled_from([1, 1, 2, 3, 8, 9, 40]), min_size=count, max_size=count))
-    kv_lens = [new + data.draw(st.integers(0, 900)) for new in q_lens]
-    assert kernels_of(plan(Phase.MIXED, q_lens, kv_lens)) <= reached

@@ -1,4 +1,4 @@
-"""Requests that begin with the same pages: which are found, how few items read them, and that the numbers stay right."""
+"""Requests that begin with the same pages: how few items read those, and that the numbers stay right."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.api import AttnLayerFacts, ForwardBatch, LatentFacts, Phase
+from enginery.memory.shared_prefixes import SharedPrefix
 from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
 from enginery.testing.stage import Turn
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
-from enginery_attn_triton import prefixes, tiling
+from enginery_attn_triton import tiling
 from enginery_attn_triton.plan import split_decoding
-from enginery_attn_triton.prefixes import SharedPrefix, shared_prefixes
 from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut
 
 H200 = Device(num_units=132, shared_bytes=227 << 10)
@@ -28,80 +28,6 @@ PAGE = 16
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
-
-
-def pages(rows: Sequence[Sequence[int]], *, columns: int = 80) -> np.ndarray:
-    """Rows filled up with zeros, which look like a page that all of them share."""
-    return np.array([[*row, *[0] * (columns - len(row))] for row in rows], dtype=np.int32)
-
-
-def table_of(groups: Sequence[tuple[int, int]], *, own: int = 3) -> np.ndarray:
-    """(requests, pages that they share): each has `own` more."""
-    rows, following = [], iter(range(1, 1 << 30))
-    for count, num_pages in groups:
-        shared = [next(following) for _ in range(num_pages)]
-        rows += [[*shared, *(next(following) for _ in range(own))] for _ in range(count)]
-    return pages(rows, columns=max(map(len, rows)) + 1)
-
-
-def full_lens(table: np.ndarray) -> np.ndarray:
-    """Each row's pages, the last of them holding one token."""
-    return ((table != 0).sum(1) * PAGE - (PAGE - 1)).astype(np.int32)
-
-
-def found_in(table: np.ndarray) -> list[SharedPrefix]:
-    return shared_prefixes(table, full_lens(table), page_size=PAGE)
-
-
-def test_runs_of_requests_that_begin_alike_are_found() -> None:
-    assert found_in(table_of([(1, 0), (3, 20), (2, 15), (2, 16), (5, 40)])) == [
-        SharedPrefix(1, 3, 20),
-        SharedPrefix(6, 2, 16),
-        SharedPrefix(8, 5, 40),
-    ]
-    assert found_in(table_of([(200, 0)])) == []
-    assert shared_prefixes(np.zeros((0, 0), np.int32), ints(), page_size=PAGE) == []
-
-
-def test_the_page_of_a_last_token_and_what_lies_past_it_are_not_shared() -> None:
-    table = np.broadcast_to(np.arange(1, 41, dtype=np.int32), (3, 40))
-    assert shared_prefixes(table, ints(321, 640, 640), page_size=PAGE) == [SharedPrefix(0, 3, 20)]
-    assert shared_prefixes(table, ints(320, 320, 320), page_size=PAGE) == [SharedPrefix(0, 3, 19)]
-    assert shared_prefixes(table, ints(256, 256, 640), page_size=PAGE) == []
-    assert shared_prefixes(table, ints(1, 1, 1), page_size=PAGE) == []
-
-
-def test_a_stretch_is_cut_where_that_saves_more_reads() -> None:
-    common = list(range(1, 21))
-    few_alike = [[*common, *range(100 * row, 100 * row + 30)] for row in (1, 2, 2, 2)]
-    assert found_in(pages(few_alike)) == [SharedPrefix(1, 3, 49)]
-    many_alike = [[*common, *range(100 * row, 100 * row + 30)] for row in (1, 2, 2, 3, 4, 5, 6, 7, 8)]
-    assert found_in(pages(many_alike)) == [SharedPrefix(0, 9, 20)]
-
-
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=14),
-    page_size=st.sampled_from([64, 100]),
-)
-def test_what_is_found_is_shared_disjoint_and_saves_at_least_what_one_run_would(rows, page_size) -> None:
-    table = pages([[10 * each for each in range(1, prefix + 4)] + [row] for row, (prefix, _, _) in enumerate(rows, 1)])
-    kv_lens = ints(*(page_size * (length - 1) + 1 + more for _, length, more in rows))
-    runs = shared_prefixes(table, kv_lens, page_size=page_size)
-    least = -(-prefixes.MIN_SHARED_TOKENS // page_size)
-    end = 0
-    for run in runs:
-        assert run.first >= end
-        end = run.first + run.count
-        assert run.count >= 2
-        assert run.num_pages >= least
-        shared = table[run.first : end, : run.num_pages]
-        assert (shared == shared[0]).all()
-        assert ((kv_lens[run.first : end] - 1) // page_size >= run.num_pages).all()
-    usable = [min(prefix + 3, (int(kv_len) - 1) // page_size) for (prefix, _, _), kv_len in zip(rows, kv_lens, strict=True)]
-    for first in range(len(rows)):
-        for last in range(first + 1, len(rows)):
-            alike = min(usable[first : last + 1])
-            assert alike < least or (last - first) * alike <= sum(run.saved_pages for run in runs)
 
 
 def checked_split(kv_lens: np.ndarray, cut: DecodeCut, shared: Sequence[SharedPrefix]) -> tuple[np.ndarray, np.ndarray]:

@@ -44,16 +44,17 @@ class FlashInferAttention:
         self.options = options
         self.cuts = tuple(None if layer.recurrent is not None else Cut.of(layer) for layer in context.geometry.layers)
         every = tuple(dict.fromkeys(cut for cut in self.cuts if cut is not None))
-        self.kernels = load(kernel_settings(context, options), every)
-        on_gpu = context.device.type == "cuda"
+        settings = kernel_settings(context, options)
+        self.kernels = load(settings, every)
         self.planner = Planner(
             self.kernels,
             every,
+            settings,
             arena=context.arena,
-            page_size=context.geometry.page_size,
-            pinned=on_gpu,
             shared_tokens=options.shared_prefix_tokens,
+            gather_bytes=options.gather_mb << 20,
         )
+        on_gpu = context.device.type == "cuda"
         self.num_units = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
         self.workspace_bytes = self._workspace_bytes(0)
         self.graphs: GraphState | None = None
@@ -107,7 +108,7 @@ class FlashInferAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
-        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
+        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too, or are the step's own."""
         plan = covering_plan(batch, FlashInferPlan, backend=self.backend_id, epoch=self.epoch)
         cut = self.cuts[layer.local_id]
         assert cut is not None, "a recurrent layer has no pages"
@@ -118,7 +119,13 @@ class FlashInferAttention:
         elif part.front is not None:
             part.front.item.run(q[:count], kv, out[:count], scale=layer.scale)
         if part.prefill is not None:
-            part.prefill.item.run(q[count : plan.num_rows], kv, out[count : plan.num_rows], scale=layer.scale)
+            rows = slice(count, plan.num_rows)
+            if part.prefill.own:
+                kv = LayerKV(k[rows], v[rows])
+            elif part.prefill.gathering is not None:
+                self.kernels.gather(kv, part.prefill.gathering.lists, part.prefill.gathering.into)
+                kv = part.prefill.gathering.into
+            part.prefill.wrapper.item.run(q[rows], kv, out[rows], scale=layer.scale)
 
     def _attend_shared(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, cut: Cut, part: SharedPart, scale: float) -> None:
         """q, out: [B, H, D], of decoding requests."""
@@ -148,15 +155,11 @@ def decoding_rows(batch: ForwardBatch) -> Rows:
 
 
 def kernel_settings(context: BackendContext, options: FlashInferOptions) -> KernelSettings:
-    """Raises `Unsupported` where an option asks for kernels that do not take this memory or run on this device."""
+    """Raises `Unsupported` where an option asks for kernels that do not run on this device."""
     kv_dtype = torch.float8_e4m3fn if context.geometry.dtype == FP8 else context.dtype
-    on_hopper = context.device.type == "cuda" and torch.cuda.get_device_capability(context.device)[0] == 9
-    has_fa3 = on_hopper and kv_dtype == context.dtype
+    has_fa3 = context.device.type == "cuda" and torch.cuda.get_device_capability(context.device)[0] == 9
     if options.prefill == "fa3" and not has_fa3:
-        raise Unsupported(
-            f"prefill=fa3 is for compute capability 9.x and keys and values in the model's dtype; here keys and values are "
-            f"{kv_dtype} and the device is {context.device}; use prefill=auto"
-        )
+        raise Unsupported(f"prefill=fa3 is for compute capability 9.x, and the device is {context.device}; use prefill=auto")
     prefill: Literal["fa2", "fa3"] = "fa3" if has_fa3 and options.prefill != "fa2" else "fa2"
     return KernelSettings(
         device=context.device,

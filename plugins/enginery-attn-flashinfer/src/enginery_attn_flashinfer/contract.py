@@ -1,4 +1,7 @@
-"""What the backend asks of kernels, so that it can be tested without a GPU. T tokens, H query heads, K KV heads, D head dim."""
+"""What the backend asks of kernels, so that it can be tested without a GPU. T tokens, H query heads, K KV heads, D head dim.
+
+B requests, L tokens of all requests, cached ones too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from enginery.api import LayerKV
 from enginery_attn_flashinfer.cuts import Cut
 from enginery_attn_flashinfer.leases import Reusable
-from enginery_attn_flashinfer.pages import PageLists
+from enginery_attn_flashinfer.pages import GatherLists, PageLists
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +30,21 @@ class Wrapper(Reusable, Protocol):
         ...
 
 
+class RaggedWrapper(Reusable, Protocol):
+    """The same for keys and values that are in one piece, in the model's dtype, request behind request."""
+
+    def plan(self, cut: Cut, q_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
+        """q_indptr, kv_indptr: [B + 1] int32, host: the first of each request's rows of T and of L."""
+        ...
+
+    def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float) -> None:
+        """q, out: [T, H, D]; kv: [L, K, D] each, of which only the last dim is contiguous."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelSettings:
-    """prefill: which FlashAttention; decoding and shared prefixes have the second."""
+    """prefill: which FlashAttention, where keys and values are in the model's dtype. All else has the second."""
 
     device: torch.device
     dtype: torch.dtype
@@ -57,8 +72,16 @@ class Kernels(Protocol):
         """Any number of rows, which are the last of their request's keys; causal."""
         ...
 
+    def ragged(self, workspace: torch.Tensor) -> RaggedWrapper:
+        """The same."""
+        ...
+
     def prefix(self, workspace: torch.Tensor) -> Wrapper:
         """Every row sees all keys of its request."""
+        ...
+
+    def gather(self, kv: LayerKV, lists: GatherLists, into: LayerKV) -> None:
+        """Copy pages of kv to their rows of `into`, [L, K, D] each and contiguous, in its dtype."""
         ...
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:

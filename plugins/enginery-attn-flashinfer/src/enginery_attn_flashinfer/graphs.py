@@ -76,7 +76,7 @@ class GraphState:
         """Copy the lists to where kernels read them, and plan again."""
         count, prefix = len(rows.q_lens), None
         if self._prefix is not None and _shares(count):
-            groups = sorted(self.planner.groups(rows), key=lambda group: (group.count - 1) * group.num_pages)[-MAX_GROUPS:]
+            groups = sorted(self.planner.groups(rows), key=lambda group: group.saved_pages)[-MAX_GROUPS:]
             groups.sort(key=lambda group: group.first)
             prefix_rows, first_pages = split_off(
                 rows, groups, page_size=self.planner.page_size, first=0, last=count, num_requests=PREFIX_REQUESTS

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -29,7 +30,8 @@ from flashinfer.prefill import get_batch_prefill_module
 from enginery.api import LayerKV, Unsupported
 from enginery_attn_flashinfer.contract import KernelSettings
 from enginery_attn_flashinfer.cuts import Cut
-from enginery_attn_flashinfer.pages import PageLists
+from enginery_attn_flashinfer.gather import gather_pages
+from enginery_attn_flashinfer.pages import GatherLists, PageLists
 
 _log: Final = logging.getLogger(__name__)
 _NO_POSITIONS: Final = 0  # FlashInfer's code for keys that are rotated already
@@ -57,6 +59,10 @@ class FlashInferKernels:
         """See `contract.Kernels`."""
         return PrefillWrapper(self.settings, workspace, None, self._launch, causal=True)
 
+    def ragged(self, workspace: torch.Tensor) -> RaggedPrefillWrapper:
+        """See `contract.Kernels`."""
+        return RaggedPrefillWrapper(self.settings, workspace, self._launch)
+
     def prefix(self, workspace: torch.Tensor) -> PrefillWrapper:
         """See `contract.Kernels`."""
         return PrefillWrapper(self.settings, workspace, None, self._launch, causal=False)
@@ -64,6 +70,10 @@ class FlashInferKernels:
     def captured_prefix(self, workspace: torch.Tensor, pages: PageLists) -> PrefillWrapper:
         """See `contract.Kernels`."""
         return PrefillWrapper(self.settings, workspace, pages, self._launch, causal=False)
+
+    def gather(self, kv: LayerKV, lists: GatherLists, into: LayerKV) -> None:
+        """See `contract.Kernels`."""
+        gather_pages(kv, lists, into)
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
         """See `contract.Kernels`."""
@@ -88,13 +98,14 @@ class _Planned:
         return {
             "num_qo_heads": cut.num_heads,
             "num_kv_heads": cut.num_kv_heads,
-            "page_size": settings.page_size,
             "window_left": cut.window_left,
             "logits_soft_cap": cut.softcap,
             "q_data_type": settings.dtype,
-            "kv_data_type": settings.kv_dtype,
             "sm_scale": 1.0,
         }
+
+    def _paged_terms(self, cut: Cut) -> dict[str, Any]:
+        return self._terms(cut) | {"page_size": self._settings.page_size, "kv_data_type": self._settings.kv_dtype}
 
 
 class DecodeWrapper(_Planned):
@@ -125,10 +136,15 @@ class DecodeWrapper(_Planned):
         self._copied.synchronize()
         if self._captured is not None and self._is_ready:
             fast_decode_plan(
-                self._wrapper, pages.indptr, self._captured.indices, pages.last_lens, head_dim=cut.head_dim, **self._terms(cut)
+                self._wrapper,
+                pages.indptr,
+                self._captured.indices,
+                pages.last_lens,
+                head_dim=cut.head_dim,
+                **self._paged_terms(cut),
             )
         else:
-            self._wrapper.plan(pages.indptr, pages.indices, pages.last_lens, head_dim=cut.head_dim, **self._terms(cut))
+            self._wrapper.plan(pages.indptr, pages.indices, pages.last_lens, head_dim=cut.head_dim, **self._paged_terms(cut))
             self._is_ready = True
         self._copied.record()
 
@@ -165,7 +181,7 @@ class PrefillWrapper(_Planned):
             }
         self._captured = captured
         self._causal = causal
-        backend = settings.prefill if causal else "fa2"
+        backend = settings.prefill if causal and settings.kv_dtype == settings.dtype else "fa2"
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **fixed)
 
     def plan(self, cut: Cut, pages: PageLists) -> None:
@@ -180,13 +196,33 @@ class PrefillWrapper(_Planned):
             head_dim_qk=cut.head_dim,
             causal=self._causal,
             max_token_per_sequence=longest,
-            **self._terms(cut),
+            **self._paged_terms(cut),
         )
         self._copied.record()
 
     def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float, lse: torch.Tensor | None = None) -> None:
         """See `contract.Wrapper`."""
         self._wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=out, lse=lse, return_lse=lse is not None, **self._launch)
+
+
+class RaggedPrefillWrapper(_Planned):
+    """Any number of rows for each request, over keys and values in one piece."""
+
+    def __init__(self, settings: KernelSettings, workspace: torch.Tensor, launch: dict[str, bool]) -> None:
+        super().__init__(settings, launch)
+        self._wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=settings.prefill)
+
+    def plan(self, cut: Cut, q_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> None:
+        """See `contract.RaggedWrapper`."""
+        self._copied.synchronize()
+        dims = {"head_dim_qk": cut.head_dim, "kv_data_type": self._settings.dtype}
+        self._wrapper.plan(q_indptr, kv_indptr, causal=True, **dims, **self._terms(cut))
+        self._copied.record()
+
+    def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float) -> None:
+        """See `contract.RaggedWrapper`."""
+        self._wrapper._sm_scale = scale  # a plan has it, and unlike those over pages `run` does not multiply it by q_scale
+        self._wrapper.run(q, kv.k, kv.v, out=out, **self._launch)
 
 
 def _load(settings: KernelSettings, cuts: Sequence[Cut]) -> None:
@@ -196,6 +232,8 @@ def _load(settings: KernelSettings, cuts: Sequence[Cut]) -> None:
     try:
         specs = {spec.name: spec for spec in map(_spec, needed)}
         missing = {name: spec for name, spec in specs.items() if not spec.is_compiled}
+        if missing and os.environ.get("FLASHINFER_DISABLE_JIT"):  # FlashInfer's own switch, which its next function overlooks
+            raise RuntimeError(f"compiling is switched off by FLASHINFER_DISABLE_JIT, and not on disk are {', '.join(missing)}")
         if missing:
             _log.info("FlashInfer compiles %d modules, which takes minutes, once: %s", len(missing), ", ".join(missing))
             build_jit_specs(list(missing.values()), verbose=False)
@@ -212,9 +250,10 @@ def _load(settings: KernelSettings, cuts: Sequence[Cut]) -> None:
 
 def _modules(settings: KernelSettings, cut: Cut) -> list[tuple[Any, ...]]:
     """The arguments with which a cut's wrappers will ask for their modules."""
-    types = (settings.dtype, settings.kv_dtype, settings.dtype, torch.int32, cut.head_dim, cut.head_dim, _NO_POSITIONS)
+    rest = (settings.dtype, torch.int32, cut.head_dim, cut.head_dim, _NO_POSITIONS)
     variant = (cut.window is not None, cut.softcap is not None, False)  # the last: scores are summed in float32
-    return [(backend, *types, *variant) for backend in dict.fromkeys(("fa2", settings.prefill))]
+    paged, in_one_piece = ("fa2", settings.kv_dtype), (settings.prefill, settings.dtype)
+    return [(backend, settings.dtype, dtype, *rest, *variant) for backend, dtype in dict.fromkeys((paged, in_one_piece))]
 
 
 @functools.cache

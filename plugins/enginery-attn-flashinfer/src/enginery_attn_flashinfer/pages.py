@@ -1,10 +1,11 @@
-"""Lists of pages as FlashInfer's kernels read them, made on the host from a batch's tensors.
+"""Lists of pages as kernels read them, made on the host from a batch's tensors.
 
     indptr      [ 0 | 3 | 4 | 9 ]            request b has indices[indptr[b] : indptr[b + 1]]
     indices     [ 7 3 9 | 4 | 1 2 5 6 8 ]
     last_lens   [ 16 | 2 | 11 ]              tokens in a request's last page
+    starts      [ 0 16 32 48 50 .. 125 ]     where each page's tokens go when all are copied into one piece
 
-B requests, P columns, N pages of all requests.
+B requests, P columns, N pages of all requests, L tokens of all requests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from enginery_attn_flashinfer.shared import Ints
+from enginery.memory.shared_prefixes import Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +33,14 @@ class PageLists:
     def num_requests(self) -> int:
         """B."""
         return len(self.last_lens)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GatherLists:
+    """pages [N]: numbers of pages. starts [N + 1]: the first of each one's rows [L]. int32, on the device."""
+
+    pages: torch.Tensor
+    starts: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +62,44 @@ def page_lists(rows: Rows, *, page_size: int, pinned: bool) -> PageLists:
     firsts = np.zeros_like(ends) if rows.first_pages is None else rows.first_pages
     parts = [row[first:end] for row, first, end in zip(rows.table, firsts.tolist(), ends.tolist(), strict=True)]
     counts = ends - firsts
-    return _packed(
+    packed, (q_indptr, indptr, last_lens, indices) = _packed(
         (
-            _indptr(rows.q_lens),
-            _indptr(counts),
+            indptr_of(rows.q_lens),
+            indptr_of(counts),
             np.where(counts > 0, rows.kv_lens - (ends - 1) * page_size, 0),
             np.concatenate(parts) if parts else counts,
         ),
         pinned=pinned,
     )
+    return PageLists(q_indptr=q_indptr, indptr=indptr, last_lens=last_lens, indices=indices, packed=packed)
 
 
-def _indptr(counts: Ints) -> Ints:
+def gather_lists(pages: PageLists, *, page_size: int, device: torch.device) -> tuple[GatherLists, torch.Tensor]:
+    """To copy all pages one behind the other, and each request's first row there, [B + 1] on the host. Each request has keys."""
+    indptr = pages.indptr.numpy()
+    lens = np.full(len(pages.indices), page_size, dtype=np.int32)
+    lens[indptr[1:] - 1] = pages.last_lens.numpy()
+    starts = indptr_of(lens)
+    packed, (kv_indptr, *parts) = _packed((starts[indptr], starts, pages.indices.numpy()), pinned=device.type == "cuda")
+    there = packed[len(kv_indptr) :].to(device, non_blocking=True)
+    first, numbers = torch.split(there, [len(part) for part in parts])
+    return GatherLists(pages=numbers, starts=first), kv_indptr
+
+
+def pinned_indptr(counts: Ints, *, pinned: bool) -> torch.Tensor:
+    """The same as `indptr_of`, for kernels."""
+    return _packed((indptr_of(counts),), pinned=pinned)[0]
+
+
+def indptr_of(counts: Ints) -> Ints:
+    """[B + 1]: where each of the requests begins if they are one behind the other, and the end of the last."""
     found = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=found[1:])
     return found
 
 
-def _packed(arrays: Sequence[Ints], *, pinned: bool) -> PageLists:
+def _packed(arrays: Sequence[Ints], *, pinned: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     sizes = [array.size for array in arrays]
     packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pinned)
     np.concatenate(arrays, out=packed.numpy(), casting="same_kind")
-    q_indptr, indptr, last_lens, indices = torch.split(packed, sizes)
-    return PageLists(q_indptr=q_indptr, indptr=indptr, last_lens=last_lens, indices=indices, packed=packed)
+    return packed, torch.split(packed, sizes)

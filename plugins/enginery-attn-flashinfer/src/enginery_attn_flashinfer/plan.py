@@ -1,7 +1,7 @@
 """Planning of one batch: wrappers are leased, and planned from the batch's host tensors.
 
 requests   [ 0 .. decoding, one row each .. | others, as long as they have rows | empty ones ]
-kernels    [ decode                         | prefill                           ]
+kernels    [ decode                         | prefill, see `prefill.py`         ]
 or, with shared pages          [ prefix: rows 4 .. 9 over pages that all of them have, merged with what decode finds in the rest ]
 """
 
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
 
 from enginery.api import ForwardBatch, ForwardPlan, PlanKey, WorkspaceArena
-from enginery_attn_flashinfer.contract import Kernels, Wrapper
+from enginery.memory.shared_prefixes import Ints, SharedPrefix, shared_prefixes
+from enginery_attn_flashinfer.contract import Kernels, KernelSettings, RaggedWrapper, Wrapper
 from enginery_attn_flashinfer.cuts import Cut
 from enginery_attn_flashinfer.leases import Lease, Pool
 from enginery_attn_flashinfer.pages import PageLists, Rows, page_lists
-from enginery_attn_flashinfer.shared import Ints, SharedPrefix, shared_prefixes
+from enginery_attn_flashinfer.prefill import PrefillPart, PrefillPlanner, planned
+
+MIN_SHARING: Final = 4  # requests
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +44,7 @@ class CutPlan:
     """What runs for one cut. front: for the decoding rows. prefill: for the others."""
 
     front: Front | None
-    prefill: Lease[Wrapper] | None
+    prefill: PrefillPart | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,21 +62,30 @@ class StreamWrappers:
     def __init__(self, kernels: Kernels, workspace: torch.Tensor) -> None:
         self.decode: Pool[Wrapper] = Pool(lambda: kernels.decode(workspace))
         self.prefill: Pool[Wrapper] = Pool(lambda: kernels.prefill(workspace))
+        self.ragged: Pool[RaggedWrapper] = Pool(lambda: kernels.ragged(workspace))
         self.prefix: Pool[Wrapper] = Pool(lambda: kernels.prefix(workspace))
 
 
 class Planner:
-    """Plans eager batches. cuts: of the model's layers, each once. shared_tokens: see `FlashInferOptions`."""
+    """Plans eager batches. cuts: of the model's layers, each once. shared_tokens, gather_bytes: see `FlashInferOptions`."""
 
     def __init__(
-        self, kernels: Kernels, cuts: Sequence[Cut], *, arena: WorkspaceArena, page_size: int, pinned: bool, shared_tokens: int
+        self,
+        kernels: Kernels,
+        cuts: Sequence[Cut],
+        settings: KernelSettings,
+        *,
+        arena: WorkspaceArena,
+        shared_tokens: int,
+        gather_bytes: int,
     ) -> None:
         self.kernels = kernels
         self.cuts = tuple(cuts)
         self.arena = arena
-        self.page_size = page_size
-        self.pinned = pinned
+        self.page_size = settings.page_size
+        self.pinned = settings.device.type == "cuda"
         self.shared_tokens = shared_tokens
+        self.prefill = PrefillPlanner(kernels, cuts, settings, arena=arena, gather_bytes=gather_bytes)
         self._streams: dict[int, StreamWrappers] = {}
 
     def plan(self, batch: ForwardBatch, key: PlanKey, workspace: torch.Tensor) -> FlashInferPlan:
@@ -84,10 +97,10 @@ class Planner:
         count = batch.num_leading_singles
         front = self._front(wrappers, Rows(q_lens=q_lens[:count], kv_lens=kv_lens[:count], table=table[:count]))
         others = np.flatnonzero(q_lens[count:]) + count  # requests that only pad a batch may be empty
-        prefill: dict[Cut, Lease[Wrapper]] = {}
+        prefill: dict[Cut, PrefillPart] = {}
         if len(others):
-            lists = self.lists(Rows(q_lens=q_lens[others], kv_lens=kv_lens[others], table=table[others]))
-            prefill = {cut: _planned(wrappers.prefill, cut, lists) for cut in self.cuts}
+            rows = Rows(q_lens=q_lens[others], kv_lens=kv_lens[others], table=table[others])
+            prefill = self.prefill.plan(wrappers.prefill, wrappers.ragged, rows)
         cuts = {cut: CutPlan(front=front.get(cut), prefill=prefill.get(cut)) for cut in self.cuts}
         return FlashInferPlan(key=key, cuts=cuts, num_decoding=count, num_rows=int(q_lens.sum()))
 
@@ -99,7 +112,9 @@ class Planner:
         """Of decoding requests."""
         if not self.shared_tokens:
             return []
-        return shared_prefixes(rows.table, rows.kv_lens, page_size=self.page_size, min_tokens=self.shared_tokens)
+        return shared_prefixes(
+            rows.table, rows.kv_lens, page_size=self.page_size, min_tokens=self.shared_tokens, min_requests=MIN_SHARING
+        )
 
     def _front(self, wrappers: StreamWrappers, rows: Rows) -> dict[Cut, Front]:
         """A window may hide a part of the shared pages, so layers with one decode as usual."""
@@ -110,7 +125,7 @@ class Planner:
         whole = self.lists(rows) if len(sharing) < len(self.cuts) else None
         found: dict[Cut, Front] = {}
         if whole is not None:
-            found |= {cut: _planned(wrappers.decode, cut, whole) for cut in self.cuts if cut not in sharing}
+            found |= {cut: planned(wrappers.decode, cut, whole) for cut in self.cuts if cut not in sharing}
         return found | self._shared(wrappers, rows, groups, sharing)
 
     def _shared(
@@ -127,8 +142,8 @@ class Planner:
             cut: SharedPart(
                 first=first,
                 last=last,
-                prefix=_planned(wrappers.prefix, cut, prefix),
-                decode=_planned(wrappers.decode, cut, rest),
+                prefix=planned(wrappers.prefix, cut, prefix),
+                decode=planned(wrappers.decode, cut, rest),
                 scratch=scratch,
             )
             for cut in cuts
@@ -170,9 +185,3 @@ def scratch_views(
     out = scratch[:values].view(dtype).view(shared, heads, cut.head_dim)
     lse = scratch[values : values + 4 * heads * (decoding + shared)].view(torch.float32).view(decoding + shared, heads)
     return out, lse[:decoding], lse[decoding:]
-
-
-def _planned(pool: Pool[Wrapper], cut: Cut, pages: PageLists) -> Lease[Wrapper]:
-    lease = pool.lease()
-    lease.item.plan(cut, pages)
-    return lease

@@ -15,30 +15,43 @@ DTYPES: Final = frozenset({"bfloat16", "float16"})
 FP8: Final = "float8_e4m3fn"
 HEAD_DIMS: Final = frozenset({64, 128, 256})
 WORKSPACE_MB: Final = 384
+GATHER_MB: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashInferOptions:
     """workspace_mb: the most that split requests may take; a model that could need more is refused at the start.
 
-    prefill: `fa3` is for compute capability 9.x and keys and values in the model's dtype; `auto` takes it there.
+    gather_mb: the most that copies of a layer's keys and values in one piece may take, for prefill; 0 makes none.
+    prefill: `fa3` is for compute capability 9.x, and `auto` takes it there; float8 pages that are not copied have `fa2` everywhere.
     shared_prefix_tokens: decoding requests that share so many tokens, in whole pages, read them once; 0 switches that off.
     shared_prefix_in_graphs: in captured steps too, which costs some microseconds a layer in steps where nothing is shared.
     """
 
     workspace_mb: int = WORKSPACE_MB
+    gather_mb: int = GATHER_MB
     prefill: Literal["auto", "fa2", "fa3"] = "auto"
     shared_prefix_tokens: int = 2048
     shared_prefix_in_graphs: bool = False
 
     def __post_init__(self) -> None:
-        if self.workspace_mb < 1 or self.shared_prefix_tokens < 0:
-            raise ValueError("workspace_mb must be positive, and shared_prefix_tokens not negative")
+        if self.workspace_mb < 1 or self.gather_mb < 0 or self.shared_prefix_tokens < 0:
+            raise ValueError("workspace_mb must be positive, gather_mb and shared_prefix_tokens not negative")
 
 
-def make_spec() -> AttnBackendSpec:
+@dataclass(frozen=True, kw_only=True)
+class FlashInferSpec(AttnBackendSpec):
+    """Its rank for prefill is for devices that have FlashAttention-3."""
+
+    def priority_for(self, needs: AttnNeeds) -> int:
+        """See `AttnBackendSpec.priority_for`."""
+        has_fa3 = needs.compute_capability is not None and needs.compute_capability[0] == 9
+        return super().priority_for(needs) if has_fa3 else self.priority
+
+
+def make_spec() -> FlashInferSpec:
     """Behind Triton, which decodes as fast and plans faster, and before it for prefill alone: FlashAttention-3 is faster."""
-    return AttnBackendSpec(
+    return FlashInferSpec(
         name=NAME,
         api=(1, 0),
         priority=45,
@@ -56,7 +69,7 @@ def make_spec() -> AttnBackendSpec:
             softcap=True,
             graphs=True,
             needs_jit=True,
-            workspace_bytes=WORKSPACE_MB << 20,
+            workspace_bytes=(WORKSPACE_MB + GATHER_MB) << 20,
         ),
     )
 

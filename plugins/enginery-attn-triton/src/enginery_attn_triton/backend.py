@@ -21,7 +21,6 @@ from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
 from enginery_attn_triton.plan import GraphState, Planner, TritonPlan
 from enginery_attn_triton.ragged import RaggedAttention, TritonChunkPlan
 from enginery_attn_triton.tiling import Device, LayerCut
-from enginery_attn_triton.warm_up import BatchShape, warm_up_batches
 
 
 class TritonAttention:
@@ -69,10 +68,6 @@ class TritonAttention:
         plan = TritonPlan(key=key, tables=self.graphs.tables(batch.num_requests), parts=parts)
         self.graphs.refresh(batch, page_size=self.geometry.page_size)
         return plan
-
-    def warm_up_batches(self, max_requests: int) -> tuple[BatchShape, ...]:
-        """Run through the model, they compile every kernel that batches of up to so many requests need, also in graphs."""
-        return warm_up_batches(self.geometry, max_requests=max_requests)
 
     @hookimpl
     def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> TritonChunkPlan:

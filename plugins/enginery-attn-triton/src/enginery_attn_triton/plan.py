@@ -17,15 +17,17 @@ import numpy as np
 import torch
 
 from enginery.api import ForwardBatch, ForwardPlan, Unsupported
-from enginery_attn_triton.prefixes import Ints, SharedPrefix, shared_prefixes
+from enginery.memory.shared_prefixes import Ints, SharedPrefix, shared_prefixes
+from enginery_attn_triton.spec import TABLE_BYTES
 from enginery_attn_triton.tiling import MAX_WAVES, TALL_WAVES, DecodeCut, Device, HeadDims, LayerCut, Tile, prefill_tile
 
+MIN_SHARED_TOKENS: Final = 256  # that requests begin with, for them to be read once
+MIN_SHARING: Final = 2  # requests
 MIN_SPLIT_KEYS: Final = 64
 WAVE_KEYS: Final = 1024  # of an item, where there is more than one wave of items
 ITEM_TILES: Final = 2  # what an item costs besides its keys, as so many tiles
 MIN_SHARED_KEYS: Final = 512  # of an item for several requests: it writes a part for each of them
 RECUT_KEYS: Final = 32  # a captured step is cut anew when a request has so many keys more
-MAX_TABLE_ENTRIES: Final = 16 << 20  # of the page table of captured plans: 64 MiB
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +83,11 @@ class Cutting(NamedTuple):
     items: Ints
     splits: Ints
     num_tall: int
+
+
+def sharing(table: Ints, kv_lens: Ints, *, page_size: int) -> list[SharedPrefix]:
+    """Runs of requests that begin alike, long enough to be worth items of their own. table: [B, P], kv_lens: [B]."""
+    return shared_prefixes(table, kv_lens, page_size=page_size, min_tokens=MIN_SHARED_TOKENS, min_requests=MIN_SHARING)
 
 
 def rows_of(kv_lens: Ints, cut: DecodeCut, shared: Sequence[SharedPrefix], *, page_size: int, together: int) -> Rows:
@@ -319,7 +326,7 @@ class GraphState:
             items = tall + 8 * cut.tall_room(max_batch_size)
             self.places.append((size, tall, items))
             size = items + 8 * (max_batch_size + cut.extra)
-        self.table_place, self.table_entries = size, min(max_batch_size * num_pages, MAX_TABLE_ENTRIES)
+        self.table_place, self.table_entries = size, min(max_batch_size * num_pages, TABLE_BYTES // 4)
         self.buffer = torch.zeros(size + self.table_entries + 3, dtype=torch.int32, device=device)
 
     def tables(self, num_requests: int) -> Tables:
@@ -349,7 +356,7 @@ class GraphState:
                 f"{num} requests of up to {table.shape[1]} pages do not fit the page table of captured steps, "
                 f"which has {self.table_entries} entries; run this batch eagerly"
             )
-        shared = shared_prefixes(table, kv_lens, page_size=page_size)
+        shared = sharing(table, kv_lens, page_size=page_size)
         host = _host_ints(self.table_place + table.size, self.buffer.device)
         values = host.numpy()
         for cut, (splits_place, tall_place, items_place) in zip(self.cuts, self.places, strict=True):
@@ -385,7 +392,7 @@ class Planner:
         q_lens, kv_lens = batch.q_lens_cpu.numpy(), batch.kv_lens_cpu.numpy()
         table, count = used_pages(batch, page_size=self.page_size), batch.num_leading_singles
         columns, packed = table.shape[1], Packed()
-        shared = shared_prefixes(table[:count], kv_lens[:count], page_size=self.page_size)
+        shared = sharing(table[:count], kv_lens[:count], page_size=self.page_size)
         splits: dict[DecodeCut, tuple[int, int, int]] = {}
         for cut in {each.decode: None for each in self.cuts} if count else ():
             items, parts, num_tall = split_decoding(kv_lens[:count], cut, columns=columns, page_size=self.page_size, shared=shared)

@@ -10,6 +10,7 @@ from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
 NAME: Final = "triton"
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 WORKSPACE_BYTES: Final = 64 << 20  # of the results of split requests; `LayerCut` keeps to it
+TABLE_BYTES: Final = 64 << 20  # of the page table of captured steps, at the most
 MAX_HEAD_DIM: Final = 256
 MAX_RANK: Final = 512
 MAX_ROPE_DIM: Final = 128
@@ -42,7 +43,7 @@ def make_spec() -> AttnBackendSpec:
             graphs=True,
             lse_base="e",
             needs_jit=True,
-            workspace_bytes=WORKSPACE_BYTES,
+            workspace_bytes=WORKSPACE_BYTES + TABLE_BYTES,
         ),
     )
 

@@ -4,25 +4,22 @@
     request 1   [ 7 | 3 | 9 | 8 | 5 ]      0 and 1 share three pages, 2 shares none
     request 2   [ 6 | 2 ]
 
-B requests, P columns of the page table.
+For attention backends, which import it from here. B requests, P columns of the page table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
-MIN_SHARED_TOKENS: Final = 256
-MIN_SHARING: Final = 2  # requests
-
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Requests [first, first + count) begin with the same `num_pages` pages."""
+    """Requests [first, first + count) begin with the same `num_pages` pages, and none of them ends in one of those."""
 
     first: int
     count: int
@@ -34,14 +31,14 @@ class SharedPrefix:
         return (self.count - 1) * self.num_pages
 
 
-def shared_prefixes(page_table: Ints, kv_lens: Ints, *, page_size: int) -> list[SharedPrefix]:
-    """Runs of adjacent requests that share at least `MIN_SHARED_TOKENS`, never the page of a request's last token.
+def shared_prefixes(page_table: Ints, kv_lens: Ints, *, page_size: int, min_tokens: int, min_requests: int) -> list[SharedPrefix]:
+    """Disjoint runs of at least `min_requests` (2 or more) adjacent requests that share at least `min_tokens`, in order.
 
     page_table: [B, P], of which what lies past a request's last page is not read. kv_lens: [B].
-    The runs that save the most reads, in order. About 5 us where nothing is shared.
+    Together they save at least as many reads as any single run would. About 5 us where nothing is shared.
     """
-    least = -(-MIN_SHARED_TOKENS // page_size)
-    if len(kv_lens) < MIN_SHARING or page_table.shape[1] < least:
+    least = max(1, -(-min_tokens // page_size))
+    if len(kv_lens) < min_requests or page_table.shape[1] < least:
         return []
     probed = page_table[:, least - 1]
     linked = probed[1:] == probed[:-1]
@@ -58,38 +55,27 @@ def shared_prefixes(page_table: Ints, kv_lens: Ints, *, page_size: int) -> list[
     alike = np.where(same[np.arange(len(same)), alike], columns, alike)
     common = np.zeros(len(kv_lens), dtype=np.int64)
     common[:-1] = np.where(linked & (alike >= least), np.minimum(alike, usable), 0)
-    return _best_runs(common)
+    return _best_runs(common, min_requests=min_requests)
 
 
-@dataclass
-class _Open:
-    """Pairs from `first` on that share `num_pages` or more, with the runs found among them and what those save."""
-
-    num_pages: int
-    first: int
-    saved_pages: int
-    runs: list[SharedPrefix]
-
-
-def _best_runs(common: np.ndarray[Any, Any]) -> list[SharedPrefix]:
+def _best_runs(common: np.ndarray[Any, Any], *, min_requests: int) -> list[SharedPrefix]:
     """common: [B], pages that each request shares with the next; 0 where too few.
 
     All requests of a stretch share what its least alike pair does. A stretch is one run, or the best of what is left when it is cut
     at its least alike pairs, whichever saves more; one pass with a stack of the stretches that have not ended.
     """
-    stack = [_Open(0, 0, 0, [])]
+    stack: list[tuple[int, int, list[SharedPrefix]]] = [(0, 0, [])]  # least pages of a pair, first request, runs found
     changes = np.flatnonzero(np.diff(common, prepend=-1))
     for pair, num_pages in zip(changes.tolist(), common[changes].tolist(), strict=True):
-        begin, saved_pages, runs = pair, 0, list[SharedPrefix]()
-        while stack[-1].num_pages > num_pages:
-            ended = stack.pop()
-            begin, saved_pages, runs = ended.first, ended.saved_pages + saved_pages, ended.runs + runs
-            whole = SharedPrefix(begin, pair - begin + 1, ended.num_pages)
-            if whole.saved_pages >= saved_pages:
-                saved_pages, runs = whole.saved_pages, [whole]
-        if stack[-1].num_pages < num_pages:
-            stack.append(_Open(num_pages, begin, saved_pages, runs))
+        first, runs = pair, list[SharedPrefix]()
+        while stack[-1][0] > num_pages:
+            pages, first, inside = stack.pop()
+            runs = inside + runs
+            whole = SharedPrefix(first, pair - first + 1, pages)
+            if whole.count >= min_requests and whole.saved_pages >= sum(run.saved_pages for run in runs):
+                runs = [whole]
+        if stack[-1][0] < num_pages:
+            stack.append((num_pages, first, runs))
         else:
-            stack[-1].saved_pages += saved_pages
-            stack[-1].runs += runs
-    return stack[0].runs
+            stack[-1][2].extend(runs)
+    return stack[0][2]

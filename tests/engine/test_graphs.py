@@ -89,11 +89,16 @@ def test_captured_steps_give_transformers_tokens(
         assert "7 requests are decoded eagerly: graphs are for up to 6" in caplog.text
 
 
-def test_sizes_are_captured_when_needed_and_the_rest_in_idle_moments(llama: Oracle, registry: Registry) -> None:
+def test_the_largest_size_is_captured_at_the_start_others_when_needed_and_the_rest_in_idle_moments(
+    llama: Oracle, registry: Registry
+) -> None:
     engine, capture = with_graphs(options(llama, num_pages=60), registry)
     assert graph_sizes(MAX_REQUESTS) == (1, 2, 4, 6)
-    generate(engine, llama.prompts[:3], max_tokens=4)
     assert capture.num_captured == 1
+    generate(engine, llama.prompts[:6], max_tokens=4)
+    assert capture.num_captured == 1
+    generate(engine, llama.prompts[:3], max_tokens=4)
+    assert capture.num_captured == 2
     while engine.prepare():
         pass
     assert capture.num_captured == len(graph_sizes(MAX_REQUESTS))

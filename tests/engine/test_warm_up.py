@@ -1,36 +1,136 @@
-"""Warming up runs every kind of step, for nobody."""
+"""Warming up runs every kind of step, for nobody, and no kernel that a later step needs is new."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from engine.test_graphs import AgainAndAgain
 from parity.engine_driver import options
-from parity.oracle import FAMILIES, Oracle
+from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
 from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.ops import Draws
 from enginery.plugin.registry import Registry
-from enginery.run.build import build_parts
-from enginery.run.warm_up import warm_up
+from enginery.run.build import BuiltParts, build_parts
+from enginery.run.graphs import DecodeGraphs
+from enginery.run.warm_up import dummy_batch, warm_up
 
 
-def test_all_phases_run_and_only_the_scratch_page_is_written(
+def warm(parts: BuiltParts, *, longest: int) -> None:
+    geometry = parts.relay.backend.pool.geometry
+    warm_up(parts.model, parts.relay, ops=parts.ops, geometry=geometry, device=torch.device("cpu"), longest=longest)
+
+
+def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page_is_written(
     write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = build_parts(options(write_oracle("llama", FAMILIES["llama"])), Registry.load())
-    pool, ran = parts.relay.backend.pool, list[tuple[Phase, int]]()
+    parts = build_parts(options(write_oracle("llama", FAMILIES["llama"]), max_batch_requests=20), Registry.load())
+    pool, ran = parts.relay.backend.pool, set[tuple[Phase, int, int]]()
     forward = parts.model.forward
 
     def recorded(batch: ForwardBatch) -> torch.Tensor:
-        ran.append((batch.phase, batch.num_tokens))
+        first = batch.q_lens_cpu[0]
+        assert batch.positions[: int(first)].tolist() == list(range(int(batch.kv_lens_cpu[0] - first), int(batch.kv_lens_cpu[0])))
+        ran.add((batch.phase, batch.num_tokens, int(batch.kv_lens_cpu.max())))
         return forward(batch)
 
     monkeypatch.setattr(parts.model, "forward", recorded)
-    warm_up(parts.model, parts.relay, ops=parts.ops, geometry=pool.geometry, device=torch.device("cpu"), longest=48)
-    assert {phase for phase, _ in ran} == {Phase.PREFILL, Phase.DECODE, Phase.MIXED}
-    assert (Phase.PREFILL, 48) in ran
+    warm(parts, longest=48)
+    assert ran == {
+        *((Phase.PREFILL, new, length) for new in (2, 4, 8, 16, 32, 48) for length in (new, 48)),
+        *((Phase.DECODE, count, length) for count in (1, 2, 16, 20) for length in (1, 48)),
+        *((Phase.MIXED, 4, length) for length in (2, 48)),
+    }
     keys, values = pool.layer(0)
     assert not keys[:-1].any()
     assert not values[:-1].any()
     assert keys[-1].any()
+
+
+class Launches:
+    """Stands in for Triton's interpreter: notes what would be compiled, and runs nothing."""
+
+    def __init__(self) -> None:
+        self.variants: set[tuple[object, ...]] = set()
+
+    def run(self, kernel: Any, *args: Any, grid: object, warmup: bool, **settings: Any) -> None:
+        """A variant is a kernel, its settings, and of each argument what the compiler specialises on."""
+        facts = (*sorted(settings.items()), *(_specialised(each, by_value=kernel.__name__ != "sort_pairs") for each in args))
+        self.variants.add((kernel.__name__, *map(str, facts)))
+
+
+def _specialised(argument: object, *, by_value: bool) -> object:
+    """by_value: not of `sort_pairs`, one variant of which serves every number of pairs."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    return (type(argument), argument == 1, argument % 16 == 0) if isinstance(argument, int) and by_value else type(argument)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are interpreted where there is no CUDA device")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    noted = Launches()
+    monkeypatch.setattr(
+        interpreter.InterpretedFunction, "run", lambda kernel, *args, **settings: noted.run(kernel, *args, **settings)
+    )
+    return noted
+
+
+def typical_batches(parts: BuiltParts, *, most: int, longest: int) -> Iterator[ForwardBatch]:
+    """Prefills, decoding and mixed steps at random, some of whose requests begin alike, at any place in memory."""
+    chance, geometry = random.Random(0), parts.relay.backend.pool.geometry
+    for _ in range(150):
+        phase = chance.choice([Phase.PREFILL, Phase.DECODE, Phase.MIXED])
+        num_decode = 0 if phase is Phase.PREFILL else chance.choice([1, 2, 3, 17, 63, 64, most - 3])
+        news = [] if phase is Phase.DECODE else [chance.choice([1, 3, 17, 100]) for _ in range(chance.randint(1, 3))]
+        q_lens = [1] * num_decode + news
+        most_cached = chance.choice([0, 20, longest - max(q_lens)])
+        kv_lens = [new + chance.randint(most_cached // 2, most_cached) for new in q_lens]
+        batch = dummy_batch(phase, q_lens=q_lens, kv_lens=kv_lens, geometry=geometry, device=torch.device("cpu"))
+        batch.page_table_cpu.random_(0, geometry.num_pages)
+        first, last = sorted(chance.choices(range(len(q_lens) + 1), k=2))
+        batch.page_table_cpu[first:last, : chance.randint(0, longest // geometry.page_size)] = 7
+        yield batch
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek-v2", "mixtral"])
+def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Launches, write_oracle: Callable[..., Oracle]) -> None:
+    most, longest = 100, 512
+    asked = options(
+        write_oracle(family, (FAMILIES | EXPERT_FAMILIES)[family]),
+        dtype="bfloat16",
+        attention_backend="triton",
+        max_batch_requests=most,
+    )
+    parts = build_parts(asked, Registry.load())
+    warm(parts, longest=longest)
+    known = set(launches.variants)
+    assert {"decode", "merge", "prefill"} <= {str(variant[0]) for variant in known}
+    for batch in typical_batches(parts, most=most, longest=longest):
+        parts.relay.plan(batch)
+        logits = parts.model.logits(parts.model.forward(batch)[: batch.num_requests])
+        table = torch.rand(5, batch.num_requests)
+        for values in (logits, logits.float()):
+            parts.ops.greedy(values)
+            parts.ops.sample_rows(values, Draws(table=table, most_kept=9, cut=False))
+        assert not launches.variants - known, (batch.phase, batch.q_lens_cpu, batch.kv_lens_cpu)
+    graphs = DecodeGraphs.build(
+        parts.model,
+        parts.relay,
+        ops=parts.ops,
+        feed=parts.feed,
+        geometry=parts.relay.backend.pool.geometry,
+        capture=AgainAndAgain(),
+        logits=torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16),
+    )
+    assert graphs is not None
+    for size in graphs.sizes:
+        graphs.capture(size)
+    assert not launches.variants - known

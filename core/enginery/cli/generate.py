@@ -45,14 +45,19 @@ def generate(
 
 
 def build_engine(options: EngineOptions) -> EngineLike:
-    """An engine in this process; says on standard error what must be said about it."""
+    """An engine in this process; says on standard error what must be said about it, and what its start took."""
     from enginery.plugin.registry import Registry
     from enginery.run.engine import Engine
+    from enginery.run.process_age import phases_text, process_age_s
 
+    imports_s = process_age_s()
     registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
+    plugins_s = process_age_s() - imports_s
     engine = Engine.build(options, registry)
     note = f" ({engine.facts.note})" if engine.facts.note else ""
     print(f"{engine.facts.model_name}{note}", file=sys.stderr)
+    phases = {"imports": imports_s, "plugins": plugins_s, **engine.facts.phases_s}
+    print(f"ready {phases_text(process_age_s(), phases)}", file=sys.stderr)
     return engine
 
 

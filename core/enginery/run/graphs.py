@@ -42,22 +42,24 @@ Capture = Callable[[Callable[[], None]], Replayable]
 
 
 class CudaCapture:
-    """Captures into one memory pool, which all graphs share because they run one after the other."""
+    """Captures into one memory pool, which all graphs share because they run one after the other.
+
+    On one stream, because cuBLAS keeps a workspace for each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], None]) -> Replayable:
-        """`run` is called twice: the first time, on a stream of its own, kernels may compile and libraries make their plans."""
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        """`run` is called twice: the first time, not captured, kernels may compile and libraries make their plans."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
             run()
-        torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph
 
@@ -127,11 +129,13 @@ class DecodeGraphs:
         capture: Capture,
         logits: torch.Tensor,
     ) -> DecodeGraphs | None:
-        """None, with the reason in the log, where the backend cannot be captured."""
+        """With the largest graph: the others fit into its memory. None, with the reason in the log, without `init_graph_state`."""
         if relay.ask("init_graph_state", max_batch_size=len(logits), max_num_tokens=len(logits)) is None:
             _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend.backend_id)
             return None
-        return cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
+        graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
+        graphs.capture(graphs.sizes[-1])
+        return graphs
 
     @property
     def waiting(self) -> list[int]:

@@ -14,6 +14,7 @@ from enginery.errors import OutOfMemory
 MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_HOST_KV_BYTES = 4 * GIB  # a CPU's memory is shared with everything else on the machine
 SAMPLING_COPIES = 4  # of the logits, in float32: scaled, their softmax or sort, and what the reference sampling makes of them
+CUDA_LIBRARY_BYTES = 240 * MIB  # kernels that were loaded, and for each of two streams cuBLAS's workspace; measured on an H200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,10 @@ def _readable(num_bytes: int) -> str:
 def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int, sampling_copies: int) -> int:
     """Activations of the largest step, its logits, keys and values made from latents, graphs, and the backends' scratch memory.
 
-    sampling_copies: `SAMPLING_COPIES`, or 0 where a plugin samples without copies of the logits.
+    sampling_copies: `SAMPLING_COPIES`, or 0 where a plugin samples without copies of the logits, but for rows with penalties.
     """
     activations = settings.max_batch_tokens * model.activation_width * itemsize
-    logits = settings.max_batch_requests * model.vocab_size * (itemsize + 4 * sampling_copies)
+    logits = settings.max_batch_requests * model.vocab_size * (itemsize + 4 * max(sampling_copies, 1))
     made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
     captured = settings.max_graph_requests * (model.activation_width + 2 * model.vocab_size) * itemsize  # one buffer, one copy
     return activations + logits + made + captured + backend_bytes
@@ -79,6 +80,7 @@ def plan_memory(
 
     weights, workspace, page_bytes, states: in bytes. A model whose layers are all recurrent has pages that take nothing.
     """
+    workspace += CUDA_LIBRARY_BYTES if device.kind == "cuda" else 0
     budget = int(device.available_bytes * asked.memory_fraction)
     pages_per_request = math.ceil(settings.max_model_len / asked.page_size)
     useful = settings.max_batch_requests * pages_per_request

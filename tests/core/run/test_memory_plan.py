@@ -9,7 +9,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnLayerFacts
 from enginery.contracts.model import ModelFacts
 from enginery.errors import ConfigError, OutOfMemory
-from enginery.run.memory_plan import GIB, MemoryPlan, plan_memory
+from enginery.run.memory_plan import CUDA_LIBRARY_BYTES, GIB, MemoryPlan, plan_memory, workspace_bytes
 
 MODEL = ModelFacts(
     vocab_size=1000,
@@ -33,6 +33,15 @@ def test_kv_memory_takes_what_weights_and_workspace_leave() -> None:
     plan = planned(EngineOptions(memory_fraction=0.5), device(10))
     assert plan.weights_bytes + plan.workspace_bytes + plan.kv_bytes <= plan.budget_bytes == 5 * GIB
     assert plan.budget_bytes - plan.weights_bytes - plan.workspace_bytes - plan.kv_bytes < 2 * plan.page_bytes
+
+
+def test_on_a_cuda_device_libraries_take_memory_too_and_one_copy_of_the_logits_is_foreseen() -> None:
+    asked = EngineOptions(num_pages=10)
+    on_cuda, on_cpu = (planned(asked, device(10, kind)).workspace_bytes for kind in ("cuda", "cpu"))
+    assert on_cuda - on_cpu == CUDA_LIBRARY_BYTES
+    settings = resolve(asked, device(10), MODEL, config={})
+    sizes = [workspace_bytes(settings, MODEL, backend_bytes=0, itemsize=2, sampling_copies=copies) for copies in (0, 1, 2)]
+    assert sizes[0] == sizes[1] == sizes[2] - 4 * settings.max_batch_requests * MODEL.vocab_size
 
 
 def test_no_more_pages_than_all_requests_together_could_use() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
-from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
 
 SCALE_BLOCK = tl.constexpr(128)
@@ -138,7 +138,7 @@ def down_of_pairs(
     tl.store(out + token * COLUMNS + n, round_to(result, out.dtype.element_ty), mask=n < COLUMNS)
 
 
-@kernel
+@kernel_of_any("num_pairs")
 def sort_pairs(
     ids: tl.tensor,
     order: tl.tensor,

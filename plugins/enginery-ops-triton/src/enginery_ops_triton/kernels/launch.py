@@ -20,6 +20,12 @@ def kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """A kernel of which one variant serves every value of these arguments; others have one for multiples of 16."""
+    decorate: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(numbers))
+    return decorate
+
+
 def next_power_of_2(count: int) -> int:
     """A block's size must be one."""
     return 1 << (count - 1).bit_length()

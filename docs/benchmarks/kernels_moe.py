@@ -3,8 +3,10 @@
 One layer's experts on random weights, checked against float64 first. A time is that of one call among several in a CUDA graph,
 each with tokens and experts of its own. The floor is the larger of two times: the weights of the experts that were used over the
 memory's bandwidth, and the products over the matrix rate in bfloat16. Beside it stand torch's grouped product (bfloat16; with
-sorting, gate and sum) and the core's reference, a loop over experts that the host drives. `--sweep` times the blocks that
-expert_blocks.py chooses from. Kernels are compiled by several processes before anything is timed.
+sorting, gate and sum) and the core's reference, a loop over experts that the host drives. Where every token has a shared expert
+too, a whole layer from router to sum is timed with it among the others (`joined`), as an MLP of its own (`apart`) and as products
+added to the sum (`added`; enginery.nn.moe has this and `joined`); and so are the experts alone, routed in advance (`known`).
+`--sweep` times the blocks that expert_blocks.py chooses from. Kernels are compiled by several processes before anything is timed.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ import triton
 
 from enginery.api import ExpertScales, Routed, Routing
 from enginery.nn import reference_experts
+from enginery.nn.moe import Parts
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
 from enginery_ops_triton.experts import Experts
+from enginery_ops_triton.ops import TritonOps
 from enginery_ops_triton.routing import route
 
 DEVICE, DTYPE, FLOAT8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
@@ -49,6 +53,7 @@ class Shape:
     columns: int
     inner: int
     routing: Routing
+    shared: int = 0  # parts of the shared expert, as large as the others
 
     def sizes(self, weight_dtype: torch.dtype) -> ExpertSizes:
         return ExpertSizes(
@@ -60,7 +65,7 @@ class Shape:
 
 
 SHAPES = {
-    "deepseek-v2-lite": Shape(num_experts=64, columns=2048, inner=1408, routing=Routing(top_k=6)),
+    "deepseek-v2-lite": Shape(num_experts=64, columns=2048, inner=1408, routing=Routing(top_k=6), shared=2),
     "qwen3-30b-a3b": Shape(num_experts=128, columns=2048, inner=768, routing=Routing(top_k=8, renormalise=True)),
     "mixtral-8x7b": Shape(num_experts=8, columns=4096, inner=14336, routing=Routing(top_k=2, renormalise=True)),
     "deepseek-v3": Shape(
@@ -68,6 +73,7 @@ SHAPES = {
         columns=7168,
         inner=2048,
         routing=Routing(top_k=8, scoring="sigmoid", num_groups=8, top_groups=4, group_score="top2", renormalise=True, scale=2.5),
+        shared=1,
     ),
 }
 WEIGHTS = {"bfloat16": DTYPE, "float8": FLOAT8}
@@ -227,6 +233,76 @@ def compare(models: Sequence[str], *, loop: bool) -> Iterator[dict[str, Any]]:
         del layer, bound
 
 
+class WithShared:
+    """A layer from router to sum, whose last `shared` experts are the shared one's parts."""
+
+    def __init__(self, shape: Shape, weight_dtype: torch.dtype) -> None:
+        count, inner, self.shape = shape.num_experts, shape.inner, shape
+        layer = Layer(shape, weight_dtype, num_experts=count + shape.shared)
+        ops, scales = TritonOps(dependent_launch=True), layer.scales
+        self.joined_experts = layer.bound()
+        own = None if scales is None else ExpertScales(gate_up=scales.gate_up[:count], down=scales.down[:count])
+        self.routed_experts = Experts(layer.gate_up[:count], layer.down[:count], own, dependent_launch=True)
+        gate_up, down = layer.gate_up[count:], layer.down[count:]  # [S, 2I, C], [S, C, I]
+        if scales is not None:
+            pairs = ((gate_up, scales.gate_up[count:]), (down, scales.down[count:]))
+            gate_up, down = (
+                torch.stack([reference_experts.widen(*each, DTYPE) for each in zip(*pair, strict=True)]) for pair in pairs
+            )
+        gate, up = gate_up[:, :inner].flatten(0, 1), gate_up[:, inner:].flatten(0, 1)  # [S I, C]
+        self.parts = Parts(gate_up, down)
+        self.shared_gate_up = ops.bind_linear(torch.cat((gate, up)), None)
+        self.shared_down = ops.bind_linear(down.transpose(0, 1).flatten(1).contiguous(), None)
+        self.gated_silu = ops.gated_silu
+        self.router = ops.bind_linear(torch.randn((count, shape.columns), device=DEVICE) * shape.columns**-0.5, None)
+        self.more = torch.arange(count, count + shape.shared, dtype=torch.int32, device=DEVICE)
+        self.ones = torch.ones(shape.shared, device=DEVICE)
+
+    def routed(self, x: torch.Tensor) -> Routed:
+        return route(self.router(x.float()).float(), None, self.shape.routing, dependent_launch=True)
+
+    def extended(self, routed: Routed) -> Routed:
+        more, ones = (each.expand(len(routed.ids), -1) for each in (self.more, self.ones))
+        return Routed(torch.cat((routed.ids, more), dim=1), torch.cat((routed.weights, ones), dim=1))
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        return self.joined_experts(x, self.extended(self.routed(x)))
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.routed_experts(x, self.routed(x))
+        return out.add_(self.shared_down(self.gated_silu(self.shared_gate_up(x))))
+
+    def added(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.routed_experts(x, self.routed(x))
+        both = F.linear(x, self.parts.gate_up.view(-1, self.shape.columns)).view(-1, 2 * self.shape.inner)
+        hidden = self.gated_silu(both).view(-1, self.shape.shared * self.shape.inner)
+        for values, down in zip(hidden.split(self.shape.inner, dim=1), self.parts.down, strict=True):
+            out.addmm_(values, down.T)
+        return out
+
+
+def layers(models: Sequence[str], counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for name, (label, weight_dtype) in itertools.product([name for name in models if SHAPES[name].shared], WEIGHTS.items()):
+        layer = WithShared(SHAPES[name], weight_dtype)
+        for num_tokens in TOKENS:
+            inputs = [
+                torch.randn((num_tokens, layer.shape.columns), dtype=DTYPE, device=DEVICE) for _ in range(num_calls(num_tokens))
+            ]
+            expected = layer.apart(inputs[0]).double()
+            error = max(relative_error(found, expected) for found in (layer.joined(inputs[0]), layer.added(inputs[0])))
+            assert error < 1e-2, error
+            known = [partial(layer.joined_experts, x, layer.extended(layer.routed(x))) for x in inputs]
+            times = {
+                "joined_us": [partial(layer.joined, x) for x in inputs],
+                "apart_us": [partial(layer.apart, x) for x in inputs],
+                "added_us": [partial(layer.added, x) for x in inputs],
+                "known_us": known,
+            }
+            taken = {kind: round(time_us(calls, replays=7), 1) for kind, calls in times.items()}
+            yield {"model": name, "weights": label, "tokens": num_tokens, "error": error, **taken}
+        del layer
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     part = actual[: len(expected)].double()
     return ((part - expected).norm() / expected.norm()).item()
@@ -318,8 +394,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of the sweep")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of the sweep and the layers")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="of the sweep")
+    parser.add_argument("--only", nargs="+", choices=("layers", "routing", "experts"), help="of what is compared")
     parser.add_argument("--no-loop", action="store_true", help="leave the core's reference out")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--compile", type=int, metavar="PART", help="what a worker does")
@@ -332,6 +409,7 @@ def main() -> None:
         compile_part(asked.compile, asked.workers, todo, swept=asked.sweep)
         return
     began = time.monotonic()
+    asked.workers *= asked.only != ["layers"]  # they are few
     workers = [subprocess.Popen([sys.executable, *sys.argv, "--compile", str(part)]) for part in range(asked.workers)]
     failed = [worker.args for worker in workers if worker.wait() != 0]
     assert not failed, failed
@@ -346,9 +424,15 @@ def main() -> None:
     parts: dict[str, Iterator[dict[str, Any]]] = (
         {"sweep": sweep(asked.models, asked.tokens, asked.weights)}
         if asked.sweep
-        else {"routing": routers(asked.models), "experts": compare(asked.models, loop=not asked.no_loop)}
+        else {
+            "layers": layers(asked.models, asked.tokens),
+            "routing": routers(asked.models),
+            "experts": compare(asked.models, loop=not asked.no_loop),
+        }
     )
     for part, rows in parts.items():
+        if asked.only and part not in asked.only:
+            continue
         result[part] = []
         for row in rows:
             result[part].append(row)

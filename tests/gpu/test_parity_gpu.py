@@ -1,33 +1,87 @@
-"""On a CUDA device: exact greedy tokens in float32, small relative errors in bfloat16, whatever attends."""
+"""On a CUDA device: exact greedy tokens in float32, small relative errors in bfloat16, whatever attends.
+
+In bfloat16 rounding may choose another expert for a token where two are nearly equal, and that token's logits are then those of
+another sum. So of mixtures of experts the median of the errors over the steps of one answer is bounded: a wrong kernel or weight is
+wrong at every step. That the right experts are chosen is shown in float32, where tokens must be equal.
+"""
 
 from __future__ import annotations
 
+import functools
+import statistics
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 from parity.engine_driver import drain, generate, greedy, last_logits, options
-from parity.oracle import FAMILIES, Oracle, shape
-from transformers import LlamaConfig, Qwen3Config
+from parity.oracle import (
+    EXPERT_FAMILIES,
+    FAMILIES,
+    LATENT_EXPERT_FAMILIES,
+    Oracle,
+    expert_shape,
+    grouped_expert_shape,
+    latent_shape,
+    shape,
+)
+from parity.test_latent_parity import watched
+from transformers import DeepseekV2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from enginery.config.schema import EngineOptions
-from enginery.errors import EnginError
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.latent import PrefillStrategy
 from enginery.plugin.registry import Registry
 from enginery.run.engine import Engine
+from enginery.run.runner import LaunchedStep
+from enginery.schedule.step import ScheduledStep
+from enginery.testing.readback import no_reads
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # Triton compiles its kernels the first time
 
 ATTENTION = {
     "torch": {"attention_backend": "torch"},
     "triton": {"attention_backend": "triton"},
     "flashinfer": {"attention_backend": "flashinfer"},
+    "flashinfer-mla": {"attention_backend": "flashinfer-mla"},
     "flashinfer and triton": {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "triton"},
 }
 WIDE = {  # heads as large as FlashInfer takes
     "llama-128": LlamaConfig(**shape(head_dim=128, num_attention_heads=8)),
     "qwen3-64": Qwen3Config(**shape(head_dim=64)),
 }
+WIDE_EXPERTS = {
+    "mixtral-128": MixtralConfig(**shape(num_local_experts=8, head_dim=128) | expert_shape()),
+    "qwen3-moe-128": Qwen3MoeConfig(**shape(num_experts=8, head_dim=128, norm_topk_prob=True) | expert_shape()),
+}
+LATENT_DIMS = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)  # DeepSeek-V2's own
+WIDE_LATENT = {
+    "deepseek-v2-512": DeepseekV2Config(
+        **latent_shape(q_lora_rank=None)
+        | grouped_expert_shape(topk_method="greedy", n_group=1, topk_group=1)
+        | LATENT_DIMS
+        | dict(num_attention_heads=16, num_key_value_heads=16)
+    ),
+}
+THROUGH_GRAPHS = [
+    *((name, attention) for name in WIDE for attention in ("triton", "flashinfer", "flashinfer and triton")),
+    *((name, attention) for name in WIDE_EXPERTS for attention in ("triton", "flashinfer")),
+    *((name, attention) for name in WIDE_LATENT for attention in ("triton", "flashinfer-mla")),
+]
 BFLOAT16_ERROR = 0.03
+
+
+PROMPTS = (1, 5, 6)
+NUM_TOKENS = 16  # transformers takes ten seconds of eight processes for all prompts and 64 of them; tests/parity has those
+
+
+@functools.cache
+def expected_tokens(oracle: Oracle) -> list[list[int]]:
+    return [oracle.continue_greedily(oracle.prompts[index], NUM_TOKENS) for index in PROMPTS]
+
+
+def generated(engine: Engine, oracle: Oracle) -> list[list[int]]:
+    return generate(engine, [oracle.prompts[index] for index in PROMPTS], max_tokens=NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +93,22 @@ def asked(oracle: Oracle, attention: str, **changes: object) -> EngineOptions:
     return options(oracle, **{"device": "cuda", "max_batch_requests": 16, **ATTENTION[attention], **changes})
 
 
+def skip_if_absent(registry: Registry, attention: str) -> None:
+    """What is installed must not refuse."""
+    names = set(ATTENTION[attention].values())
+    if absent := names - {offer.name for offer in registry.attn_backends}:
+        pytest.skip(f"not installed here: {', '.join(absent)}")
+    if "flashinfer" in attention and find_spec("flashinfer") is None:
+        pytest.skip("not installed here: the library flashinfer")
+
+
 @pytest.mark.parametrize("attention", ["torch", "triton"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("chunk", [16, 4096])
-def test_64_greedy_tokens_are_equal_in_float32(
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 4096), (16, 16)])
+def test_greedy_tokens_are_equal_in_float32(
     oracle: Oracle, registry: Registry, *, attention: str, page_size: int, chunk: int
 ) -> None:
     wanted = asked(oracle, attention, dtype="float32", page_size=page_size, max_batch_tokens=chunk)
-    assert generate(Engine.build(wanted, registry), oracle.prompts) == oracle.greedy
+    assert generated(Engine.build(wanted, registry), oracle) == expected_tokens(oracle)
 
 
 @pytest.mark.parametrize("attention", ["torch", "triton"])
@@ -56,36 +118,84 @@ def test_bfloat16_stays_close(oracle: Oracle, registry: Registry, *, attention: 
     assert relative_error(actual, oracle.logits(prompt)[-1]) < BFLOAT16_ERROR
 
 
-@pytest.mark.parametrize("attention", ["triton", "flashinfer", "flashinfer and triton"])
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+@pytest.mark.parametrize("family", sorted(EXPERT_FAMILIES))
+def test_greedy_tokens_of_experts_are_equal_in_float32(
+    write_oracle: Callable[..., Oracle], registry: Registry, *, family: str, attention: str
+) -> None:
+    oracle = write_oracle(family, EXPERT_FAMILIES[family])
+    engine = Engine.build(asked(oracle, attention, dtype="float32", max_batch_tokens=16), registry)
+    assert any(setting == "ops" and value.startswith("triton:") for setting, value, _ in engine.facts.decisions)
+    assert generated(engine, oracle) == expected_tokens(oracle)
+
+
+@pytest.mark.parametrize("strategy", PrefillStrategy)
+@pytest.mark.parametrize("family", sorted(LATENT_EXPERT_FAMILIES))
+def test_every_latent_prefill_strategy_gives_equal_tokens_in_float32(
+    write_oracle: Callable[..., Oracle], registry: Registry, *, family: str, strategy: PrefillStrategy
+) -> None:
+    oracle = write_oracle(family, LATENT_EXPERT_FAMILIES[family])
+    chunk_tokens = 4096 if strategy is PrefillStrategy.ONE_SHOT else 8
+    changes = {"mla_prefill": str(strategy), "mla_chunk_tokens": chunk_tokens, "max_batch_tokens": 16, "dtype": "float32"}
+    engine, reader = watched(asked(oracle, "triton", **changes), registry)
+    assert generated(engine, oracle) == expected_tokens(oracle)
+    assert reader.strategies == {strategy}
+    assert reader.longest_prefix >= 32
+    assert reader.most_chunks >= (4 if strategy is PrefillStrategy.CHUNKED else 0)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2-lite-experts", "glm4-moe"])
+def test_steps_of_experts_read_nothing_back_and_decoding_ones_are_captured(
+    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """A captured step has no place for a read; `no_reads` is around the others."""
+    oracle = write_oracle(family, EXPERT_FAMILIES[family])
+    engine = Engine.build(asked(oracle, "triton", dtype="bfloat16", max_batch_tokens=16, overlap=False), registry)
+    assert len(generate(engine, oracle.prompts, max_tokens=8)) == len(oracle.prompts)  # captures all sizes that come
+    model, launch, steps = engine._runner.model, engine._runner.launch, list[tuple[bool, bool]]()
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        with no_reads(torch.device("cuda")):
+            return run(batch)
+
+    def noted(step: ScheduledStep, *, began_s: float) -> LaunchedStep:
+        launched = launch(step, began_s=began_s)
+        steps.append((step.num_prefill_tokens > 0, launched.captured))
+        return launched
+
+    run = model.forward
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(engine._runner, "launch", noted)
+    generate(engine, [prompt[::-1] for prompt in oracle.prompts], max_tokens=8)
+    assert set(steps) == {(True, False), (False, True)}
+
+
+@pytest.mark.parametrize(("name", "attention"), THROUGH_GRAPHS)
 def test_bfloat16_stays_close_through_graphs_and_chunks(
     write_oracle: Callable[..., Oracle], registry: Registry, *, name: str, attention: str
 ) -> None:
-    oracle = write_oracle(name, WIDE[name])
-    try:
-        engine = Engine.build(asked(oracle, attention, dtype="bfloat16", max_batch_tokens=16, overlap=False), registry)
-    except EnginError as refused:
-        pytest.skip(f"not installed here: {refused}")
+    skip_if_absent(registry, attention)
+    oracle = write_oracle(name, (WIDE | WIDE_EXPERTS | WIDE_LATENT)[name])
+    engine = Engine.build(asked(oracle, attention, dtype="bfloat16", max_batch_tokens=16, overlap=False), registry)
     prompt = oracle.prompts[4]
     engine.submit(greedy("a", prompt, max_tokens=24))
-    tokens, graphs = list[int](), engine._runner.graphs
+    tokens, errors, graphs = list[int](), list[float](), engine._runner.graphs
     assert graphs is not None
     while engine.has_work:
         before = len(tokens)
         tokens += [token for output in engine.step() for token in output.token_ids]
         if before and len(tokens) > before:  # a decoding step: its logits are still there
             expected = oracle.logits([*prompt, *tokens[:-1]])[-1]
-            assert relative_error(graphs.logits[0].float().cpu(), expected) < BFLOAT16_ERROR
-    assert len(tokens) == 24
+            errors.append(relative_error(graphs.logits[0].float().cpu(), expected))
+    assert len(errors) == 23
+    assert (max(errors) if name in WIDE else statistics.median(errors)) < BFLOAT16_ERROR, errors
 
 
 def test_fp8_memory_stays_near(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    skip_if_absent(registry, "flashinfer")
     oracle = write_oracle("llama-128", WIDE["llama-128"])
     prompt = oracle.prompts[4]
-    try:
-        actual = last_logits(registry, asked(oracle, "flashinfer", dtype="bfloat16", kv_dtype="fp8"), prompt)
-    except EnginError as refused:
-        pytest.skip(f"not installed here: {refused}")
+    actual = last_logits(registry, asked(oracle, "flashinfer", dtype="bfloat16", kv_dtype="fp8"), prompt)
     assert relative_error(actual, oracle.logits(prompt)[-1]) < 0.12
 
 

@@ -33,8 +33,8 @@ class PlanReader(RecordingModel):
         self.prefills: list[Part] = []
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        assert isinstance(batch.plan, CompositePlan)
-        self.prefills += [part for part in batch.plan.parts if part.batch.phase is Phase.PREFILL]
+        if isinstance(batch.plan, CompositePlan):
+            self.prefills += [part for part in batch.plan.parts if part.batch.phase is Phase.PREFILL]
         return super().forward(batch)
 
     @property

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from parity.engine_driver import RecordingModel, drain, generate, greedy, last_logits, options
 from parity.oracle import (
     EXPERT_FAMILIES,
+    FAMILIES,
     LATENT_EXPERT_FAMILIES,
     NUM_GREEDY,
     WINDOWED_EXPERTS,
@@ -22,8 +23,9 @@ from parity.oracle import (
     latent_shape,
     randomise,
 )
+from parity.test_latent_parity import watched
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig, Qwen2MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
@@ -31,8 +33,11 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from enginery.bench.workloads import write_shape
 from enginery.config.decoder_shape import read_decoder_shape, read_grouped_experts
 from enginery.config.schema import EngineOptions
+from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.ops import Routing
 from enginery.errors import CheckpointError
+from enginery.nn import moe
+from enginery.nn.moe import MixtureOfExperts
 from enginery.nn.reference_experts import route
 from enginery.plugin.registry import Registry
 from enginery.run.build import build_parts, check_weights
@@ -41,7 +46,6 @@ from enginery.run.choice import choose
 from enginery.run.engine import Engine
 
 UNLIMITED = 4096
-STRATEGIES = ["absorbed", "one-shot", "chunked"]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +162,7 @@ def test_float8_checkpoints_give_the_logits_of_their_widened_weights(
     torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
     record = check_weights(choose(options(oracle), registry)).record
     narrow = [piece for piece in record.pieces if piece.dtype is torch.float8_e4m3fn]
-    assert len(narrow) == (2 if inner_size == 128 else 0)
+    assert len(narrow) == (3 if inner_size == 128 else 0)  # gate and up, down, and down of the shared expert
 
 
 def test_float8_shapes_run_with_random_weights(registry: Registry, tmp_path: Path) -> None:
@@ -201,14 +205,95 @@ def test_prefix_cache_hits_change_no_token(expert_oracle: Oracle, registry: Regi
     assert tokens == {"again": expected, "longer": expected[20:]}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_prefill_strategy_gives_equal_logits_and_tokens(latent_oracle: Oracle, registry: Registry, *, strategy: str) -> None:
-    asked = {"mla_prefill": strategy, "mla_chunk_tokens": 4096 if strategy == "one-shot" else 8}
+@pytest.mark.parametrize("strategy", PrefillStrategy)
+def test_every_prefill_strategy_gives_equal_logits_and_tokens(
+    latent_oracle: Oracle, registry: Registry, *, strategy: PrefillStrategy
+) -> None:
+    asked = {"mla_prefill": str(strategy), "mla_chunk_tokens": 4096 if strategy is PrefillStrategy.ONE_SHOT else 8}
     prompt = latent_oracle.prompts[5]
     actual = prompt_logits(registry, latent_oracle, prompt, **asked)
     torch.testing.assert_close(actual, latent_oracle.logits(prompt), atol=1e-4, rtol=0)
-    engine = Engine.build(options(latent_oracle, max_batch_tokens=16, max_batch_requests=16, **asked), registry)
+    engine, reader = watched(options(latent_oracle, max_batch_tokens=16, max_batch_requests=16, **asked), registry)
     assert generate(engine, latent_oracle.prompts) == latent_oracle.greedy
+    assert reader.strategies == {strategy}
+    assert reader.longest_prefix >= 32
+    assert reader.most_chunks >= (4 if strategy is PrefillStrategy.CHUNKED else 0)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """Triton's attention and operations, on the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are interpreted where there is no CUDA device; on one, tests/gpu runs them")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    precision = pytest.importorskip("enginery_ops_triton.kernels.precision")
+    pytest.importorskip("enginery_attn_triton.backend")
+    if not precision.INTERPRETED.value:
+        pytest.skip("triton was imported for the compiler in this process")
+    return Registry.load()
+
+
+def small(config: PretrainedConfig) -> PretrainedConfig:
+    """Two layers and four experts: the interpreter takes milliseconds for every program."""
+    stated = {**config.to_dict(), "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    stated |= {name: 4 for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in stated}
+    stated |= {"n_group": 2, "topk_group": 1} if stated.get("n_group", 1) != 1 else {}
+    stated |= {"layer_types": stated["layer_types"][:2]} if stated.get("layer_types") else {}
+    return type(config)(**stated)
+
+
+INTERPRETED = {
+    "glm4": [{}],
+    **{name: [{}] for name in EXPERT_FAMILIES.keys() - LATENT_EXPERT_FAMILIES.keys()},
+    **{name: [{"mla_prefill": str(strategy)} for strategy in PrefillStrategy] for name in ("deepseek-v2-experts", "deepseek-v3")},
+    "deepseek-v2-lite-experts": [{"mla_prefill": "chunked"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [(name, changes) for name, many in sorted(INTERPRETED.items()) for changes in many], ids=str
+)
+def test_triton_in_its_interpreter_gives_equal_logits_and_tokens(
+    interpreted: Registry, write_oracle: Callable[..., Oracle], *, family: str, changes: dict[str, str]
+) -> None:
+    """A prompt in two chunks, whose pairs of tokens and experts are sorted into tiles, and three decoding steps, whose are not."""
+    oracle = write_oracle(f"small-{family}", small((FAMILIES | EXPERT_FAMILIES)[family]))
+    prompt = oracle.prompts[3][:11]
+    more = {"mla_chunk_tokens": 4096 if changes["mla_prefill"] == "one-shot" else 4} if changes else {}
+    asked = options(oracle, attention_backend="triton", max_batch_tokens=8, **changes, **more)
+    engine, reader = watched(asked, interpreted)
+    decisions = {(setting, value.partition(":")[0]) for setting, value, _ in engine.facts.decisions}
+    assert {("attention", "triton"), ("ops", "triton")} <= decisions
+    engine.submit(greedy("a", prompt, max_tokens=4, prompt_logprobs=0))
+    tokens = drain(engine, {})["a"]
+    assert tokens == oracle.continue_greedily(prompt, 4)
+    torch.testing.assert_close(torch.cat(reader.recorded), oracle.logits([*prompt, *tokens[:-1]]), atol=1e-4, rtol=0)
+    if changes:
+        assert reader.strategies == {PrefillStrategy(changes["mla_prefill"])}
+        assert reader.most_chunks == (2 if changes["mla_prefill"] == "chunked" else 0)
+
+
+@pytest.mark.parametrize("rows", [0, 64])
+@pytest.mark.parametrize(("family", "joined"), [("deepseek-v2-experts", 2), ("glm4-moe", 2), ("qwen2-moe", 0), ("joined", 2)])
+def test_a_shared_expert_that_is_a_whole_number_of_experts_is_computed_with_them_for_few_tokens(
+    any_ops: Registry,
+    write_oracle: Callable[..., Oracle],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    family: str,
+    joined: int,
+    rows: int,
+) -> None:
+    """`joined` is Qwen2-MoE with a shared expert of that size, whose gate becomes the weight."""
+    monkeypatch.setattr(moe, "JOINED_ROWS", rows)
+    changed = {**EXPERT_FAMILIES["qwen2-moe"].to_dict(), "shared_expert_intermediate_size": 64}
+    oracle = write_oracle(family, Qwen2MoeConfig(**changed) if family == "joined" else EXPERT_FAMILIES[family])
+    actual = prompt_logits(any_ops, oracle, oracle.prompts[4])
+    torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
+    mixtures = [
+        layer.mlp for layer in build_parts(options(oracle), any_ops).model.layers if isinstance(layer.mlp, MixtureOfExperts)
+    ]
+    assert {(mixture.num_joined, mixture.shared is None) for mixture in mixtures} == {(joined, joined > 0)}
 
 
 @pytest.mark.parametrize("family", sorted(WINDOWED_EXPERTS))

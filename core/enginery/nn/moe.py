@@ -1,32 +1,51 @@
 """Mixtures of experts (arXiv:2101.03961, arXiv:2401.06066): router, experts, and the expert that every token has.
 
-T tokens, C hidden size, E experts, I an expert's inner size.
+T tokens, C hidden size, E experts, I an expert's inner size, S how many times that of the shared expert is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from enginery.config.decoder_shape import DecoderShape, ExpertsShape
 from enginery.contracts.model import ModelContext, WeightSource
-from enginery.contracts.ops import ExpertScales, ExpertsFn
+from enginery.contracts.ops import ExpertScales, Routed
 from enginery.nn.decoder import DecoderLayer, GatedMLP, layer_attention
 from enginery.nn.reference_experts import BLOCK
 
+JOINED_ROWS: Final = 64  # tokens for which it pays, see docs/benchmarks/kernels_moe.py
+
+
+class Parts(NamedTuple):
+    """Of the shared expert: gate_up [S, 2I, C], down [S, C, I]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
 
 class MixtureOfExperts:
-    """Each token's own few of many gated MLPs, weighted and summed, and the shared one beside them.
+    """Each token's own few of many gated MLPs, weighted and summed, and the shared one with them.
 
-    Checkpoints have every expert's projections apart; in memory they are gate_up [E, 2I, C] and down [E, C, I].
+    Checkpoints have every expert's projections apart; in memory they are gate_up [E + S, 2I, C] and down [E + S, C, I]. A shared
+    expert of inner size S I is the sum of S experts, so few tokens have those too, in the same kernels. For many tokens, and if it
+    cannot be cut so, it is a product of its own.
     """
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, experts: ExpertsShape, mlp_bias: bool) -> None:
         """mlp_bias: of the shared expert; the others have none."""
-        count, hidden = experts.num_experts, context.facts.hidden_size
+        count, hidden, device = experts.num_experts, context.facts.hidden_size, context.device
         names, ops = experts.names, context.ops
-        self.experts = _bind_experts(context, weights.scope("experts"), experts)
+        self.num_joined = 0 if mlp_bias or experts.shared_size % experts.inner_size else experts.shared_size // experts.inner_size
+        gate_up, down, scales = _stack_experts(context, weights, experts, num_joined=self.num_joined)
+        self.experts = ops.bind_experts(gate_up, down, scales)
+        self.parts = Parts(gate_up[count:], down[count:]) if scales is None and self.num_joined else None
+        self.gated_silu = ops.gated_silu
+        ids = torch.arange(count, count + self.num_joined, dtype=torch.int32, device=device)
+        self.joined = Routed(ids, torch.ones(self.num_joined, device=device))
         self.wide = experts.wide_router
         router = weights.take("gate.weight", (count, hidden), dtype=torch.float32 if self.wide else None)
         self.router = ops.bind_linear(router, None)
@@ -35,7 +54,7 @@ class MixtureOfExperts:
             self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)
         self.route, self.routing = ops.route, experts.routing
         self.shared: GatedMLP | None = None
-        if experts.shared_size:
+        if experts.shared_size and not self.num_joined:
             shared = weights.scope(names.shared)
             self.shared = GatedMLP(context, shared, intermediate_size=experts.shared_size, bias=mlp_bias)
         gated = experts.shared_gate
@@ -44,28 +63,75 @@ class MixtureOfExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         logits = self.router(x.float() if self.wide else x).float()  # [T, E]
-        out = self.experts(x, self.route(logits, self.bias, self.routing))
+        routed = self.route(logits, self.bias, self.routing)
+        gate = None if self.shared_gate is None else self.shared_gate(x).sigmoid_()  # [T, 1]
+        if self.num_joined and (self.parts is None or len(x) <= JOINED_ROWS):
+            return self.experts(x, self._join(routed, gate))
+        out = self.experts(x, routed)
+        if self.parts is not None:
+            return self._add_parts(out, x, gate)
         if self.shared is None:
             return out
         shared = self.shared(x)
-        return out.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(x).sigmoid_()))
+        return out.add_(shared if gate is None else shared.mul_(gate))
+
+    def _join(self, routed: Routed, gate: torch.Tensor | None) -> Routed:
+        """The shared expert's parts behind the chosen experts: [T, top_k + S]."""
+        ids, ones = (each.expand(len(routed.ids), -1) for each in self.joined)
+        weights = ones if gate is None else gate.to(ones.dtype).expand_as(ones)
+        return Routed(torch.cat((routed.ids, ids), dim=1), torch.cat((routed.weights, weights), dim=1))
+
+    def _add_parts(self, out: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """The shared expert's parts, as one product up and one down for each."""
+        assert self.parts is not None
+        count, columns, inner = self.parts.down.shape
+        both = F.linear(x, self.parts.gate_up.view(-1, columns)).view(-1, 2 * inner)  # [T S, 2I]
+        hidden = self.gated_silu(both).view(-1, count, inner)
+        if gate is not None:
+            hidden.mul_(gate[:, None])
+        for values, down in zip(hidden.unbind(1), self.parts.down, strict=True):
+            out.addmm_(values, down.T)
+        return out
 
 
-def _bind_experts(context: ModelContext, weights: WeightSource, experts: ExpertsShape) -> ExpertsFn:
+def _stack_experts(
+    context: ModelContext, weights: WeightSource, experts: ExpertsShape, *, num_joined: int
+) -> tuple[torch.Tensor, torch.Tensor, ExpertScales | None]:
     """Float8 experts stay so where no block has rows of both gate and up; else they are widened when they are read."""
-    count, inner, hidden = experts.num_experts, experts.inner_size, context.facts.hidden_size
-    halves = [f"{expert}.{name}.weight" for expert in range(count) for name in (experts.names.gate, experts.names.up)]
-    downs = [f"{expert}.{experts.names.down}.weight" for expert in range(count)]
-    dtype: torch.dtype | None = None
-    scales: ExpertScales | None = None
-    if experts.float8 and inner % BLOCK == 0:
-        dtype, rows, columns = torch.float8_e4m3fn, inner // BLOCK, -(-hidden // BLOCK)
-        half_scales = weights.merge([f"{name}_scale_inv" for name in halves], [(rows, columns)] * len(halves), dtype=torch.float32)
-        down_scales = weights.merge([f"{name}_scale_inv" for name in downs], [(columns, rows)] * len(downs), dtype=torch.float32)
-        scales = ExpertScales(gate_up=half_scales.view(count, 2 * rows, columns), down=down_scales.view(count, columns, rows))
-    gate_up = weights.merge(halves, [(inner, hidden)] * len(halves), dtype=dtype).view(count, 2 * inner, hidden)
-    down = weights.merge(downs, [(hidden, inner)] * len(downs), dtype=dtype).view(count, hidden, inner)
-    return context.ops.bind_experts(gate_up, down, scales)
+    hidden = context.facts.hidden_size
+    if not experts.float8 or experts.inner_size % BLOCK:
+        return (*_stack(weights, experts, num_joined=num_joined, hidden=hidden), None)
+    gate_up, down = _stack(weights, experts, num_joined=num_joined, hidden=hidden, dtype=torch.float8_e4m3fn)
+    scales = _stack(weights, experts, num_joined=num_joined, hidden=hidden, block=BLOCK, suffix="_scale_inv", dtype=torch.float32)
+    return gate_up, down, ExpertScales(gate_up=scales[0], down=scales[1])
+
+
+def _stack(
+    weights: WeightSource,
+    experts: ExpertsShape,
+    *,
+    num_joined: int,
+    hidden: int,
+    block: int = 1,
+    suffix: str = "",
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up [E + S, 2I, C] and down [E + S, C, I], or their scales, of which I and C have one for each block."""
+    names, count, inner, columns = experts.names, experts.num_experts, experts.inner_size // block, -(-hidden // block)
+    halves = [f"experts.{expert}.{name}.weight{suffix}" for expert in range(count) for name in (names.gate, names.up)]
+    downs = [f"experts.{expert}.{names.down}.weight{suffix}" for expert in range(count)]
+    shapes = [(inner, columns)] * len(halves)
+    if num_joined:
+        halves += [f"{names.shared}.{name}_proj.weight{suffix}" for name in ("gate", "up")]
+        shapes += [(num_joined * inner, columns)] * 2
+    gate_up = weights.merge(halves, shapes, dtype=dtype).view(-1, 2 * inner, columns)
+    down = weights.merge(downs, [(columns, inner)] * count, dtype=dtype).view(count, columns, inner)
+    if num_joined:
+        joined = gate_up[count:]  # has the gates of all before the ups of all
+        joined.copy_(torch.cat(joined.view(2, num_joined, inner, columns).unbind(), dim=1))  # [S, 2I, C]
+        narrow = weights.take(f"{names.shared}.down_proj.weight{suffix}", (columns, num_joined * inner), dtype=dtype)
+        down = torch.cat((down, narrow.view(columns, num_joined, inner).transpose(0, 1)))
+    return gate_up, down
 
 
 def layer_mlp(

@@ -11,9 +11,8 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "enginery"
 PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 
-CORE_LINES = 13_000  # without the conformance kit and the benchmarks, which serve nobody: they have numbers of their own
-KIT_LINES = 1_700
-BENCH_LINES = 1_100
+CORE_LINES = 12_500  # the engine, with mixtures of experts, grammars and parsers; what stands beside it is counted apart
+APART = {"testing": 1_700, "bench": 1_100, "serve": 5_000}  # the conformance kit, the benchmarks, the HTTP server
 FORWARD_BATCH_FIELDS = 20
 
 # "file in the core:function": why a three-argument getattr cannot be avoided there.
@@ -113,9 +112,8 @@ def test_plugins_are_within_their_budgets() -> None:
 
 def test_the_whole_core_stays_readable() -> None:
     lines = {path: path.read_text().count("\n") for path in CORE.rglob("*.py")}
-    apart = {name: sum(count for path, count in lines.items() if name in path.parent.parts) for name in ("testing", "bench")}
-    assert apart["testing"] < KIT_LINES
-    assert apart["bench"] < BENCH_LINES
+    apart = {name: sum(count for path, count in lines.items() if name in path.parent.parts) for name in APART}
+    assert not [f"{name}: {count}" for name, count in apart.items() if count >= APART[name]]
     assert sum(lines.values()) - sum(apart.values()) < CORE_LINES
 
 

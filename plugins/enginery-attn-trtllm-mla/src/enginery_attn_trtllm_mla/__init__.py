@@ -1,0 +1,23 @@
+"""Decoding of MLA by TensorRT-LLM's kernels."""
+
+from enginery.api import AttnBackend, AttnBackendSpec, BackendContext, hookimpl
+from enginery_attn_trtllm_mla.spec import NAME, make_spec
+
+
+@hookimpl
+def register_attn_backends() -> list[AttnBackendSpec]:
+    """One backend, for CUDA devices of compute capability 10.x."""
+    return [make_spec()]
+
+
+@hookimpl
+def create_attn_backend(name: str, context: BackendContext) -> AttnBackend | None:
+    """Build it, around its kernel and beside FlashInfer's."""
+    if name != NAME:
+        return None
+    from enginery_attn_flashinfer_mla.backend import FlashInferMla
+    from enginery_attn_flashinfer_mla.kernels import FlashInferKernels
+    from enginery_attn_flashinfer_mla.table_backend import TableBackend
+    from enginery_attn_trtllm_mla.kernel import load_kernel
+
+    return TableBackend(context, load_kernel(context), FlashInferMla(context, FlashInferKernels))

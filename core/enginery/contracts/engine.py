@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from enginery.contracts.request import GenerationRequest, RequestOutput
 
@@ -32,6 +32,44 @@ class EngineFacts:
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
 
+STEP_SIZES: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """How an engine does: what is so now, and after `free_pages` totals since it was built.
+
+    cached_pages: of the prefix cache, in use by requests or not. num_tokens: rows of all batches. steps_by_size: steps of up to so
+    many tokens as `STEP_SIZES` says, and last those of more. num_graph_steps: run by a captured graph. host_s: of scheduling,
+    building, planning and launching. num_failed_steps: given up with their requests. num_nan: requests that ended for NaN logits.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    cached_pages: int = 0
+    free_pages: int = 0
+    num_steps: int = 0
+    num_graph_steps: int = 0
+    num_failed_steps: int = 0
+    num_tokens: int = 0
+    num_preempted: int = 0
+    num_nan: int = 0
+    steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
+    host_s: float = 0.0
+    plan_s: float = 0.0
+    run_s: float = 0.0
+
+
+class EngineMeter(Protocol):
+    """Measures an engine's steps."""
+
+    def stats(self) -> EngineStats: ...
+
+    def profile(self, num_steps: int) -> str:
+        """Trace what the host does in the next steps. Returns the path of the file it will be in."""
+        ...
+
+
 class EngineLike(Protocol):
     """An engine in this process. One thread drives it."""
 
@@ -44,7 +82,10 @@ class EngineLike(Protocol):
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises `RequestError` for one that can never be served, `QueueFull` for one too many."""
+        """Queue a request, or put it aside until its grammar is compiled: then `step` answers (`RequestOutput.is_answer`).
+
+        Raises `RequestError` for one that can never be served, `QueueFull` for one too many.
+        """
         ...
 
     def abort(self, request_id: str) -> None:
@@ -53,6 +94,17 @@ class EngineLike(Protocol):
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it added; empty when idle."""
+        ...
+
+    def recover(self, error: Exception) -> list[RequestOutput]:
+        """After `step` raised `error`: what the requests that it gave up are told. Raises it again where nothing can go on."""
+        ...
+
+    @property
+    def meter(self) -> EngineMeter: ...
+
+    def flush_prefix_cache(self) -> int:
+        """Free the cached pages that no request uses. Returns how many."""
         ...
 
     def prepare(self) -> bool:

@@ -74,12 +74,3 @@ class WeightFormatSpec:
     name: str
     api: ApiVersion
     summary: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrammarSpec:
-    """A compiler of structured-output grammars on offer."""
-
-    name: str
-    api: ApiVersion
-    summary: str

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from enginery.contracts.grammars import Grammar
 from enginery.errors import RequestError
 
 MAX_STOP_STRINGS = 16
@@ -33,7 +34,9 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: shares of probability. Penalties follow OpenAI (presence, frequency:
     subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over prompt and output).
     logprobs: how many alternatives to report beside each sampled token; None reports nothing. prompt_logprobs: the same for the
-    prompt's tokens. seed: the same seed gives the same tokens whatever else runs; None draws one.
+    prompt's tokens. seed: the same seed gives the same tokens whatever else runs; None draws one. grammar: what the answer must be.
+    It wins: `logit_bias`, `min_tokens` and `ignore_eos` choose among what it allows, and where that is nothing but the end, the
+    answer has ended.
     """
 
     max_tokens: int = 128
@@ -55,6 +58,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -74,6 +78,8 @@ class SamplingParams:
                 _check_range(name, count, 0, MAX_TOP_LOGPROBS)
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token}]", bias, -100, 100)
+        if not isinstance(self.grammar, Grammar | None):
+            raise RequestError(f"grammar is {self.grammar!r}, but must be a Grammar", param="grammar")
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty string, which would end every completion at once; leave it out", param="stop")
 
@@ -129,7 +135,8 @@ def check_token_ids(name: str, ids: Collection[int], *, vocab_size: int) -> None
 class GenerationRequest:
     """One prompt as token ids, ready for the engine; `params.n` must be 1 here, the front makes n of them.
 
-    priority: lower runs first. cache_salt: prefixes are shared only among equal salts.
+    priority: lower runs first. cache_salt: prefixes are shared only among equal salts. embed: report the hidden state of the last
+    token of the prompt.
     """
 
     request_id: str
@@ -137,6 +144,7 @@ class GenerationRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    embed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +160,9 @@ class TokenLogprob:
 class RequestOutput:
     """What one step added to one request. After the output with a `finish_reason` or an `error` nothing more comes.
 
-    prompt_logprobs: complete, on the first output only; its first entry is None, as nothing precedes the first token.
+    prompt_logprobs: complete, on the first output only; its first entry is None, as nothing precedes the first token. queued_s: how
+    long the request waited before it ran. is_answer: to a request that was put aside to compile its grammar: it is queued now or,
+    with `error`, refused for its field `param`. embedding: of a request with `embed`, [hidden size], with its first token.
     """
 
     request_id: str
@@ -162,4 +172,8 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    queued_s: float = 0.0
     error: str | None = None
+    param: str | None = None
+    is_answer: bool = False
+    embedding: tuple[float, ...] | None = None

@@ -26,6 +26,7 @@ class HookGroup(StrEnum):
     WEIGHT_FORMAT = "weight-format"
     GRAMMAR = "grammar"
     SCHEDULE_POLICY = "schedule-policy"
+    PARSER = "parser"
 
 
 CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (1, 0))

@@ -8,17 +8,18 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from enginery.contracts.attention import AttnBackendSpec, Capabilities
+from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import ModelSpec
 from enginery.contracts.offers import (
     CheckpointSpec,
     DrafterSpec,
     ExecutorSpec,
-    GrammarSpec,
     SchedulePolicySpec,
     SparseCoordinatorSpec,
     WeightFormatSpec,
 )
 from enginery.contracts.ops import OpSpec, OpTable
+from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.options import options_problems, options_type
@@ -48,6 +49,7 @@ GROUPS: Final[Mapping[HookGroup, Group]] = {
     HookGroup.WEIGHT_FORMAT: Group(register="register_weight_formats", descriptor=WeightFormatSpec),
     HookGroup.GRAMMAR: Group(register="register_grammars", descriptor=GrammarSpec),
     HookGroup.SCHEDULE_POLICY: Group(register="register_schedule_policies", descriptor=SchedulePolicySpec),
+    HookGroup.PARSER: Group(register="register_parsers", descriptor=ParserSpec),
 }
 
 
@@ -68,6 +70,10 @@ def descriptor_problems(group: HookGroup, spec: Any) -> list[str]:
         problems += [f"{where}: {problem}" for problem in _capability_problems(spec.capabilities)]
     if isinstance(spec, ModelSpec) and (not spec.architectures or isinstance(spec.architectures, str)):
         problems.append(f"{where}: architectures is {spec.architectures!r}, but must be a tuple of at least one name")
+    if isinstance(spec, GrammarSpec) and not isinstance(spec.kinds, frozenset):
+        problems.append(f"{where}: kinds is {spec.kinds!r}, but must be a frozenset")
+    if isinstance(spec, ParserSpec) and (spec.kind not in ("tools", "reasoning") or spec.name == "none"):
+        problems.append(f"{where}: kind is {spec.kind!r}, but must be tools or reasoning, and none is no name for a parser")
     if isinstance(spec, OpSpec):
         known = {field.name for field in fields(OpTable)}
         problems += [

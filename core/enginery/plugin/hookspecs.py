@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, Final
 import pluggy
 
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, CoordinatorContext, SparseCoordinator
+from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import ModelSpec
 from enginery.contracts.offers import (
     CheckpointSpec,
     DrafterSpec,
     ExecutorSpec,
-    GrammarSpec,
     SchedulePolicySpec,
     SparseCoordinatorSpec,
     WeightFormatSpec,
 )
 from enginery.contracts.ops import OpSpec
+from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import StepReport
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ class EngineHooks:
     @hookspec
     def register_schedule_policies(self) -> list[SchedulePolicySpec]:
         """The orders among waiting requests this plugin offers. The core's own come through this hook too."""
+        raise NotImplementedError
+
+    @hookspec
+    def register_parsers(self) -> list[ParserSpec]:
+        """The parsers of tool calls and of reasoning this plugin offers."""
         raise NotImplementedError
 
     @hookspec

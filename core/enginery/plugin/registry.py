@@ -15,17 +15,18 @@ from enginery.contracts.attention import (
     CoordinatorContext,
     SparseCoordinator,
 )
+from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import ModelSpec
 from enginery.contracts.offers import (
     CheckpointSpec,
     DrafterSpec,
     ExecutorSpec,
-    GrammarSpec,
     SchedulePolicySpec,
     SparseCoordinatorSpec,
     WeightFormatSpec,
 )
 from enginery.contracts.ops import OpNeeds, OpSpec
+from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import StepReport
 from enginery.contracts.versions import HookGroup
 from enginery.errors import CheckpointError, PluginError
@@ -65,6 +66,7 @@ class Registry:
     weight_formats: tuple[Offer[WeightFormatSpec], ...]
     grammars: tuple[Offer[GrammarSpec], ...]
     schedule_policies: tuple[Offer[SchedulePolicySpec], ...]
+    parsers: tuple[Offer[ParserSpec], ...]
     manager: StrictPluginManager
     observers: Observers
     options: Mapping[str, object]
@@ -164,15 +166,25 @@ class Registry:
             app.registered_groups += own.registered_groups
 
     def register_routes(self, names: Sequence[str], router: APIRouter, engine: Any) -> None:
-        """Add the HTTP routes of the plugins named. Raises `PluginError` for one that is unknown, has none, or fails."""
+        """Add the HTTP routes of the plugins named, and of those that offer nothing else: they were installed for their routes.
+
+        Raises `PluginError` for one named that is unknown, has none, or fails; one that nobody named is left out if it fails.
+        """
         able = {record.name: record for record in _implementing(self, "register_routes")}
         for name in names:
             if name not in able:
                 raise PluginError(not_found("plugin with routes named", name, able, self.records))
+        pages = [name for name, record in able.items() if tuple(record.offers) == ("routes",)]
+        for name in dict.fromkeys((*names, *pages)):
+            own = type(router)()
             try:
-                self.manager.only(name, "register_routes")(router=router, engine=engine)
-            except Exception as error:
-                raise PluginError(f"{able[name]} could not add its routes: {explain(error)}") from error
+                self.manager.only(name, "register_routes")(router=own, engine=engine)
+            except Exception as error:  # a plugin's code
+                if name in names:
+                    raise PluginError(f"{able[name]} could not add its routes: {explain(error)}") from error
+                _log.warning("routes of %s are left out: %s", able[name], explain(error))
+                continue
+            router.include_router(own)
 
 
 def _implementing(registry: Registry, hook: str) -> list[PluginRecord]:
@@ -217,6 +229,7 @@ def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blo
         weight_formats=offers[HookGroup.WEIGHT_FORMAT],
         grammars=offers[HookGroup.GRAMMAR],
         schedule_policies=offers[HookGroup.SCHEDULE_POLICY],
+        parsers=offers[HookGroup.PARSER],
         manager=loaded.manager,
         observers=Observers(observers),
         options=parse_options(options, [offer for found in offers.values() for offer in found], loaded.records),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds, Reason
+from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.ops import OpSpec
 from enginery.errors import PluginError, Unsupported
 from enginery.plugin.records import Offer, PluginRecord, absent_plugins, not_found
@@ -40,7 +41,7 @@ def ranked(offers: Iterable[Offer[Any]]) -> list[Offer[Any]]:
     return sorted(offers, key=lambda offer: (-offer.spec.priority, offer.name))
 
 
-def refusals(offer: Offer[AttnBackendSpec] | Offer[OpSpec], needs: Any) -> tuple[Reason, ...]:
+def refusals(offer: Offer[AttnBackendSpec] | Offer[GrammarSpec] | Offer[OpSpec], needs: Any) -> tuple[Reason, ...]:
     """Why the offer does not serve `needs`. An exception in the plugin's own rules is a reason too."""
     try:
         reasons = tuple(offer.spec.refuse(needs))

@@ -9,20 +9,34 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import GenerationRequest, RequestOutput, TokenLogprob, check_token_ids
-from enginery.contracts.schedule import StepReport
+from enginery.errors import RequestError
 from enginery.memory.pages import PageAllocator
 from enginery.memory.prefix import NoPrefixCache, RadixPrefixCache
 from enginery.plugin.registry import Registry
 from enginery.run.build import BuiltParts, build_parts
+from enginery.run.grammars import Compilers, GrammarDesk, Vocabulary
 from enginery.run.runner import LaunchedStep, Runner, StepResult
 from enginery.run.sampling import reads_tokens
-from enginery.run.step_trace import StepTrace
+from enginery.run.step_meter import StepMeter
+from enginery.schedule.request import RequestStatus
 from enginery.schedule.scheduler import Scheduler
 from enginery.schedule.step import ScheduledStep
+
+MAX_FAILED_STEPS: Final = 3
+
+
+class _Failure(NamedTuple):
+    """What a step raised, and the requests that were given up for it."""
+
+    error: BaseException
+    request_ids: list[str]
 
 
 class Engine:
@@ -33,12 +47,10 @@ class Engine:
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = _facts(parts)
-        self._registry = registry
         self._seeds = random.Random(asked.seed)
-        self._num_steps = 0
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         allocator = PageAllocator(memory.num_pages)
-        cache = RadixPrefixCache(memory.page_size, allocator) if settings.prefix_cache else NoPrefixCache()
+        self._cache = RadixPrefixCache(memory.page_size, allocator) if settings.prefix_cache else NoPrefixCache()
         self._scheduler = Scheduler(
             ScheduleSettings(
                 page_size=asked.page_size,
@@ -50,12 +62,19 @@ class Engine:
                 prefix_cache=settings.prefix_cache,
             ),
             registry.schedule_policy(asked.schedule_policy).spec,
-            cache=cache,
+            cache=self._cache,
             allocator=allocator,
             eos_token_ids=eos_token_ids,
         )
+        vocabulary = Vocabulary(folder=choice.checkpoint.folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)
+        self._compilers = Compilers(registry, vocabulary)
+        self._grammars = GrammarDesk(self._compilers)
         self._overlap = int(settings.overlap)
-        self._trace = StepTrace(asked.profile_steps, Path(asked.profile_file)) if asked.profile_steps else None
+        self.meter = StepMeter(registry, self._scheduler, self.facts, trace_file=Path(asked.profile_file))
+        if asked.profile_steps:
+            self.meter.profile(asked.profile_steps)
+        self._failure: _Failure | None = None
+        self._told: list[RequestOutput] = []
         self._in_flight: deque[LaunchedStep] = deque()
         self._runner = Runner(
             parts.model,
@@ -78,16 +97,26 @@ class Engine:
         return self._scheduler.has_work
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises `RequestError` for one that can never be served, `QueueFull` for one too many."""
-        self._check_token_ids(request)
+        """Queue a request. Raises `RequestError` for one that can never be served, `QueueFull` for one too many.
+
+        One with a grammar is put aside until that is compiled; a later step answers (`RequestOutput.is_answer`).
+        """
+        _check_token_ids(request, vocab_size=self.facts.vocab_size)
         if request.params.seed is None:
             seeded = dataclasses.replace(request.params, seed=self._seeds.getrandbits(63))
             request = dataclasses.replace(request, params=seeded)
-        self._scheduler.submit(request)
+        grammar = request.params.grammar
+        if grammar is None:
+            self._scheduler.submit(request)
+        else:
+            self._grammars.check(grammar)
+            self._scheduler.submit(request, held=True)
+            self._grammars.begin(request.request_id, grammar)
 
     def abort(self, request_id: str) -> None:
         """End a request at whatever stage it is; unknown and finished ones are ignored. Nothing more comes of it."""
         self._scheduler.abort(request_id)
+        self._grammars.drop(request_id)
         self._prompt_logprobs.pop(request_id, None)
 
     def step(self) -> list[RequestOutput]:
@@ -96,30 +125,48 @@ class Engine:
         With overlap, the step launched now runs on the device while the one before is published: its results come one call later.
         Empty when there is nothing to do, when only prompts' chunks ran, or when the first results are yet to come.
         """
-        outputs: list[RequestOutput] = []
+        self._told = outputs = self._release_compiled()  # one list: should a launch fail, `recover` has what came before
         began = time.perf_counter()
         step = self._scheduler.next_step()
         if step.items:
+            for item in step.items[step.num_decode :]:
+                item.request.started_s = item.request.started_s or time.monotonic()
             if any(item.input_pending and reads_tokens(item.request.asked.params) for item in step.items):
                 outputs += self._publish_first()
-            self._in_flight.append(self._launch(step, began_s=began))
+            with self._naming(step):
+                self._in_flight.append(self._runner.launch(step, began_s=began))
         if len(self._in_flight) > (self._overlap if step.items else 0):
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
         return outputs
 
+    def recover(self, error: Exception) -> list[RequestOutput]:
+        """After `step` raised `error`: what it would have returned, and what the requests that it gave up are told.
+
+        Raises it again where nothing can go on: outside of a step's computation, when the device is lost, and when
+        `MAX_FAILED_STEPS` were given up one after the other for anything but memory.
+        """
+        failure, self._failure = self._failure, None
+        if failure is None or failure.error is not error or isinstance(error, torch.AcceleratorError):
+            raise error
+        if self.meter.failed() >= MAX_FAILED_STEPS and not isinstance(error, torch.OutOfMemoryError):
+            raise error
+        parts = ", ".join(f"{name} of {why.split(', from ')[1]}" for _, name, why in self.facts.decisions if ", from " in why)
+        message = f"the step that the request was in failed with {type(error).__name__}: {error}; it ran {parts}"
+        return [*self._told, *(RequestOutput(request_id=request_id, error=message) for request_id in failure.request_ids)]
+
+    def flush_prefix_cache(self) -> int:
+        """Free the cached pages that no request uses. Returns how many."""
+        return self._cache.evict(self._cache.num_evictable)
+
     def prepare(self) -> bool:
-        """Use a moment without work: capture one more decoding step. Says whether there was something to do."""
+        """Use a moment without work: capture one more decoding step, load a grammar compiler. Says whether there was any."""
         graphs = self._runner.graphs
         if graphs is None or not (waiting := graphs.waiting):
-            return False
+            return self._compilers.prepare()
         graphs.capture(waiting[0])
         return True
-
-    def _launch(self, step: ScheduledStep, *, began_s: float) -> LaunchedStep:
-        with self._naming(step):
-            return self._runner.launch(step, began_s=began_s)
 
     def _publish_first(self) -> list[RequestOutput]:
         """Wait for the step that was launched first of those in flight, and take its tokens in."""
@@ -127,13 +174,9 @@ class Engine:
         with self._naming(launched.step):
             result = launched.wait()
         self._in_flight.popleft()
-        if self._trace is not None:
-            self._trace.add(launched, waited_from_s=waited_from)
+        self.meter.arrived(launched, waited_from_s=waited_from)
         outputs = self._publish(launched.step, result)
-        if self._registry.observers:
-            schedule_s = launched.times.scheduled_s - launched.times.began_s
-            self._registry.observe_step(self._report(launched.step, result, schedule_s=schedule_s))
-        self._num_steps += 1
+        self.meter.completed(launched, result)
         return outputs
 
     @contextmanager
@@ -148,18 +191,16 @@ class Engine:
         except BaseException as error:
             failed = [launched.step for launched in self._in_flight]
             self._in_flight.clear()
-            for given_up in failed if step in failed else [*failed, step]:
-                self._scheduler.fail(given_up)
+            steps = failed if step in failed else [*failed, step]
+            given_up = [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
+            for request_id in given_up:
+                self._prompt_logprobs.pop(request_id, None)
+            self._failure = _Failure(error, given_up)
             used = "; ".join(f"{setting} {value} {reason}" for setting, value, reason in self.facts.decisions)
             error.add_note(
-                f"in step {self._num_steps} with {len(step.items)} requests and {step.num_tokens} tokens, running {used}"
+                f"in step {self.meter.num_steps} with {len(step.items)} requests and {step.num_tokens} tokens, running {used}"
             )
             raise
-
-    def _check_token_ids(self, request: GenerationRequest) -> None:
-        check_token_ids("prompt", request.prompt_token_ids, vocab_size=self.facts.vocab_size)
-        check_token_ids("logit_bias", request.params.logit_bias, vocab_size=self.facts.vocab_size)
-        check_token_ids("stop_token_ids", request.params.stop_token_ids, vocab_size=self.facts.vocab_size)
 
     def _publish(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         for item, reported in zip(step.items, result.prompt_logprobs, strict=True):
@@ -167,7 +208,7 @@ class Engine:
                 collected = [None] if item.start == 0 else self._prompt_logprobs[item.request.request_id]
                 self._prompt_logprobs[item.request.request_id] = [*collected, *reported]
         logprobs = {item.request.request_id: logprob for item, logprob in zip(step.items, result.logprobs, strict=True)}
-        outputs = []
+        outputs = self._advance_grammars(step, result)
         for update in self._scheduler.complete(step, result.token_ids):
             request = update.request
             if update.token_id is None and update.finish_reason is None:
@@ -183,28 +224,45 @@ class Engine:
                     finish_reason=update.finish_reason,
                     stop_token_id=update.stop_token_id,
                     num_cached_tokens=request.num_cached_tokens,
+                    embedding=result.embeddings.get(update.item),
+                    queued_s=max(request.started_s - request.arrival_s, 0.0),
                 )
             )
         return outputs
 
-    def _report(self, step: ScheduledStep, result: StepResult, *, schedule_s: float) -> StepReport:
-        scheduler = self._scheduler
-        return StepReport(
-            step=self._num_steps,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_tokens=sum(item.num_tokens for item in step.items),
-            num_prefill_tokens=step.num_prefill_tokens,
-            num_preempted=len(step.preempted),
-            free_pages=scheduler.free_pages,
-            cached_pages=scheduler.cached_pages,
-            total_pages=self.facts.num_pages,
-            attn_backend=self.facts.attn_backend,
-            captured=result.captured,
-            schedule_s=schedule_s,
-            plan_s=result.plan_s,
-            run_s=result.run_s,
-        )
+    def _release_compiled(self) -> list[RequestOutput]:
+        """Let the requests run whose grammars are there, and refuse those whose are not to be had."""
+        answers = []
+        num_others = self._scheduler.num_running + self._scheduler.num_waiting - self._grammars.num_waiting
+        for request_id, found in self._grammars.settled(idle=not (self._in_flight or num_others)):
+            if isinstance(found, RequestError):
+                self._scheduler.fail([request_id])
+                answers.append(RequestOutput(request_id=request_id, error=str(found), param=found.param, is_answer=True))
+            else:
+                self._scheduler.release(request_id, found)
+                answers.append(RequestOutput(request_id=request_id, is_answer=True))
+        return answers
+
+    def _advance_grammars(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
+        """Let the grammars take the sampled tokens. Requests that cannot go on end with an error."""
+        errors = []
+        for index, (item, token_id) in enumerate(zip(step.items, result.token_ids, strict=True)):
+            grammar, error = item.request.grammar, result.failed.get(index)
+            if token_id is None or item.request.status is RequestStatus.FINISHED or (grammar is None and error is None):
+                continue
+            if error is None and grammar is not None and not grammar.accept(token_id):
+                error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"
+            if error is not None:
+                self._scheduler.fail([item.request.request_id])
+                self._prompt_logprobs.pop(item.request.request_id, None)
+                errors.append(RequestOutput(request_id=item.request.request_id, error=error, param="grammar" if grammar else None))
+        return errors
+
+
+def _check_token_ids(request: GenerationRequest, *, vocab_size: int) -> None:
+    check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
+    check_token_ids("logit_bias", request.params.logit_bias, vocab_size=vocab_size)
+    check_token_ids("stop_token_ids", request.params.stop_token_ids, vocab_size=vocab_size)
 
 
 def _facts(parts: BuiltParts) -> EngineFacts:

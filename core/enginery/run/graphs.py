@@ -25,6 +25,7 @@ from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.run.batch import KNOWN, HostStep
+from enginery.run.sampling import mark_nan
 from enginery.run.token_feed import TokenFeed
 
 _log: Final = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class CudaCapture:
 class CapturedStep:
     """packed: [fields + 2, size] int64, device: the token fields, the sources, and the state slots of what is sampled.
 
-    batch: planned, its token fields in `packed`. logits: [size, V], best: [size] int64, the tokens of the largest ones; both valid
-    from a replay to the next one of any size.
+    batch: planned, its token fields in `packed`. logits: [size, V], best: [size] int64, the tokens of the largest ones, `NAN_TOKEN`
+    where these are NaN; both valid from a replay to the next one of any size.
     """
 
     packed: torch.Tensor
@@ -155,7 +156,9 @@ class DecodeGraphs:
             batch.input_ids = self.feed.fill(packed[0], packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
             logits = self.logits[:size].copy_(self.model.logits(self.model.forward(batch)))
-            self.feed.keep(self.best[:size].copy_(self.greedy(logits)), packed[-1])
+            best = self.greedy(logits)
+            self.feed.keep(best, packed[-1])
+            self.best[:size].copy_(mark_nan(logits, best))
 
         graph = self._capture(run)
         self._captured[size] = CapturedStep(

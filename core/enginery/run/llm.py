@@ -217,7 +217,7 @@ class LLM:
     def _take(engine: Engine, output: RequestOutput, open_ones: dict[str, _Growing]) -> None:
         growing = open_ones[output.request_id]
         if output.error is not None:
-            raise RequestError(output.error)
+            raise RequestError(output.error, param=output.param)
         growing.add(output)
         if growing.finish_reason is not None:
             del open_ones[output.request_id]

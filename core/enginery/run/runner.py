@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,10 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.request import TokenLogprob
 from enginery.run.batch import HostStep, build_step, logits_rows
 from enginery.run.graphs import CapturedStep, DecodeGraphs
-from enginery.run.sampling import SamplingRow, sample, takes_best, token_logprobs
+from enginery.run.sampling import NAN_TOKEN, SamplingRow, mark_nan, sample, takes_best, token_logprobs
 from enginery.run.token_feed import TokenFeed
+from enginery.run.token_masks import fill_masks
+from enginery.schedule.request import RequestStatus
 from enginery.schedule.step import ScheduledItem, ScheduledStep
 
 PROMPT_LOGPROB_ROWS = 256  # logits of so many prompt tokens are in memory at once
@@ -26,12 +29,16 @@ PROMPT_LOGPROB_ROWS = 256  # logits of so many prompt tokens are in memory at on
 class StepResult:
     """What a step gave, item by item: the token sampled (None for a prompt's chunk before its last), and log-probabilities.
 
-    prompt_logprobs: of the tokens that follow the rows of this chunk, where they were asked for.
+    prompt_logprobs: of the tokens that follow the rows of this chunk, where they were asked for. failed: items whose token means
+    nothing, and why. num_nan: how many of these for NaN logits. embeddings: of the items that ask for theirs.
     """
 
     token_ids: list[int | None]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[list[TokenLogprob]]
+    failed: Mapping[int, str]
+    num_nan: int
+    embeddings: Mapping[int, tuple[float, ...]]
     captured: bool
     plan_s: float
     run_s: float
@@ -50,13 +57,19 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LaunchedStep:
-    """A step that the device may still be running. sampled: [N] on the host, valid after `copied`, of the items `sampling`."""
+    """A step that the device may still be running. sampled: [N] on the host, valid after `copied`, of the items `sampling`.
+
+    embedded: [E, C] on the host as well, of the items `embedding`.
+    """
 
     step: ScheduledStep
     sampling: Sequence[int]
     sampled: torch.Tensor
     copied: torch.cuda.Event | None
+    embedding: Sequence[int]
+    embedded: torch.Tensor
     logprobs: list[TokenLogprob | None]
+    failed: Mapping[int, str]
     prompt_logprobs: list[list[TokenLogprob]]
     captured: bool
     times: StepTimes
@@ -66,16 +79,30 @@ class LaunchedStep:
         if self.copied is not None:
             self.copied.synchronize()
         token_ids: list[int | None] = [None] * len(self.step.items)
+        failed = dict(self.failed)
         for index, token in zip(self.sampling, self.sampled.tolist(), strict=True):
             token_ids[index] = token
+            if token == NAN_TOKEN:
+                failed[index] = "the model's logits for it are NaN"
         return StepResult(
             token_ids=token_ids,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            failed=failed,
+            num_nan=len(failed) - len(self.failed),
+            embeddings={index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)},
             captured=self.captured,
             plan_s=self.times.planned_s - self.times.scheduled_s,
             run_s=time.perf_counter() - self.times.planned_s,
         )
+
+
+class _Chosen(NamedTuple):
+    """token_ids: [N] int64, device, `NAN_TOKEN` for NaN logits. logprobs: of each item that asks. failed: as in `StepResult`."""
+
+    token_ids: torch.Tensor
+    logprobs: list[TokenLogprob | None]
+    failed: Mapping[int, str]
 
 
 class Runner:
@@ -108,7 +135,9 @@ class Runner:
         built = build_step(step, page_size=self.page_size)
         built_at = time.perf_counter()
         prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in step.items]
-        captured = None if self.graphs is None else self.graphs.plan(built)
+        embedding = [index for index in built.sampling if step.items[index].request.asked.embed]
+        embedded = torch.empty(0)
+        captured = None if self.graphs is None or embedding else self.graphs.plan(built)
         if captured is not None:
             planned = time.perf_counter()
             captured.graph.replay()
@@ -119,9 +148,13 @@ class Runner:
             planned = time.perf_counter()
             wanted = self._wanted(batch, self.model.forward(batch))
             prompt_logprobs = self._prompt_logprobs(step.items, wanted)
-            logits = self._logits(built, wanted)
-        sampled, logprobs = self._sample(step.items, built, logits, captured)
-        sampled = sampled.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
+            last = self._last(built, wanted)
+            logits = self.model.logits(last)
+            if embedding:
+                rows = torch.tensor([built.sampling.index(index) for index in embedding], device=self.device)
+                embedded = last.index_select(0, rows).float().to("cpu", non_blocking=True)
+        chosen = self._sample(step.items, built, logits, captured)
+        sampled = chosen.token_ids.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         copied: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -131,7 +164,10 @@ class Runner:
             sampling=built.sampling,
             sampled=sampled,
             copied=copied,
-            logprobs=logprobs,
+            embedding=embedding,
+            embedded=embedded,
+            logprobs=chosen.logprobs,
+            failed=chosen.failed,
             prompt_logprobs=prompt_logprobs,
             captured=captured is not None,
             times=StepTimes(
@@ -148,35 +184,38 @@ class Runner:
         rows = logits_rows(batch)  # [N]
         return hidden if len(rows) == hidden.shape[0] else hidden.index_select(0, rows.to(self.device))
 
-    def _logits(self, built: HostStep, wanted: torch.Tensor) -> torch.Tensor:
-        """Of the items that sample: [N, V]."""
+    def _last(self, built: HostStep, wanted: torch.Tensor) -> torch.Tensor:
+        """The last rows of the items that sample: [N, C]."""
         last_rows = built.batch.num_logits_cpu.long().cumsum(0)[list(built.sampling)] - 1
-        return self.model.logits(wanted if len(last_rows) == len(wanted) else wanted.index_select(0, last_rows.to(self.device)))
+        return wanted if len(last_rows) == len(wanted) else wanted.index_select(0, last_rows.to(self.device))
 
     def _sample(
         self, items: Sequence[ScheduledItem], built: HostStep, logits: torch.Tensor, captured: CapturedStep | None
-    ) -> tuple[torch.Tensor, list[TokenLogprob | None]]:
-        """The tokens of the items that sample, [N] int64 on the device, and log-probabilities where they were asked for.
+    ) -> _Chosen:
+        """Choose the tokens of the items that sample, and keep them for the next step.
 
-        The tokens are kept for the next step.
+        The forward is on its way, so grammars are asked while the device works.
         """
         logprobs: list[TokenLogprob | None] = [None] * len(items)
         sampling = built.sampling
         if not sampling:
-            return torch.empty(0, dtype=torch.int64), logprobs
+            return _Chosen(torch.empty(0, dtype=torch.int64), logprobs, {})
         rows = [_sampling_row(items[index]) for index in sampling]
+        masks = fill_masks(rows, self.eos_token_ids, vocab_size=logits.shape[-1])
         if captured is not None and all(map(takes_best, rows)):
-            sampled = captured.best[: len(rows)]
+            sampled = marked = captured.best[: len(rows)]
         else:
             slots = self.feed.on_device(built.sampled_slots) if captured is None else captured.slots[: len(rows)]
-            sampled = sample(logits, rows, self.eos_token_ids, ops=self.ops)
+            sampled = sample(logits, rows, self.eos_token_ids, ops=self.ops, mask=None if masks is None else masks.apply)
             self.feed.keep(sampled, slots)
+            marked = mark_nan(logits, sampled)
         asked = [items[index].request.asked.params.logprobs for index in sampling]
         if any(count is not None for count in asked):
-            reported = token_logprobs(logits, sampled, [count or 0 for count in asked])
+            reported = token_logprobs(logits, sampled.clamp(min=0), [count or 0 for count in asked])
             for index, count, logprob in zip(sampling, asked, reported, strict=True):
                 logprobs[index] = logprob if count is not None else None
-        return sampled, logprobs
+        failed = {} if masks is None else {sampling[row]: why for row, why in masks.failed.items()}
+        return _Chosen(marked, logprobs, failed)
 
     def _prompt_logprobs(self, items: Sequence[ScheduledItem], wanted: torch.Tensor) -> list[list[TokenLogprob]]:
         """Of each item that asks for them, what its rows of `wanted` say of the tokens that follow."""
@@ -209,4 +248,5 @@ def _sampling_row(item: ScheduledItem) -> SamplingRow:
         token_ids=request.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         position=item.start + item.num_tokens,
+        grammar=None if request.status is RequestStatus.FINISHED else request.grammar,  # its end may be new since it was scheduled
     )

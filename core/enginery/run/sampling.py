@@ -6,16 +6,19 @@ steps: a request that is preempted, or runs in other company, gets the same numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from enginery.contracts.grammars import GrammarState
 from enginery.contracts.ops import LEAST_TEMPERATURE, Draws, OpTable
 from enginery.contracts.request import SamplingParams, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 _NOTHING = float("-inf")
+NAN_TOKEN: Final = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class SamplingRow:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     position: int
+    grammar: GrammarState | None = None  # has accepted the output before it
 
     @property
     def num_output_tokens(self) -> int:
@@ -44,16 +48,33 @@ def uniform(seed: int, position: int) -> float:
     return ((x ^ (x >> 31)) >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], *, ops: OpTable) -> torch.Tensor:
-    """Choose a token for each row. logits: [N, V]. Every row's `params.seed` is set. Returns [N] int64 on the same device."""
+def sample(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: frozenset[int],
+    *,
+    ops: OpTable,
+    mask: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Choose a token for each row. logits: [N, V]. Every row's `params.seed` is set. Returns [N] int64 on the same device.
+
+    mask: where a row has a grammar, takes away in place what it does not allow.
+    """
     adjusted = [index for index, row in enumerate(rows) if _is_adjusted(row)]
     if adjusted:
         logits = logits.to(torch.float32, copy=True)
         for index in adjusted:
             _adjust(logits[index], rows[index], eos_token_ids)
+    if mask is not None:
+        mask(logits)
     if all(row.params.temperature < LEAST_TEMPERATURE for row in rows):
         return ops.greedy(logits)
-    return ops.sample_rows(logits, _draws(rows, logits))
+    return ops.sample_rows(logits, _draws(rows, logits)).clamp(0, logits.shape[-1] - 1)  # NaN may have led beyond the last column
+
+
+def mark_nan(logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """`sampled` [N] with `NAN_TOKEN` where the logits that a token was chosen from, of [N, V], are NaN."""
+    return sampled.masked_fill(logits.gather(1, sampled[:, None]).squeeze(1).isnan(), NAN_TOKEN)
 
 
 def takes_best(row: SamplingRow) -> bool:
@@ -63,7 +84,8 @@ def takes_best(row: SamplingRow) -> bool:
 
 def reads_tokens(params: SamplingParams) -> bool:
     """Whether a token's choice depends on which tokens came before."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalised or params.grammar is not None
 
 
 def _is_adjusted(row: SamplingRow) -> bool:
@@ -84,7 +106,7 @@ def _adjust(logits: torch.Tensor, row: SamplingRow, eos_token_ids: frozenset[int
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=device)
         logits[biased] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
-    if row.num_output_tokens < params.min_tokens:
+    if row.num_output_tokens < params.min_tokens and row.grammar is None:  # else `TokenMasks` says when it may end
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *eos_token_ids}
         logits[torch.tensor(sorted(ends), dtype=torch.int64, device=device)] = _NOTHING
 

@@ -13,6 +13,8 @@ Rules that keep everybody moving:
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from enginery.config.schema import ScheduleSettings
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.roster import Roster
@@ -48,10 +50,14 @@ class StepDraft:
         )
 
     def _schedule_decodes(self) -> list[Request]:
-        """One token for each request that has only its last one to compute. Returns those amid their prompt, in order."""
+        """One token for each request that has only its last one to compute. Returns those amid their prompt, in order.
+
+        Where all find budget and pages, those that begin alike stand side by side; else each in its turn, as the last may go.
+        """
         prompts: list[Request] = []
-        page_size = self._residency.page_size
-        for request in self._roster.running:  # shrinks meanwhile, but only at its end
+        page_size, running = self._residency.page_size, self._roster.running
+        roomy = min(self._budget, self._residency.available) >= len(running)
+        for request in self._roster.side_by_side if roomy else running:  # `running` shrinks meanwhile, but only at its end
             start = request.num_computed
             if request.num_expected - start > 1:
                 prompts.append(request)
@@ -59,6 +65,7 @@ class StepDraft:
                 break
             elif request.num_expected < request.limit and (start < len(request.pages) * page_size or self._make_room(request, 1)):
                 self._add(request, 1)
+        prompts.sort(key=attrgetter("order"))
         return prompts
 
     def _schedule_chunk(self, request: Request) -> None:

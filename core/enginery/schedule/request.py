@@ -6,13 +6,15 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest
 from enginery.memory.prefix import Announcement, PrefixNode
 
 
 class RequestStatus(Enum):
-    """PREEMPTED: a step in flight still writes to its pages; then they go back and it waits again."""
+    """HELD: it does not wait yet. PREEMPTED: a step in flight still writes to its pages; then they go back and it waits again."""
 
+    HELD = auto()
     WAITING = auto()
     RUNNING = auto()
     PREEMPTED = auto()
@@ -32,7 +34,9 @@ class Request:
     tokens that end it. order: its place among all requests, smallest first. pages: in the order of the tokens; the first of them,
     on the path to `node`, belong to the prefix cache and are locked. announced: the page of its prompt that it computes next.
     in_flight: steps not completed yet that it is in. state_slot: where its recurrent state is, while it may have pages.
-    num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted.
+    num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. started_s: when its first chunk was
+    scheduled, by the clock of `arrival_s`. grammar: what its output must be; has
+    accepted the output.
     """
 
     asked: GenerationRequest
@@ -52,6 +56,8 @@ class Request:
     state_slot: int = -1
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    started_s: float = 0.0
+    grammar: GrammarState | None = None
 
     @property
     def request_id(self) -> str:

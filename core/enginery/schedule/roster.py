@@ -19,18 +19,30 @@ from enginery.schedule.waiting import WaitingQueue
 
 
 class Roster:
-    """Every request that has not ended or has pages. `running` is in order; others read it."""
+    """Every request that has not ended or has pages. `running` is in order; others read it.
+
+    side_by_side: the same, but those that begin with the same pages next to each other, so that a step can read these once.
+    """
 
     def __init__(self, residency: Residency, *, max_waiting: int) -> None:
         self.residency = residency
         self.waiting = WaitingQueue(max_waiting)
+        self.held: set[Request] = set()  # until they are released, they do not even wait
         self.running: list[Request] = []
+        self.side_by_side: list[Request] = []
         self.leaving: set[Request] = set()
         self.by_id: dict[str, Request] = {}  # those that have not ended
 
     def enlist(self, request: Request) -> None:
-        """Let a new request wait."""
+        """Hold a new request until it is released."""
         self.by_id[request.request_id] = request
+        request.status = RequestStatus.HELD
+        self.held.add(request)
+
+    def release(self, request: Request) -> None:
+        """Let a held request wait."""
+        self.held.remove(request)
+        request.status = RequestStatus.WAITING
         self.waiting.add(request)
 
     def admit_head(self, *, reserved: int) -> Request | None:
@@ -41,11 +53,18 @@ class Roster:
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         insort(self.running, request, key=attrgetter("order"))
+        insort(self.side_by_side, request, key=_beginning)
         return request
+
+    def place(self, request: Request) -> None:
+        """Put a running request next to those that begin like it, now that its prompt has pages."""
+        self.side_by_side.remove(request)
+        insort(self.side_by_side, request, key=_beginning)
 
     def preempt_last(self) -> Request:
         """Make the running request that is last in order wait again, once no step is in flight that it is in."""
         request = self.running.pop()
+        self.side_by_side.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.leaving.add(request)
@@ -55,10 +74,13 @@ class Roster:
     def end(self, request: Request) -> None:
         """It gets no more results."""
         del self.by_id[request.request_id]
-        if request.status is RequestStatus.WAITING:
+        if request.status is RequestStatus.HELD:
+            self.held.remove(request)
+        elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
         elif request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self.side_by_side.remove(request)
             self.leaving.add(request)
         request.status = RequestStatus.FINISHED
         self.settle(request)
@@ -100,5 +122,12 @@ class Roster:
             assert locked == request.pages[: len(locked)], "a request has pages locked that are not its own"
             assert not cached.intersection(request.pages[len(locked) :]), "a request uses cached pages that it has not locked"
         assert self.running == sorted(self.running, key=attrgetter("order")), "the running requests are out of order"
+        assert {*self.side_by_side} == {*self.running}, "a running request stands nowhere"
+        assert len(self.side_by_side) == len(self.running), "a running request stands in two places"
         assert set(self.by_id.values()) >= {*self.running}, "a running request is unknown"
         self.check_idle()
+
+
+def _beginning(request: Request) -> list[int]:
+    """Every 16th of its first pages: that compares fast, and orders by shared prefixes well enough."""
+    return request.pages[:1024:16]

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from enginery.config.schema import ScheduleSettings
+from enginery.contracts.grammars import GrammarState
 from enginery.contracts.offers import SchedulePolicySpec
 from enginery.contracts.request import FinishReason, GenerationRequest
 from enginery.errors import RequestError
@@ -52,7 +53,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet, or preempted."""
-        return len(self._roster.waiting)
+        return len(self._roster.waiting) + len(self._roster.held)
 
     @property
     def has_work(self) -> bool:
@@ -69,13 +70,21 @@ class Scheduler:
         """Pages of the prefix cache, in use by requests or not."""
         return self._residency.cache.num_cached
 
-    def submit(self, asked: GenerationRequest) -> None:
-        """Queue it. Raises `RequestError` if it can never run, `QueueFull` if too many wait."""
+    def submit(self, asked: GenerationRequest, *, held: bool = False) -> None:
+        """Queue it; held: only after `release`. Raises `RequestError` if it can never run, `QueueFull` if too many wait."""
         if asked.request_id in self._roster.by_id:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
         request = self._intake.accept(asked, self._clock())
-        self._roster.waiting.check_room()
+        self._roster.waiting.check_room(num_held=len(self._roster.held))
         self._roster.enlist(request)
+        if not held:
+            self._roster.release(request)
+
+    def release(self, request_id: str, grammar: GrammarState) -> None:
+        """Let a held request run, with what its output must be."""
+        request = self._roster.by_id[request_id]
+        request.grammar = grammar
+        self._roster.release(request)
 
     def abort(self, request_id: str) -> bool:
         """End it, whatever it is doing; it gets no result. False if it is unknown or has ended."""
@@ -104,9 +113,10 @@ class Scheduler:
                     results.append(ItemResult(index, request, None))
                 else:
                     assert token_id is not None, f"no token was sampled for {request.request_id}"
-                    results.append(self._append(request, token_id, index))
+                    results.append(_append(self._roster, request, token_id=token_id, index=index))
                 if index >= step.num_decode and request.status is RequestStatus.RUNNING:
                     self._residency.share(request)
+                    self._roster.place(request)
             if request.status is not RequestStatus.RUNNING:
                 self._roster.settle(request)
         return results
@@ -133,20 +143,22 @@ class Scheduler:
         """Raise AssertionError unless every page has exactly one owner. For tests: walks everything."""
         self._roster.check_integrity()
 
-    def _append(self, request: Request, token_id: int, index: int) -> ItemResult:
-        """Add a sampled token and find out whether it was the last."""
-        request.token_ids.append(token_id)
-        stops = token_id in request.stop_ids and request.num_output_tokens >= request.asked.params.min_tokens
-        if not stops and len(request.token_ids) < request.limit:
-            return ItemResult(index, request, token_id)
-        self._roster.end(request)
-        if stops:
-            return ItemResult(index, request, token_id, FinishReason.STOP, token_id)
-        return ItemResult(index, request, token_id, FinishReason.LENGTH)
-
     def _land(self, step: ScheduledStep) -> None:
         """The step is no longer in flight."""
         if step.items:
             assert self._in_flight.popleft() is step, "steps come back in the order they were scheduled in"
         for item in step.items:
             item.request.in_flight -= 1
+
+
+def _append(roster: Roster, request: Request, *, token_id: int, index: int) -> ItemResult:
+    """Add a sampled token and find out whether it was the last."""
+    request.token_ids.append(token_id)
+    complete = request.grammar is not None and request.grammar.is_finished
+    enough = complete or request.num_output_tokens >= request.asked.params.min_tokens
+    stop_token_id = token_id if enough and token_id in request.stop_ids else None
+    stops = complete or stop_token_id is not None
+    if not stops and len(request.token_ids) < request.limit:
+        return ItemResult(index, request, token_id)
+    roster.end(request)
+    return ItemResult(index, request, token_id, FinishReason.STOP if stops else FinishReason.LENGTH, stop_token_id)

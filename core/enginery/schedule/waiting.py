@@ -93,11 +93,11 @@ class WaitingQueue:
         """The next to be admitted. There must be one."""
         return self._requests[0]
 
-    def check_room(self) -> None:
-        """Raise `QueueFull` if a new request may not join. Preempted ones always may."""
-        if len(self) >= self._max_requests:
+    def check_room(self, *, num_held: int = 0) -> None:
+        """Raise `QueueFull` if a new request may not join, as others may that are held. Preempted ones always may."""
+        if (count := len(self) + num_held) >= self._max_requests:
             raise QueueFull(
-                f"{len(self):,} requests are waiting, the most that --max-queued-requests allows ({self._max_requests:,}); "
+                f"{count:,} requests are waiting, the most that --max-queued-requests allows ({self._max_requests:,}); "
                 "retry in a few seconds"
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -159,9 +160,12 @@ def answers(monkeypatch) -> dict[str, object]:
 def test_doctor_finds_nothing_wrong(cli, answers, tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     answers[doctor_module._ASK_PLUGINS]["default"] = {"name": "tiny", "folder": str(tmp_path)}
+    monkeypatch.setattr("resource.getrlimit", lambda limit: (65536, 65536))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
     rows = rows_of(cli("doctor", "--json", "--port", "0"))
     assert {row["status"] for row in rows.values()} == {"ok"}
-    assert list(rows) == ["python", "torch", "devices", "plugin fa", "model", "model cache", "port"]
+    machine = ["packages", "settings", "model cache", "kernel cache", "temporary folder", "locale", "open files", "port"]
+    assert list(rows) == ["python", "torch", "devices", "plugin fa", "model", *machine]
 
 
 def test_doctor_says_what_to_do_about_a_broken_plugin(cli, answers) -> None:
@@ -175,7 +179,7 @@ def test_doctor_says_what_to_do_about_a_broken_plugin(cli, answers) -> None:
 def test_doctor_says_what_to_do_without_torch_or_a_gpu_that_torch_can_use(cli, answers, monkeypatch) -> None:
     answers[doctor_module._ASK_TORCH] = None
     assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["torch"]["advice"] == "Run pip install torch."
-    answers[doctor_module._ASK_TORCH] = {"version": "2.13", "cuda": None, "devices": []}
+    answers[doctor_module._ASK_TORCH] = {"version": "2.13", "cuda": None, "devices": [], "why": ""}
     monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu", "cuda"})
     assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["devices"]["status"] == "fail"
     monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu"})
@@ -191,7 +195,7 @@ def test_doctor_finds_a_port_that_is_taken(cli, answers) -> None:
 
 
 def test_doctor_finds_a_cache_that_cannot_be_written(cli, answers, monkeypatch) -> None:
-    monkeypatch.setattr(doctor_module.os, "access", lambda *rest: False)
+    monkeypatch.setattr("os.access", lambda *rest: False)
     assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["model cache"]["status"] == "fail"
 
 

@@ -111,7 +111,7 @@ def test_hook_register_checkpoints(site) -> None:
     assert offers_of(site, code) == ("checkpoint:x",)
 
 
-@pytest.mark.parametrize("kind", ["Drafter", "Executor", "WeightFormat", "Grammar"])
+@pytest.mark.parametrize("kind", ["Drafter", "Executor", "WeightFormat"])
 def test_descriptors_that_only_have_a_summary(site, kind: str) -> None:
     words = {"WeightFormat": "weight_format"}.get(kind, kind.lower())
     assert offers_of(site, registering(f"register_{words}s", f"{kind}Spec", summary="''")) == (f"{words.replace('_', '-')}:x",)
@@ -138,8 +138,17 @@ def test_hook_register_weight_formats(site) -> None:
 
 
 def test_hook_register_grammars(site) -> None:
-    site.install("p", registering("register_grammars", "GrammarSpec", summary="''"))
+    fields = dict(priority="1", summary="''", kinds="frozenset({'regex'})", refuse="None", load="None")
+    site.install("p", registering("register_grammars", "GrammarSpec", **fields))
     assert [offer.name for offer in Registry.load().grammars] == ["x"]
+
+
+def test_hook_register_grammars_checks_the_kinds(site) -> None:
+    fields = dict(priority="1", summary="''", kinds="['regex']", refuse="None", load="None")
+    site.install("p", registering("register_grammars", "GrammarSpec", **fields))
+    registry = Registry.load()
+    assert registry.grammars == ()
+    assert "kinds is ['regex'], but must be a frozenset" in next(record.reason for record in registry.records if record.name == "p")
 
 
 def test_hook_register_schedule_policies(site) -> None:
@@ -198,15 +207,25 @@ def register_routes(router, engine):
 """
 
 
-def test_hook_register_routes(site) -> None:
-    site.install("asked", ROUTES.replace("NAME", "asked"))
-    site.install("other", ROUTES.replace("NAME", "other"))
+ALSO_COMMANDS = """
+@hookimpl
+def register_commands(app):
+    pass
+"""
+
+
+def test_hook_register_routes(site, caplog) -> None:
+    site.install("asked", ROUTES.replace("NAME", "asked") + ALSO_COMMANDS)
+    site.install("other", ROUTES.replace("NAME", "other") + ALSO_COMMANDS)
+    site.install("page", ROUTES.replace("NAME", "page"))
     site.install("bad", ROUTES.replace("NAME", "bad").replace("    @router", "    1 / 0\n    @router"))
     registry, router, app = Registry.load(), APIRouter(), FastAPI()
-    registry.register_routes(["asked"], router, "an engine")
+    with caplog.at_level(logging.WARNING):
+        registry.register_routes(["asked"], router, "an engine")
+    assert "routes of plugin bad (bad==1.0) are left out: ZeroDivisionError" in caplog.text
     app.include_router(router)
     client = TestClient(app)
-    assert client.get("/asked").json() == {"engine": "an engine"}
+    assert client.get("/asked").json() == client.get("/page").json() == {"engine": "an engine"}
     assert client.get("/other").status_code == 404
     with pytest.raises(PluginError, match=r"no plugin with routes named 'askd'; did you mean asked\?"):
         registry.register_routes(["askd"], router, None)

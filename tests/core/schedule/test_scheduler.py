@@ -1,5 +1,6 @@
 """The scheduler's rules one by one. `run_step` checks after each step that all keys and values read are the reader's own."""
 
+from itertools import groupby
 from time import perf_counter
 
 import pytest
@@ -377,3 +378,25 @@ def test_scheduling_256_decoding_requests_takes_little_time():
     assert step.num_decode == 256
     assert min(scheduled) < 0.002
     assert min(completed) < 0.002
+
+
+# Who stands where in a step
+
+
+def decoding_order(scheduler, device, *, steps=6):
+    """Ids of the decoding requests of the last of some steps."""
+    for _ in range(steps):
+        step, _ = run_step(scheduler, device, 1)
+    return [item.request.request_id for item in step.items[: step.num_decode]]
+
+
+def test_decoding_requests_that_begin_with_the_same_pages_stand_side_by_side():
+    families = {name: [number * 100 + place for place in range(70)] for number, name in enumerate("abc", 1)}
+    asked = [asked_of(f"{name}{number}", [*families[name], number], max_tokens=40) for number in range(3) for name in "bac"]
+    scheduler, device = running_of(*asked, num_pages=400, page_size=4, max_batch_tokens=700)
+    order = decoding_order(scheduler, device)
+    assert len(order) == 9
+    families_in_order = [name[0] for name in order]
+    assert len(list(groupby(families_in_order))) == 3
+    scheduler.check_integrity()
+    finish(scheduler, device)

@@ -1,0 +1,127 @@
+"""The contract of parsers: what a model writes, piece by piece, becomes content, reasoning and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from enginery.contracts.grammars import Grammar
+from enginery.contracts.versions import ApiVersion
+
+ParserKind = Literal["tools", "reasoning"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """Text of the model to itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallBegun:
+    """The model calls `name`, one of the request's tools. index counts the calls of a choice from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsText:
+    """The next part of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnded:
+    """complete: the arguments are one JSON object; otherwise the output was cut, or is faulty, in the middle of them."""
+
+    index: int
+    complete: bool
+
+
+ParserEvent = ContentText | ReasoningText | ToolCallBegun | ArgumentsText | ToolCallEnded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A function of the request. parameters: JSON schema of its arguments; empty if there is none."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParserFacts:
+    """What `suits` sees of a checkpoint: its first architecture, the text of its chat template, its added tokens."""
+
+    architecture: str
+    chat_template: str
+    added_tokens: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParserSetup:
+    """What a parser of one choice is made from. new_id: for each call. inside: the prompt ends within reasoning."""
+
+    tools: Sequence[Tool] = ()
+    new_id: Callable[[], str] = str
+    inside: bool = False
+
+
+class OutputParser(Protocol):
+    """The parser of one choice, fed with its decoded text. It raises nothing, whatever the text.
+
+    Text is neither lost nor doubled, except for the markers of the format and the line breaks around them. However the text is
+    cut, the events are the same but for the cuts in their texts. What is no call of one of the tools stays content.
+    """
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        """The events that are certain now; what may become a marker is held back."""
+        ...
+
+    def finish(self) -> list[ParserEvent]:
+        """The rest: nothing follows. Called once, for a stop, a limit and an abort alike."""
+        ...
+
+
+class ForceFn(Protocol):
+    """The grammar of outputs that call a tool: `name`, or one of `tools` if it is None. None: cannot be forced.
+
+    parallel: several calls are allowed. The grammar is of the whole answer, which has no reasoning. Raises `RequestError` for
+    schemas that are too long.
+    """
+
+    def __call__(self, tools: Sequence[Tool], name: str | None, *, parallel: bool) -> Grammar | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParserSpec:
+    """A parser on offer. `auto` takes the highest priority whose `suits` is true.
+
+    needs_special_tokens: the text must be decoded with them. force: for tools only. is_inside, close: for reasoning only; whether a
+    rendered prompt ends within reasoning, and the text that ends it there, for prompts whose answer must not reason.
+    """
+
+    name: str
+    api: ApiVersion
+    kind: ParserKind
+    summary: str
+    suits: Callable[[ParserFacts], bool]
+    make: Callable[[ParserSetup], OutputParser]
+    priority: int = 0
+    needs_special_tokens: bool = False
+    force: ForceFn | None = None
+    is_inside: Callable[[str], bool] | None = None
+    close: str = ""

@@ -1,0 +1,220 @@
+"""What the parsers of tool calls have in common, and those of Hermes and Llama."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from typing import Final
+
+from enginery.api import ParserEvent, ParserSetup, ToolCallBegun, ToolCallEnded
+from enginery_parsers.events import EventLog
+from enginery_parsers.json_text import read_char, read_key, read_space, read_string, read_value
+from enginery_parsers.source import HELD_MAX, Malformed, Marker, Source, Wait
+
+ARGUMENTS: Final = ("arguments", "parameters")
+IGNORED: Final = ("id", "type")
+
+
+class CallParser:
+    """Passes content on, and hands over to `read_call` at each of the markers that begin a call.
+
+    Until a call has begun, its text is held: a fault makes content of all of it, and the search for markers goes on where the fault
+    is. After that a fault ends the call, and content goes on from there.
+    """
+
+    begins: Marker
+    held_max = HELD_MAX
+
+    def __init__(self, setup: ParserSetup) -> None:
+        self.tools = {tool.name: tool for tool in setup.tools}
+        self.source = Source()
+        self._new_id = setup.new_id
+        self._num_calls = 0
+        self._is_open = False
+        self._events = EventLog()
+        self._reader = self.read()
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        """See `OutputParser`."""
+        self.source.add(text)
+        return self._go_on()
+
+    def finish(self) -> list[ParserEvent]:
+        """See `OutputParser`."""
+        self.source.end()
+        return self._go_on()
+
+    def _go_on(self) -> list[ParserEvent]:
+        next(self._reader, None)
+        return self._events.take()
+
+    def read(self) -> Generator[None, None, None]:
+        """The whole output."""
+        while marker := (yield from self.source.until(self.begins, self.content)):
+            self.source.hold(marker, most=self.held_max)
+            yield from self.attempt(marker.lstrip("\n"))
+
+    def attempt(self, marker: str) -> Wait[None]:
+        """A call, or content. What was read of it so far is held."""
+        try:
+            yield from self.read_call(marker)
+        except Malformed:
+            held = self.source.release()
+            if self._is_open:
+                self.end(complete=False)
+            self.content(held)
+        self.source.release()
+
+    def read_call(self, marker: str) -> Wait[None]:
+        """From after the marker: `begin`, `arguments`, `end`. Raises `Malformed`."""
+        raise NotImplementedError
+
+    def content(self, text: str) -> None:
+        """Say it."""
+        self._events.content(text)
+
+    def begin(self, name: str) -> None:
+        """Say it, and let go of what was held. Raises `Malformed` if there is no such tool."""
+        if name not in self.tools:
+            raise Malformed
+        self.source.release()
+        self._is_open = True
+        self._events.add(ToolCallBegun(self._num_calls, self._new_id(), name))
+
+    def arguments(self, text: str) -> None:
+        """Say it."""
+        self._events.arguments(self._num_calls, text)
+
+    def end(self, *, complete: bool = True) -> None:
+        """Say it, and hold what follows."""
+        self._events.add(ToolCallEnded(self._num_calls, complete))
+        self._num_calls += 1
+        self._is_open = False
+        self.source.hold()
+
+    def skip(self, *markers: str) -> Wait[None]:
+        """Leave out those of the markers that follow, in this order, with blanks before and line breaks after each."""
+        self.source.hold()
+        for marker in markers:
+            yield from self.source.gap()
+            if (yield from self.source.literal(marker)):
+                self.source.release()
+                yield from self.source.breaks()
+                self.source.hold()
+        self.content(self.source.release())
+
+    def read_call_object(self) -> Wait[None]:
+        """`{"name": ..., "arguments": {...}}` after its first character.
+
+        The members come in any order; `parameters` means `arguments`, `id` and `type` are ignored. The call ends with its
+        arguments; a fault after them is no fault of the call.
+        """
+        name: str | None = None
+        early: list[str] | None = None
+        is_said = False
+        while True:
+            yield from read_space(self.source, _ignore)
+            key = yield from self._read_member_name()
+            if key == "name" and name is None:
+                name = yield from self._read_name()
+                if early is not None:
+                    self._say(name, "".join(early))
+                    is_said = True
+            elif key in ARGUMENTS and not is_said and early is None:
+                if (yield from self.source.peek()) != "{":
+                    raise Malformed
+                if name is None:
+                    early = []
+                    yield from read_value(self.source, early.append)
+                else:
+                    self.begin(name)
+                    yield from read_value(self.source, self.arguments)
+                    self.end()
+                    is_said = True
+            elif key in IGNORED:
+                yield from read_value(self.source, _ignore)
+            else:
+                raise Malformed
+            yield from read_space(self.source, _ignore)
+            if (yield from self.source.peek()) != ",":
+                break
+            self.source.take(1)
+        if name is None:
+            raise Malformed
+        yield from read_char(self.source, "}", _ignore)
+        if not is_said:
+            self._say(name, "{}")
+        self.source.release()
+
+    def _say(self, name: str, arguments: str) -> None:
+        self.begin(name)
+        self.arguments(arguments)
+        self.end()
+
+    def _read_member_name(self) -> Wait[str]:
+        text: list[str] = []
+        yield from read_key(self.source, text.append)
+        yield from read_space(self.source, _ignore)
+        return str(json.loads("".join(text).rstrip(" \t\r\n:")))
+
+    def _read_name(self) -> Wait[str]:
+        text: list[str] = []
+        yield from read_string(self.source, text.append)
+        name = str(json.loads("".join(text)))
+        if name not in self.tools:
+            raise Malformed
+        return name
+
+
+class HermesParser(CallParser):
+    """`<tool_call>`, the object, `</tool_call>`, with line breaks between them."""
+
+    begins = Marker("<tool_call>")
+
+    def read_call(self, marker: str) -> Wait[None]:
+        """See `CallParser`."""
+        yield from self.source.gap()
+        yield from read_char(self.source, "{", _ignore)
+        yield from self.read_call_object()
+        yield from self.skip("</tool_call>")
+
+
+class LlamaParser(CallParser):
+    """The object, at the beginning of the output or of a line, after `<|python_tag|>`, or after another one and a semicolon."""
+
+    begins = Marker("<|python_tag|>", "\n{")
+
+    def read(self) -> Generator[None, None, None]:
+        """An object at the beginning is a call too."""
+        self.source.hold()
+        yield from self.source.gap()
+        if (yield from self.source.literal("{")):
+            yield from self.attempt("{")
+        else:
+            self.content(self.source.release())
+        yield from super().read()
+
+    def read_call(self, marker: str) -> Wait[None]:
+        """See `CallParser`."""
+        if marker != "{":
+            yield from self.source.gap()
+            yield from read_char(self.source, "{", _ignore)
+        yield from self.read_call_object()
+        while (yield from self._another()):
+            yield from self.read_call_object()
+
+    def _another(self) -> Wait[bool]:
+        """Whether an object follows; then what stands before it is held."""
+        yield from self.source.breaks()
+        self.source.hold()
+        yield from self.source.gap()
+        yield from self.source.literal(";")
+        yield from self.source.gap()
+        if (yield from self.source.literal("{")):
+            return True
+        self.content(self.source.release())
+        return False
+
+
+def _ignore(text: str) -> None:
+    pass

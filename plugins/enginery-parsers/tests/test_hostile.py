@@ -1,0 +1,106 @@
+"""Outputs that nobody would write: they take linear time and bounded memory, and none of them is lost."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from enginery.api import ArgumentsText, ContentText, ParserSetup, ParserSpec, ReasoningText, Tool, ToolCallBegun, ToolCallEnded
+from enginery_parsers.json_text import DEPTH_MAX
+from enginery_parsers.source import HELD_MAX
+from enginery_parsers.spec import PARSERS
+
+SPECS = {spec.name: spec for spec in PARSERS}
+TOOLS = (Tool(name="f", parameters={"properties": {"s": {"type": "string"}}}),)
+MILLION = 1_000_000
+HOSTILE = {
+    "angles": "<" * MILLION,
+    "braces": "{" * MILLION,
+    "lines of braces": "\n{" * (MILLION // 20),
+    "line breaks": "\n" * MILLION,
+    "blanks": " " * MILLION,
+    "half markers": "<tool_cal" * (MILLION // 9),
+    "markers": "<tool_call>" * (MILLION // 11),
+    "markers of reasoning": "<think></think>" * (MILLION // 15),
+    "a long name": '<tool_call>{"name": "' + "f" * MILLION,
+    "a deep object": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * (MILLION // 5),
+    "a deep list": '{"name": "f", "arguments": {"a": ' + "[" * MILLION,
+    "a long number": '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * MILLION,
+    "a long string": '<tool_call>{"name": "f", "arguments": {"a": "' + "\\n" * (MILLION // 2),
+    "long arguments before the name": '<tool_call>{"arguments": {"a": "' + "x" * MILLION,
+    "a long value": "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<" * MILLION,
+    "a long string of GLM": "<tool_call>f<arg_key>s</arg_key><arg_value>" + '"' * MILLION,
+    "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * (MILLION // 260),
+}
+
+
+def texts(spec: ParserSpec, pieces: Iterator[str]) -> list[str]:
+    """The texts of all events, neighbouring ones joined, as a list of kinds and texts."""
+    parser = spec.make(ParserSetup(tools=TOOLS, new_id=lambda: "call_0"))
+    found: list[list[str]] = []
+    last: object = None
+    for events in [*map(parser.feed, pieces), parser.finish()]:
+        for event in events:
+            kind = (type(event), event.index) if isinstance(event, ArgumentsText) else type(event)
+            text = event.text if isinstance(event, ContentText | ReasoningText | ArgumentsText) else str(event)
+            if kind != last or isinstance(event, ToolCallBegun | ToolCallEnded):
+                found.append([])
+            found[-1].append(text)
+            last = kind
+    return ["".join(parts) for parts in found]
+
+
+def in_pieces(text: str, length: int) -> Iterator[str]:
+    return (text[start : start + length] for start in range(0, len(text), length))
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3-json", "deepseek-v3", "glm4", "qwen3"])
+@pytest.mark.parametrize("about", HOSTILE)
+def test_long_outputs_take_linear_time_and_give_the_same_however_they_are_cut(name: str, about: str) -> None:
+    text = HOSTILE[about]
+    began_s = time.process_time()
+    whole = texts(SPECS[name], iter([text]))
+    in_parts = texts(SPECS[name], in_pieces(text, 997))
+    assert time.process_time() - began_s < 8
+    assert in_parts == whole
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3-json", "glm4", "qwen3"])
+@pytest.mark.parametrize("about", ["angles", "braces", "a long string", "long arguments before the name", "a long value"])
+def test_what_is_kept_is_bounded(name: str, about: str) -> None:
+    text = HOSTILE[about]
+    parser = SPECS[name].make(ParserSetup(tools=TOOLS, new_id=lambda: "call_0"))
+    tracemalloc.start()
+    try:
+        for piece in in_pieces(text, 4_096):
+            parser.feed(piece)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 3 * HELD_MAX
+
+
+def test_too_deep_arguments_end_the_call() -> None:
+    text = '{"name": "f", "arguments": ' + '{"a":' * (DEPTH_MAX + 1)
+    begun, arguments, ended, content = texts(SPECS["hermes"], iter(["<tool_call>" + text]))
+    assert arguments == '{"a":' * DEPTH_MAX
+    assert "complete=False" in ended
+    assert content == '{"a":'
+    assert "name='f'" in begun
+
+
+def test_an_undecided_call_that_is_too_long_is_content_and_the_search_goes_on() -> None:
+    text = '<tool_call>{"arguments": {"a": "' + "x" * HELD_MAX + '"}, "name": "f"}</tool_call>'
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    content, begun, arguments, _ = texts(SPECS["hermes"], in_pieces(text + call, 1_000))
+    assert content == text
+    assert "name='f'" in begun
+    assert arguments == "{}"
+
+
+def test_what_is_too_long_ends_at_the_same_character_however_it_is_cut() -> None:
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>" + "x" * 1_000 + "<tool_call>f</tool_call>" + "x" * HELD_MAX
+    assert texts(SPECS["glm4"], iter([text])) == texts(SPECS["glm4"], in_pieces(text, 100))

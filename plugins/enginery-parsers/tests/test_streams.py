@@ -1,0 +1,246 @@
+"""Golden streams: each format's outputs give the events written beside them, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginery.api import (
+    ArgumentsText,
+    ContentText,
+    ParserEvent,
+    ParserSetup,
+    ParserSpec,
+    ReasoningText,
+    Tool,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+from enginery_parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from enginery_parsers.spec import PARSERS
+
+STREAMS = Path(__file__).with_name("streams")
+SPECS = {spec.name: spec for spec in PARSERS}
+REASONING = [spec.name for spec in PARSERS if spec.kind == "reasoning"]
+TOOLS = (
+    Tool(
+        name="get_weather",
+        parameters={
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    ),
+    Tool(name="get_time", parameters={"type": "object", "properties": {"zone": {"enum": ["UTC"]}}}),
+    Tool(
+        name="find",
+        parameters={
+            "type": "object",
+            "properties": {
+                "where": {},
+                "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "sorted": {"type": "boolean"},
+                "unit": {"$ref": "#/$defs/Unit"},
+            },
+            "$defs": {"Unit": {"enum": ["7", "8"], "type": "string"}},
+        },
+    ),
+)
+
+
+def golden() -> list[Any]:
+    """Each case of each format."""
+    cases = []
+    for name in SPECS:
+        file = "reasoning" if name in REASONING else name
+        for case in tomllib.loads((STREAMS / f"{file}.toml").read_text())["case"]:
+            cases.append(pytest.param(name, case, id=f"{name}: {case['about']}"))
+    return cases
+
+
+def spelt_out(lines: Iterable[Sequence[str]]) -> list[ParserEvent]:
+    """The events that a case's lines stand for: `call` is a complete one, `cut` an incomplete one, `begun` has no arguments."""
+    events: list[ParserEvent] = []
+    numbers = count()
+    for kind, text, *rest in lines:
+        if kind in ("content", "reasoning"):
+            events.append(ContentText(text) if kind == "content" else ReasoningText(text))
+            continue
+        index = next(numbers)
+        events.append(ToolCallBegun(index, f"call_{index:02x}", text))
+        events += [ArgumentsText(index, arguments) for arguments in rest]
+        events.append(ToolCallEnded(index, kind == "call"))
+    return events
+
+
+def parsed(spec: ParserSpec, pieces: Iterable[str], *, inside: bool = False) -> list[ParserEvent]:
+    """The events, with neighbouring texts joined."""
+    numbers = count()
+    parser = spec.make(ParserSetup(tools=TOOLS, new_id=lambda: f"call_{next(numbers):02x}", inside=inside))
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return joined([*events, *parser.finish()])
+
+
+def joined(events: Iterable[ParserEvent]) -> list[ParserEvent]:
+    """Neighbouring texts of one kind as one."""
+    result: list[ParserEvent] = []
+    for event in events:
+        match (result[-1:], event):
+            case [ContentText(before)], ContentText(text):
+                result[-1] = ContentText(before + text)
+            case [ReasoningText(before)], ReasoningText(text):
+                result[-1] = ReasoningText(before + text)
+            case [ArgumentsText(_, before)], ArgumentsText(index, text):
+                result[-1] = ArgumentsText(index, before + text)
+            case _:
+                result.append(event)
+    return result
+
+
+def cut_at_random(text: str, seed: int) -> list[str]:
+    """Pieces of 0 to 9 characters."""
+    pieces, start, random_ = [], 0, random.Random(seed)
+    while start < len(text):
+        end = start + random_.randrange(10)
+        pieces.append(text[start:end])
+        start = end
+    return pieces
+
+
+@pytest.mark.parametrize(("name", "case"), golden())
+def test_a_stream_gives_its_events_however_it_is_cut(name: str, case: dict[str, Any]) -> None:
+    spec, text, inside = SPECS[name], case["text"], case.get("inside", False)
+    expected = spelt_out(case["events"])
+    assert parsed(spec, [text], inside=inside) == expected
+    assert parsed(spec, text, inside=inside) == expected
+    for place in range(len(text)):
+        assert parsed(spec, [text[:place], text[place:]], inside=inside) == expected
+    for seed in range(10):
+        assert parsed(spec, cut_at_random(text, seed), inside=inside) == expected
+
+
+@pytest.mark.parametrize(("name", "case"), golden())
+def test_arguments_of_complete_calls_are_json_objects(name: str, case: dict[str, Any]) -> None:
+    events = parsed(SPECS[name], case["text"])
+    complete = {event.index for event in events if isinstance(event, ToolCallEnded) and event.complete}
+    found = [event.text for event in events if isinstance(event, ArgumentsText) and event.index in complete]
+    assert all(isinstance(json.loads(text), dict) for text in found)
+    assert len(found) == len(complete)
+
+
+PARTS = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<|python_tag|>",
+        CALLS_BEGIN,
+        CALL_BEGIN,
+        SEPARATOR,
+        CALL_END,
+        CALLS_END,
+    ),
+    *(
+        "function",
+        "get_weather",
+        "get_time",
+        "fly",
+        "```json",
+        "```",
+        "\n",
+        "\n\n",
+        " ",
+        "x",
+        "<",
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        ";",
+    ),
+    *(
+        '"',
+        "\\",
+        "\\u00e9",
+        "1",
+        "-",
+        "1.5",
+        "true",
+        "{}",
+        '{"name": "get_time", "arguments": ',
+        '{"name": "get_time"',
+        '"city": "a"',
+    ),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "days", "é🙂"),
+]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@settings(max_examples=120, deadline=None)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=30), seed=st.integers(0, 99), inside=st.booleans())
+def test_any_text_gives_the_same_events_however_it_is_cut(name: str, parts: list[str], seed: int, *, inside: bool) -> None:
+    text = "".join(parts)
+    whole = parsed(SPECS[name], [text], inside=inside)
+    assert parsed(SPECS[name], text, inside=inside) == whole
+    assert parsed(SPECS[name], cut_at_random(text, seed), inside=inside) == whole
+
+
+@pytest.mark.parametrize("name", SPECS)
+@settings(max_examples=150, deadline=None)
+@given(parts=st.lists(st.sampled_from([*PARTS, "WORD", '"city": "WORD"', '"arguments": {"WORD": ["WORD"]}']), max_size=30))
+def test_nothing_of_any_text_is_lost_or_doubled(name: str, parts: list[str]) -> None:
+    numbers = count()
+    text = re.sub("WORD", lambda _: f"w{next(numbers)}w", "".join(parts))
+    events = parsed(SPECS[name], [text])
+    texts = [event.text for event in events if isinstance(event, ContentText | ReasoningText | ArgumentsText)]
+    assert re.findall(r"w\d+w", "".join(texts)) == re.findall(r"w\d+w", text)
+    if all(isinstance(event, ContentText) for event in events) and not text.lstrip().startswith("<think>"):
+        assert "".join(texts) == text
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_content_waits_only_as_long_as_it_may_be_a_marker(name: str) -> None:
+    parser = SPECS[name].make(ParserSetup(tools=TOOLS))
+    assert parser.feed("Hello") == [ContentText("Hello")]
+    assert parser.feed(" 1 < 2") == [ContentText(" 1 < 2")]
+
+
+def test_the_beginning_of_a_marker_is_held_until_it_is_none() -> None:
+    parser = SPECS["hermes"].make(ParserSetup(tools=TOOLS))
+    assert parser.feed("a\n<tool") == [ContentText("a")]
+    assert parser.feed("_") == []
+    assert parser.feed("box>") == [ContentText("\n<tool_box>")]
+    assert parser.feed("\n<") == []
+    assert parser.finish() == [ContentText("\n<")]
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    parser = SPECS["hermes"].make(ParserSetup(tools=TOOLS, new_id=lambda: "call_1"))
+    assert parser.feed('<tool_call>{"name": "get_weather", "arguments": ') == []
+    assert parser.feed('{"ci') == [ToolCallBegun(0, "call_1", "get_weather"), ArgumentsText(0, '{"ci')]
+    assert parser.feed('ty": "Par') == [ArgumentsText(0, 'ty": "Par')]
+    assert parser.feed('is"') == [ArgumentsText(0, 'is"')]
+    assert parser.feed("}") == [ArgumentsText(0, "}"), ToolCallEnded(0, complete=True)]
+    assert parser.feed("}</tool_call>") == []
+
+
+def test_strings_of_glm_are_streamed_as_they_come() -> None:
+    parser = SPECS["glm4"].make(ParserSetup(tools=TOOLS, new_id=lambda: "call_1"))
+    assert parser.feed("<tool_call>get_weather<arg_key>city</arg_key><arg_value>Par") == [
+        ToolCallBegun(0, "call_1", "get_weather"),
+        ArgumentsText(0, '{"city": "Par'),
+    ]
+    assert parser.feed('is"</arg') == [ArgumentsText(0, 'is\\"')]

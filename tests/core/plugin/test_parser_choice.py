@@ -1,0 +1,78 @@
+"""Parsers are registered by plugins, and one of each kind is chosen for a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginery.api import ParserFacts, ParserSpec, PluginError
+from enginery.plugin.parser_choice import choose_parser
+from enginery.plugin.registry import Registry
+
+FACTS = ParserFacts(architecture="A", chat_template="{{ '<call>' }}", added_tokens=frozenset({"<call>"}))
+PLUGIN = """
+from enginery.api import ParserSpec, hookimpl
+
+@hookimpl
+def register_parsers():
+    def suits(facts):
+        return SUITS
+    return [ParserSpec(name="NAME", api=(1, 0), kind="KIND", summary="", suits=suits, make=None, priority=PRIORITY)]
+"""
+
+
+def install(site, name: str, *, kind: str = "tools", suits: str = "True", priority: int = 0) -> None:
+    code = PLUGIN.replace("NAME", name).replace("KIND", kind).replace("SUITS", suits).replace("PRIORITY", str(priority))
+    site.install(f"p-{name}", code)
+
+
+def chosen(wanted: str, kind: str = "tools") -> str | None:
+    registry = Registry.load()
+    found = choose_parser(kind, wanted, FACTS, offers=registry.parsers, records=registry.records)
+    return found and found.name
+
+
+def test_hook_register_parsers(site) -> None:
+    install(site, "x")
+    (offer,) = Registry.load().parsers
+    assert isinstance(offer.spec, ParserSpec)
+    assert offer.source == "plugin p-x (p-x==1.0)"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("x", "images"), ("none", "tools")])
+def test_hook_register_parsers_refuses_other_kinds_and_the_name_of_no_parser(site, name: str, kind: str) -> None:
+    install(site, name, kind=kind)
+    (record,) = (record for record in Registry.load().records if record.name == f"p-{name}")
+    assert f"kind is '{kind}', but must be tools or reasoning" in record.reason
+
+
+def test_the_highest_priority_that_suits_is_taken(site) -> None:
+    install(site, "other", suits="'<other>' in facts.chat_template", priority=9)
+    install(site, "thoughts", kind="reasoning", priority=8)
+    install(site, "plain", suits="'<call>' in facts.added_tokens")
+    install(site, "better", suits="facts.architecture == 'A'", priority=1)
+    assert chosen("auto") == "better"
+    assert chosen("auto", "reasoning") == "thoughts"
+
+
+def test_without_one_that_suits_there_is_no_parser(site) -> None:
+    install(site, "other", suits="False")
+    assert chosen("auto") is None
+    assert chosen("auto", "reasoning") is None
+
+
+def test_a_parser_asked_for_by_name_is_used_whether_it_suits_or_not(site) -> None:
+    install(site, "other", suits="False")
+    install(site, "plain")
+    assert chosen("other") == "other"
+    assert chosen("none") is None
+    with pytest.raises(PluginError, match="no parser of tools 'plane'; did you mean plain"):
+        chosen("plane")
+    with pytest.raises(PluginError, match="no parser of reasoning 'plain'"):
+        chosen("plain", "reasoning")
+
+
+def test_a_parser_whose_rule_fails_is_named(site) -> None:
+    install(site, "odd", suits="1 / 0")
+    with pytest.raises(PluginError, match=r"plugin p-odd \(p-odd==1.0\) failed when asked whether parser odd suits") as caught:
+        chosen("auto")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -132,3 +132,13 @@ def test_a_seed_repeats_a_sampled_answer_whatever_else_runs(served: Served) -> N
         together = list(pool.map(sampled, [1, 7, 2, 7, 3, 4]))
     assert together[1] == together[3] == alone
     assert len(set(together)) > 3
+
+
+def test_embeddings_are_transformers_hidden_states_of_the_last_token(served: Served) -> None:
+    found = served.client.embeddings.create(model="tiny", input=PROMPTS + PROMPTS[:1]).data
+    for prompt, item in zip(PROMPTS + PROMPTS[:1], found, strict=True):
+        ids = torch.tensor([served.tokenizer.encode(prompt)])
+        with torch.inference_mode():
+            last = served.oracle.model.model(ids).last_hidden_state[0, -1]
+        expected = last / last.norm()
+        torch.testing.assert_close(torch.tensor(item.embedding), expected.float(), atol=1e-4, rtol=1e-4)

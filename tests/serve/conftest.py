@@ -16,12 +16,15 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "core" / "text")]
 
 import fake_engine  # noqa: E402
+from fake_parsers import PARSERS  # noqa: E402
+from running import started  # noqa: E402
 from tokenizers_made import byte_level, save  # noqa: E402
 
 from enginery.config.schema import EngineOptions  # noqa: E402
 from enginery.plugin.registry import Registry  # noqa: E402
 from enginery.serve.app import build_app  # noqa: E402
 from enginery.serve.engine_client import EngineClient  # noqa: E402
+from enginery.serve.parsing import NO_PARSERS, Parsers  # noqa: E402
 from enginery.serve.served_model import ServedModel  # noqa: E402
 from enginery.serve.service import Service  # noqa: E402
 from enginery.text.text_side import TextSide  # noqa: E402
@@ -32,6 +35,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% i
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save(byte_level(), tmp_path_factory.mktemp("checkpoint"), chat_template=TEMPLATE)
+    (path / "config.json").write_text(json.dumps({"architectures": ["Fake"]}))
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}))
     return path
 
@@ -54,6 +58,16 @@ class Live:
     async def chat(self, text: str, **body: object) -> httpx.Response:
         return await self.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], **body)
 
+    async def named_events(self, path: str, **body: object) -> list[dict]:
+        response = await self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        found = []
+        for block in filter(None, response.text.split("\n\n")):
+            name, data = block.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+        return found
+
     async def events(self, path: str, **body: object) -> list[dict]:
         response = await self.post(path, stream=True, **body)
         assert response.status_code == 200, response.text
@@ -73,14 +87,15 @@ class Live:
 
 
 @contextlib.asynccontextmanager
-async def live(folder: Path, log: Path, **options: object) -> AsyncIterator[Live]:
+async def live(folder: Path, log: Path, *, parsers: Parsers = NO_PARSERS, **options: object) -> AsyncIterator[Live]:
     registry = Registry.load(no_plugins=True)
     engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest, command=fake_engine.COMMAND)
     loaded = asyncio.get_running_loop().create_future()
     text = TextSide.load(folder)
     service = Service(engine=engine, loaded=loaded)
     try:
-        loaded.set_result(ServedModel(facts=await engine.ready(registry.manifest.digest()), text=text))
+        facts = await engine.ready(registry.manifest.digest())
+        loaded.set_result(ServedModel(facts=facts, text=text, parsers=parsers))
         transport = httpx.ASGITransport(app=build_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Live(service, http, log)
@@ -95,9 +110,9 @@ def with_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     log = tmp_path / "log"
     monkeypatch.setenv("FAKE_LOG", str(log))
 
-    def run(scenario: Callable[[Live], Awaitable[None]], **options: object) -> None:
+    def run(scenario: Callable[[Live], Awaitable[None]], *, parsers: Parsers = NO_PARSERS, **options: object) -> None:
         async def main() -> None:
-            async with asyncio.timeout(50), live(folder, log, **options) as server:
+            async with asyncio.timeout(50), live(folder, log, parsers=parsers, **options) as server:
                 await scenario(server)
 
         asyncio.run(main())
@@ -108,8 +123,28 @@ def with_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(scope="module")
 def shared_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., httpx.Response]]:
     """Posts to one app that lives as long as the module's tests."""
+    with posting(folder, tmp_path_factory.mktemp("log") / "log") as post:
+        yield post
+
+
+@pytest.fixture(scope="module")
+def server_with_parsers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., httpx.Response]]:
+    """The same with the parsers of `fake_parsers`."""
+    with posting(folder, tmp_path_factory.mktemp("log") / "log", parsers=PARSERS) as post:
+        yield post
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """Of a whole server, with the parsers of `fake_parsers`."""
+    with started(folder) as (_, address):
+        yield address
+
+
+@contextlib.contextmanager
+def posting(folder: Path, log: Path, *, parsers: Parsers = NO_PARSERS) -> Iterator[Callable[..., httpx.Response]]:
     with asyncio.Runner() as runner:
-        context = live(folder, tmp_path_factory.mktemp("log") / "log")
+        context = live(folder, log, parsers=parsers)
         server = runner.run(context.__aenter__())
 
         def post(path: str, body: dict | bytes) -> httpx.Response:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.engine import EngineFacts
+from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
 from enginery.errors import CheckpointError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
@@ -27,6 +27,7 @@ class FakeEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._requests: dict[str, tuple[GenerationRequest, int]] = {}
+        self._aside: list[GenerationRequest] = []
         self._options = options
         self._log = os.environ.get("FAKE_LOG")
         self.facts = EngineFacts(
@@ -54,15 +55,34 @@ class FakeEngine:
         return False
 
     @property
+    def meter(self) -> FakeEngine:
+        return self
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self._requests), free_pages=64 - len(self._requests))
+
+    def profile(self, num_steps: int) -> str:
+        return f"{num_steps}.json"
+
+    def recover(self, error: Exception) -> list[RequestOutput]:
+        raise error
+
+    def flush_prefix_cache(self) -> int:
+        return 0
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._aside)
 
     def submit(self, request: GenerationRequest) -> None:
         if len(self._requests) >= self._options.max_queued_requests:
             raise QueueFull(f"{len(self._requests)} requests are waiting, and no more may; try again")
         if len(request.prompt_token_ids) + request.params.max_tokens > self.facts.max_model_len:
             raise RequestError("the prompt is too long", param="prompt")
-        self._requests[request.request_id] = (request, 0)
+        if request.params.grammar is not None:
+            self._aside.append(request)
+        else:
+            self._requests[request.request_id] = (request, 0)
         self._say("submit", request.request_id)
 
     def abort(self, request_id: str) -> None:
@@ -71,7 +91,18 @@ class FakeEngine:
 
     def step(self) -> list[RequestOutput]:
         time.sleep(0.02 if any(request.params.seed == SLOW for request, _ in self._requests.values()) else 0)
-        return [self._next(request, count) for request, count in list(self._requests.values())]
+        aside, self._aside = self._aside, []
+        answers = [self._answer(request) for request in aside]
+        return answers + [self._next(request, count) for request, count in list(self._requests.values())]
+
+    def _answer(self, request: GenerationRequest) -> RequestOutput:
+        """Of a request with a grammar, which is logged and has no effect; one with the word BAD is refused."""
+        grammar = request.params.grammar
+        self._say("grammar", f"{grammar.kind}:{grammar.source}".replace(" ", ""))
+        if "BAD" in grammar.source:
+            return RequestOutput(request_id=request.request_id, error="the grammar is bad", param="grammar", is_answer=True)
+        self._requests[request.request_id] = (request, 0)
+        return RequestOutput(request_id=request.request_id, is_answer=True)
 
     def _next(self, request: GenerationRequest, count: int) -> RequestOutput:
         params, prompt = request.params, request.prompt_token_ids
@@ -96,6 +127,7 @@ class FakeEngine:
             finish_reason=finish,
             stop_token_id=EOS if ends else None,
             num_cached_tokens=len(prompt) // 2,
+            embedding=tuple(float(token) for token in prompt[-2:]) if request.embed else None,
         )
 
     def _say(self, what: str, request_id: str) -> None:

@@ -1,10 +1,16 @@
-"""The whole server over the fake engine: FOLDER PORT [device [drain_s]]. Prints what `engine serve` prints."""
+"""The whole server over the fake engine and the fake parsers: FOLDER PORT [device [drain_s [settings as JSON]]].
+
+Prints what `engine serve` prints.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 
 import fake_engine
+import fake_parsers
 
 from enginery.config.schema import EngineOptions
 from enginery.errors import EnginError
@@ -14,9 +20,11 @@ from enginery.serve.server import ServeSettings, serve
 if __name__ == "__main__":
     folder, port, *rest = sys.argv[1:]
     options = EngineOptions(model=folder, device=rest[0] if rest else "auto")
-    settings = ServeSettings(port=int(port), engine_command=fake_engine.COMMAND, drain_s=float(rest[1]) if rest[1:] else 1.0)
+    more = json.loads(rest[2]) if rest[2:] else {}
+    drain_s = float(rest[1]) if rest[1:] else 1.0
+    settings = ServeSettings(port=int(port), engine_command=fake_engine.COMMAND, drain_s=drain_s, **more)
     try:
-        serve(options, Registry.load(no_plugins=True), settings)
+        serve(options, dataclasses.replace(Registry.load(no_plugins=True), parsers=fake_parsers.OFFERS), settings)
     except EnginError as error:
         print(f"engine: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

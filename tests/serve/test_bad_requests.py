@@ -100,6 +100,7 @@ def test_a_wrong_field_is_refused_by_name(shared_server, body, param):
         b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
         b'{"prompt": "x", "max_tokens": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": "x", "guided_json": {"maximum": 99999999999999999999}}',
         json.dumps({"prompt": "x", "x" * 100_000: 1}).encode(),
     ],
     ids=lambda value: repr(value[:30]),

@@ -87,7 +87,6 @@ def test_logprobs_have_the_bytes_of_each_token(with_server):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 10**9}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),

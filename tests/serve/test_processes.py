@@ -116,7 +116,7 @@ def test_a_killed_engine_fails_everything_in_flight(with_server):
         tasks = [asyncio.create_task(live.post("/v1/completions", **body)) for _ in range(3)]
         stream = asyncio.create_task(live.post("/v1/completions", **body, stream=True))
         await live.until(lambda: len(live.said("submit")) == 4)
-        os.kill(live.engine.pid, signal.SIGKILL)
+        os.kill(live.engine.child.pid, signal.SIGKILL)
         for response in await asyncio.gather(*tasks):
             assert response.status_code == 503
             assert "SIGKILL" in response.json()["error"]["message"]
@@ -133,7 +133,7 @@ def test_a_killed_engine_fails_everything_in_flight(with_server):
 def test_a_request_to_an_engine_that_just_died_is_answered(with_server, after_s):
     async def scenario(live):
         await live.complete("x")
-        os.kill(live.engine.pid, signal.SIGKILL)
+        os.kill(live.engine.child.pid, signal.SIGKILL)
         await asyncio.sleep(after_s)
         async with asyncio.timeout(5):
             assert (await live.complete("x", n=3)).status_code == 503
@@ -234,7 +234,7 @@ def test_an_engine_never_outlives_its_parent(folder, is_stopped):
         "    manifest = Registry.load(no_plugins=True).manifest\n"
         f"    client = await EngineClient.start(EngineOptions(model={str(folder)!r}), manifest, command={COMMAND!r})\n"
         "    await client.ready()\n"
-        "    print(client.pid, flush=True)\n"
+        "    print(client.child.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )

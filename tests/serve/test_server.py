@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,35 +19,12 @@ import openai
 import pytest
 from fake_engine import COMMAND, FAIL, SLOW
 from process_table import is_running, wait_until_gone
+from running import SERVER, started
 
 from enginery.cli.chat import ServerPartner
 from enginery.errors import RequestError
 
-SERVER = str(Path(__file__).with_name("fake_server.py"))
 UNICODE = "naïve 日本語 👩‍👩‍👧‍👦😀"
-
-
-@contextlib.contextmanager
-def started(folder: Path, port: int = 0, *, drain_s: float = 1.0) -> Iterator[tuple[subprocess.Popen, str]]:
-    command = [sys.executable, SERVER, str(folder), str(port), "auto", str(drain_s)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        url = ""
-        for line in process.stdout:
-            if found := re.match(r"ready: fake at (http://\S+),", line):
-                url = found[1]
-                assert url in process.stdout.readline(), "a curl example comes next"
-                break
-        yield process, url
-    finally:
-        process.terminate()
-        process.communicate(timeout=10)
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    with started(folder) as (_, address):
-        yield address
 
 
 @pytest.fixture
@@ -168,13 +144,16 @@ def test_a_signal_stops_everything_in_order(folder, number):
         assert not is_running(child)
 
 
-def test_a_running_request_is_finished_before_the_end(folder):
+def test_a_running_request_is_finished_before_the_end(folder, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setenv("FAKE_LOG", str(log))
     with started(folder) as (process, url):
         body = {"prompt": "a b c d e f g h", "seed": SLOW, "max_tokens": 100}
         replies = []
         thread = threading.Thread(target=lambda: replies.append(httpx.post(f"{url}/v1/completions", json=body)))
         thread.start()
-        time.sleep(0.1)
+        while not log.exists():
+            time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         thread.join()
         assert replies[0].json()["choices"][0]["text"] == "a b c d e f g h"
@@ -207,7 +186,8 @@ def test_clients_that_outlast_the_drain_are_told_why(folder, drain_s, num_signal
             thread.join()
         assert least_s <= time.monotonic() - began < 2.5
         out, err = process.communicate(timeout=10)
-    assert (process.returncode, out, err) == (0, "", "")
+    assert (process.returncode, out) == (0, "")
+    assert ["POST /v1/completions status=" in line for line in err.splitlines()] == [True, True]
     assert not is_running(child)
     error = whole[0].json()["error"]
     assert (whole[0].status_code, error["code"], error["type"]) == (503, "shutting_down", "unavailable_error")

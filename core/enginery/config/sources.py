@@ -14,7 +14,7 @@ from enginery.errors import ConfigError
 from enginery.plugin.near import did_you_mean
 
 PREFIX: Final = "ENGINERY_"
-_NO_OPTION: Final = frozenset({"ENGINERY_STRICT_PLUGINS"})  # read by plugin discovery, and part of no process' manifest
+_NO_OPTION: Final = frozenset({"ENGINERY_STRICT_PLUGINS", "ENGINERY_API_KEY", "ENGINERY_ADMIN_KEY"})  # not the engine's
 
 
 def engine_options(flags: Mapping[str, object], environ: Mapping[str, str], file: Path | None = None) -> EngineOptions:

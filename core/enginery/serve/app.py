@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -15,14 +16,36 @@ from starlette.responses import Response
 
 from enginery import __version__
 from enginery.errors import EnginError
+from enginery.serve.anthropic import PATHS as ANTHROPIC_PATHS
+from enginery.serve.anthropic import anthropic_error, count_tokens, create_message
+from enginery.serve.anthropic_schemas import CountTokensRequest, MessagesRequest
+from enginery.serve.body_schema import body_schema
 from enginery.serve.chat import chat
+from enginery.serve.chat_schemas import ChatRequest
 from enginery.serve.completions import complete
+from enginery.serve.embeddings import EmbeddingsRequest, embed
 from enginery.serve.engine_client import EngineState
 from enginery.serve.faults import Fault
-from enginery.serve.schemas import ChatRequest, CompletionRequest
+from enginery.serve.operations import operations
+from enginery.serve.responses import respond
+from enginery.serve.responses_schemas import ResponsesRequest
+from enginery.serve.schemas import CompletionRequest
 from enginery.serve.service import Service
 from enginery.serve.stream import ClientGone
+from enginery.serve.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize, tokenizer_info
 
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+ENDPOINTS: Final[Mapping[str, tuple[Handler, type[msgspec.Struct]]]] = {
+    "/v1/completions": (complete, CompletionRequest),
+    "/v1/chat/completions": (chat, ChatRequest),
+    "/v1/responses": (respond, ResponsesRequest),
+    "/v1/messages": (create_message, MessagesRequest),
+    "/v1/messages/count_tokens": (count_tokens, CountTokensRequest),
+    "/v1/embeddings": (embed, EmbeddingsRequest),
+    "/tokenize": (tokenize, TokenizeRequest),
+    "/detokenize": (detokenize, DetokenizeRequest),
+}  # what takes a body, and the body
 _log = logging.getLogger(__name__)
 
 
@@ -31,13 +54,12 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None) -> Fa
     app = FastAPI(title="Enginery", version=__version__, docs_url=None, redoc_url=None)
     started_s = int(time.time())
 
-    @app.post("/v1/completions", openapi_extra=_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        return await complete(service, request)
+    for path, (handler, body) in ENDPOINTS.items():
+        app.post(path, name=handler.__name__, openapi_extra=body_schema(body))(_endpoint(service, handler))
 
-    @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        return await chat(service, request)
+    @app.get("/tokenizer_info")
+    async def about_tokenizer() -> Response:
+        return await tokenizer_info(service)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -53,6 +75,7 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None) -> Fa
         """200 only when requests are served."""
         return JSONResponse({"status": service.state}, status_code=200 if service.state is EngineState.READY else 503)
 
+    app.include_router(operations(service))
     if plugin_routes is not None:
         app.include_router(plugin_routes)
     _add_error_handlers(app)
@@ -65,28 +88,24 @@ def _card(service: Service, started_s: int) -> dict[str, Any]:
     return {**card, "root": facts.folder, "parent": None, "max_model_len": facts.max_model_len}
 
 
-def _body(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The body's schema, for /openapi.json."""
-    schema = msgspec.json.schema(kind)
-    definitions = schema.get("$defs", {})
-    inlined = _inline(definitions[kind.__name__], definitions)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
+def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(service, request)
+
+    return endpoint
 
 
-def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(schema, list):
-        return [_inline(item, definitions) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _inline(definitions[schema["$ref"].rsplit("/", 1)[-1]], definitions)
-    return {key: _inline(value, definitions) for key, value in schema.items()}
+def _answer(request: Request, fault: Fault) -> Response:
+    """In the shape of the API that was asked."""
+    if request.url.path.startswith(ANTHROPIC_PATHS):
+        return JSONResponse(anthropic_error(fault), status_code=fault.status, headers=dict(fault.headers))
+    return fault.response()
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(EnginError)
     async def known(request: Request, error: EnginError) -> Response:
-        return Fault.of(error).response()
+        return _answer(request, Fault.of(error))
 
     @app.exception_handler(ClientGone)
     @app.exception_handler(ClientDisconnect)
@@ -97,10 +116,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         headers = error.headers or {}
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        return Fault(status=error.status_code, message=str(error.detail), type=kind, headers=headers).response()
+        return _answer(request, Fault(status=error.status_code, message=str(error.detail), type=kind, headers=headers))
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         message = f"{type(error).__name__}, a bug of the server; its log has the traceback"
-        return Fault(status=500, message=message, type="server_error").response()
+        return _answer(request, Fault(status=500, message=message, type="server_error"))

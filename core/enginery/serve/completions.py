@@ -17,6 +17,7 @@ from enginery.serve.schemas import CompletionRequest, StreamOptions
 from enginery.serve.served_model import Job
 from enginery.serve.service import Heading, Service, read_request
 from enginery.serve.stream import EventStream, event, unless_disconnected
+from enginery.serve.structured import asked_grammar
 from enginery.text.tokenizer import Tokenizer
 
 _DEFAULT_MAX_TOKENS = 16
@@ -34,7 +35,8 @@ async def complete(service: Service, http: Request) -> Response:
         prompt_logprobs=_prompt_logprobs(asked),
     )
     heading = Heading.new("cmpl", model)
-    jobs = model.jobs(asked, await model.completion_prompts(asked), params, heading.id)
+    prompts = await model.prompts(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+    jobs = model.jobs(asked, prompts, params, heading.id, grammar=asked_grammar(asked))
     deltas = choice_deltas(service.engine, model.text.tokenizer, jobs)
     layouts = [_ChoiceLayout(job, asked, model.text.tokenizer) for job in jobs]
 

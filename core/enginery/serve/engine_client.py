@@ -1,4 +1,4 @@
-"""The HTTP front's end of the engine's process: start it, send requests, hand out what comes back, notice when it is gone."""
+"""The HTTP front's end of the engine's process: send requests, hand out what comes back, notice when it is gone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -21,16 +20,21 @@ import zmq
 import zmq.asyncio
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.engine import EngineFacts
-from enginery.contracts.request import GenerationRequest, RequestOutput
+from enginery.contracts.engine import EngineFacts, EngineStats
+from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput
 from enginery.errors import ConfigError, EngineDied, EnginError, QueueFull, RequestError
 from enginery.plugin.manifest import Manifest
 from enginery.serve import messages
-from enginery.serve.faults import ShuttingDown
+from enginery.serve.access import note_requests
+from enginery.serve.engine_child import EngineChild, pass_on
+from enginery.serve.faults import Aborted, NotReady, ShuttingDown, SlowReader
+from enginery.serve.metrics import RequestMeter, RequestTimes
+from enginery.serve.progress import Progress
 
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine_process")
+MAX_UNREAD: Final = 16384  # outputs of one group of requests that its client has not taken yet
 _SILENCE_S: Final = 60.0
-_STDERR_CHARS: Final = 4096
+_ANSWER_S: Final = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -50,6 +54,9 @@ class Outputs:
     def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
         self._client = client
         self.open = {request.request_id for request in requests}
+        self.times = {
+            request.request_id: client.meter.begin(request.request_id, len(request.prompt_token_ids)) for request in requests
+        }
         self.answers: asyncio.Queue[messages.Accepted | EnginError] = asyncio.Queue()
         self.outputs: asyncio.Queue[RequestOutput | EnginError] = asyncio.Queue()
 
@@ -57,7 +64,7 @@ class Outputs:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Raises `EngineDied`."""
+        """Raises `EngineDied`, `SlowReader` and `Aborted`."""
         while self.open:
             output = await self.outputs.get()
             if isinstance(output, EnginError):
@@ -68,10 +75,25 @@ class Outputs:
                 return output
         raise StopAsyncIteration
 
-    async def abort(self, request_id: str) -> None:
-        """Nothing more comes of this request."""
+    def put(self, output: RequestOutput, now_s: float) -> None:
+        """Take in what the engine said."""
+        self._client.meter.add(self.times[output.request_id], output, now_s)
+        self.outputs.put_nowait(output)
+        if self.outputs.qsize() > MAX_UNREAD:
+            self.fail(SlowReader())
+
+    def fail(self, error: EnginError) -> None:
+        """What has not been taken yet is lost; whoever waits gets the error."""
+        while not self.outputs.empty():
+            self.outputs.get_nowait()
+        self.outputs.put_nowait(error)
+        self.answers.put_nowait(error)
+
+    async def abort(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> None:
+        """Nothing more comes of this request. reason: as the metrics count it."""
         if request_id in self.open:
             self.open.discard(request_id)
+            self._client.meter.end(self.times[request_id], reason)
             await self._client.send(messages.Abort(request_id))
 
     async def accepted(self) -> None:
@@ -84,25 +106,37 @@ class Outputs:
 class EngineClient:
     """One engine in a process of its own. Made and used inside one event loop, on a thread that outlives it.
 
-    is_stopping: set it, and no more requests are taken; those that run go on.
+    is_stopping: set it, and no more requests are taken; those that run go on. stats: as last reported, several times a second.
     """
 
-    def __init__(self, directory: Path, process: subprocess.Popen[bytes], link: zmq.asyncio.Socket) -> None:
+    def __init__(self, directory: Path, child: EngineChild, link: zmq.asyncio.Socket, boot: messages.Boot) -> None:
         self._directory = directory
-        self._process = process
+        self.child = child
         self._link = link
+        self.options, self.manifest = boot.options, boot.manifest
         self._groups: dict[str, Outputs] = {}
-        self._stderr_tail = ""
         self.is_stopping = False
         self._failed: messages.Failed | None = None
+        self.meter = RequestMeter()
+        self.stats = EngineStats()
+        self.progress = Progress()
         self._heard_s = time.monotonic()
+        self._asked: deque[asyncio.Future[str]] = deque()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(work) for work in (self._listen(), self._relay_stderr(), self._watch())]
+        self._tasks = [asyncio.create_task(work) for work in (self._listen(), child.relay_stderr(), self._watch())]
 
     @classmethod
-    async def start(cls, options: EngineOptions, manifest: Manifest, *, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
-        """Start the process; it is loading when this returns."""
+    async def start(
+        cls,
+        options: EngineOptions,
+        manifest: Manifest,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        log_level: str = "INFO",
+        relay: Callable[[str], None] = pass_on,
+    ) -> EngineClient:
+        """Start the process; it is loading when this returns. log_level: of the process. relay: gets its stderr."""
         directory = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
         endpoint = f"ipc://{directory / 'engine'}"
         link = zmq.asyncio.Context().socket(zmq.PAIR)
@@ -113,13 +147,8 @@ class EngineClient:
             link.context.destroy(linger=0)
             directory.rmdir()
             raise ConfigError(f"{endpoint} cannot be a socket: {error}; set TMPDIR to another, shorter path") from error
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-        boot = messages.encode(messages.Boot(endpoint=endpoint, options=options, manifest=manifest))
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; the watch tells why
-            process.stdin.write(len(boot).to_bytes(8, "big") + boot)
-            process.stdin.flush()
-        return cls(directory, process, link)
+        boot = messages.Boot(endpoint=endpoint, options=options, manifest=manifest, log_level=log_level)
+        return cls(directory, EngineChild(command, boot, relay), link, boot)
 
     @property
     def state(self) -> EngineState:
@@ -133,9 +162,10 @@ class EngineClient:
         return EngineState.READY if time.monotonic() - self._heard_s < _SILENCE_S else EngineState.SILENT
 
     @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+    def open_requests(self) -> list[RequestTimes]:
+        """Those that have not ended."""
+        found = (group.times[request_id] for request_id, group in self._groups.items())
+        return [times for times in found if times.reason is None]
 
     async def ready(self, manifest_digest: str | None = None) -> EngineFacts:
         """Wait until the engine stands. Raises `EngineDied`, with the exit code of the child's error, when it does not."""
@@ -157,7 +187,10 @@ class EngineClient:
             raise self.death()
         if self.is_stopping:
             raise ShuttingDown
+        if not self.meter.num_open:
+            self.progress.moved()
         group = Outputs(self, requests)
+        note_requests(group.times.values())
         self._groups |= dict.fromkeys(group.open, group)
         try:
             for request in requests:
@@ -169,7 +202,26 @@ class EngineClient:
             for request in requests:
                 self._groups.pop(request.request_id, None)
             for request_id in tuple(group.open):
-                await group.abort(request_id)
+                await group.abort(request_id, FinishReason.ABORT)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request in its client's place, who is told. False if there is none of that id."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            group.fail(Aborted())
+        return group is not None
+
+    async def order(self, message: messages.Flush | messages.Profile) -> str:
+        """Have the engine do something between two steps. Returns what came of it. Raises `EngineDied` and `NotReady`."""
+        if self.died.done():
+            raise self.death()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        await self.send(message)
+        await asyncio.wait((answer, self.died), timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise NotReady("the engine is busy and did not answer; try again")
+        return answer.result()
 
     async def send(self, message: messages.ToEngine) -> None:
         """Never waits: the queue is unbounded, and the engine bounds the requests. Without a peer there is nobody to tell."""
@@ -185,21 +237,13 @@ class EngineClient:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process, by force after `grace_s`, and clean up. May be called twice."""
-        if self._process.poll() is None:
-            if self._ready.done():
-                await self.send(messages.Stop())
-            else:
-                self._process.terminate()
-            await _ended(self._process, grace_s)
-        if self._process.poll() is None:
-            self._process.kill()
-            await _ended(self._process, grace_s)
+        if is_ready := self._ready.done():
+            await self.send(messages.Stop())
+        await self.child.end(politely=is_ready, grace_s=grace_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for stream in (self._process.stdin, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        self.child.close()
         self._link.context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -217,41 +261,37 @@ class EngineClient:
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Outputs(outputs):
+                self.progress.moved()
                 for output in outputs:
                     if group := self._groups.get(output.request_id):
-                        group.outputs.put_nowait(output)
+                        group.put(output, self._heard_s)
+            case messages.Heartbeat(stats):
+                self.stats = stats
+                self.progress.completed(stats.num_steps)
             case messages.Accepted(request_id):
                 if group := self._groups.get(request_id):
                     group.answers.put_nowait(message)
             case messages.Rejected(request_id=request_id):
                 if group := self._groups.get(request_id):
                     group.open.discard(request_id)
+                    self.meter.reject(group.times[request_id])
                     kind = QueueFull if message.is_queue_full else RequestError
                     group.answers.put_nowait(kind(message.message, param=message.param))
+            case messages.Done(told):
+                answer = self._asked.popleft()
+                if not answer.done():  # as it is when nobody waits any more
+                    answer.set_result(told)
             case messages.Ready() if not self._ready.done():
                 self._ready.set_result(message)
             case messages.Failed():
                 self._failed = message
 
-    async def _relay_stderr(self) -> None:
-        """Pass the child's stderr on, and keep its end."""
-        assert self._process.stderr is not None
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), self._process.stderr
-        )
-        with contextlib.closing(transport):
-            while chunk := await reader.read(1 << 16):
-                text = chunk.decode(errors="replace")
-                self._stderr_tail = (self._stderr_tail + text)[-_STDERR_CHARS:]
-                print(text, file=sys.stderr, end="", flush=True)
-
     async def _watch(self) -> None:
         """Notice the end of the process, whatever it died of, and tell everybody who waits."""
-        while self._process.poll() is None:
+        while self.child.is_running:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.1)  # its last words are on the way
-        self.died.set_result(self._epitaph())
+        self.died.set_result(self.child.epitaph(self._failed))
         self.fail_requests(self.death)
 
     def death(self) -> EngineDied:
@@ -259,17 +299,3 @@ class EngineClient:
         error = EngineDied(self.died.result())
         error.exit_code = self._failed.exit_code if self._failed else 1
         return error
-
-    def _epitaph(self) -> str:
-        if self._failed is not None:
-            return self._failed.message if self._failed.is_ours else f"the engine broke: {self._failed.message}"
-        code = self._process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        tail = self._stderr_tail.strip()
-        return f"the engine's process {how}" + (f"\nThe last it said:\n{tail}" if tail else " without a word")
-
-
-async def _ended(process: subprocess.Popen[bytes], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)

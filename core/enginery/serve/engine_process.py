@@ -6,6 +6,7 @@ It ends when told to, when the engine breaks, and when its parent is gone, howev
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -21,14 +22,16 @@ import zmq
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
+from enginery.contracts.request import RequestOutput
 from enginery.errors import EnginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve import messages
 
 BuildEngine = Callable[[EngineOptions, Registry], EngineLike]
 
-_HEARTBEAT_S: Final = 1.0
+_HEARTBEAT_S: Final = 0.2
 _PR_SET_PDEATHSIG: Final = 1
+_log: Final = logging.getLogger(__name__)
 
 
 class EngineLoop:
@@ -37,8 +40,7 @@ class EngineLoop:
     def __init__(self, engine: EngineLike, link: zmq.Socket[bytes]) -> None:
         self._engine = engine
         self._link = link
-        self._num_steps = 0
-        self._told_s = 0.0
+        self._heartbeat_s = 0.0
 
     def run(self) -> None:
         """Until told to stop. Blocks in the poll when there is nothing to do."""
@@ -47,12 +49,21 @@ class EngineLoop:
             if not self._engine.has_work:
                 is_ready = not self._engine.prepare()
             else:
-                outputs = self._engine.step()
-                self._num_steps += 1
+                outputs = self._answer(self._step())
                 if outputs:
                     self._tell(messages.Outputs(outputs))
-            if time.monotonic() - self._told_s >= _HEARTBEAT_S:
-                self._tell(messages.Heartbeat(self._num_steps))
+            if time.monotonic() - self._heartbeat_s >= _HEARTBEAT_S:
+                self._heartbeat_s = time.monotonic()
+                self._tell(messages.Heartbeat(self._engine.meter.stats()))
+
+    def _step(self) -> list[RequestOutput]:
+        """What fails ends the requests that were in it, where the engine can go on."""
+        try:
+            return self._engine.step()
+        except Exception as error:
+            outputs = self._engine.recover(error)
+            _log.exception("a step failed, and %d requests with it; the engine goes on", len(outputs))
+            return outputs
 
     def _take_messages(self, timeout_ms: int) -> bool:
         """Handle what is there, waiting for the first. False: stop."""
@@ -68,6 +79,10 @@ class EngineLoop:
                     self._submit(request.request_id, message)
                 case messages.Abort(request_id):
                     self._engine.abort(request_id)
+                case messages.Flush():
+                    self._tell(messages.Done(f"{self._engine.flush_prefix_cache()} pages were freed"))
+                case messages.Profile(num_steps):
+                    self._tell(messages.Done(f"the next {num_steps} steps go to {self._engine.meter.profile(num_steps)}"))
                 case messages.Stop():
                     return False
         return True
@@ -79,10 +94,22 @@ class EngineLoop:
             full = isinstance(error, QueueFull)
             self._tell(messages.Rejected(request_id=request_id, message=str(error), param=error.param, is_queue_full=full))
         else:
-            self._tell(messages.Accepted(request_id))
+            if message.request.params.grammar is None:
+                self._tell(messages.Accepted(request_id))
+
+    def _answer(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Answer the requests that were put aside; returns the other outputs."""
+        for output in outputs:
+            if output.is_answer and output.error is None:
+                self._tell(messages.Accepted(output.request_id))
+            elif output.is_answer:
+                rejected = messages.Rejected(
+                    request_id=output.request_id, message=str(output.error), param=output.param, is_queue_full=False
+                )
+                self._tell(rejected)
+        return [output for output in outputs if not output.is_answer]
 
     def _tell(self, message: messages.FromEngine) -> None:
-        self._told_s = time.monotonic()
         self._link.send(messages.encode(message))
 
 
@@ -90,8 +117,9 @@ def run(build: BuildEngine) -> int:
     """The whole life of the process; returns its exit code. Tests give a `build` that makes a fake."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     _die_with_parent()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(message)s")
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the watchdog sends to a loop that is stuck
     boot = _read_boot()
+    logging.basicConfig(stream=sys.stderr, level=boot.log_level, format="engine: %(message)s")
     threading.Thread(target=_exit_when_stdin_ends, name="parent-watch", daemon=True).start()
     context = zmq.Context()
     link = context.socket(zmq.PAIR)

@@ -28,6 +28,27 @@ class ShuttingDown(EnginError):
         super().__init__("the server is shutting down; send the request again when it is back")
 
 
+class Aborted(EnginError):
+    """An administrator ended the request."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was aborted by an administrator")
+
+
+class SlowReader(EnginError):
+    """More waits for a client than is kept."""
+
+    def __init__(self) -> None:
+        super().__init__("the client reads too slowly; the request was aborted")
+
+
+class Unauthorized(RequestError):
+    """No key, or a wrong one."""
+
+    def __init__(self) -> None:
+        super().__init__("this server needs a key that it knows: send Authorization: Bearer KEY")
+
+
 class NoSuchModel(RequestError):
     """Another model is served here."""
 
@@ -56,6 +77,9 @@ class Fault:
                 return cls(status=429, message=message, type="rate_limit_error", code="queue_full", headers=_RETRY)
             case NoSuchModel():
                 return cls(status=404, message=message, type="invalid_request_error", param="model", code="model_not_found")
+            case Unauthorized():
+                challenge = {"WWW-Authenticate": "Bearer"}
+                return cls(status=401, message=message, type="invalid_request_error", code="invalid_api_key", headers=challenge)
             case BodyTooLarge():
                 return cls(status=413, message=message, type="invalid_request_error", code="body_too_large")
             case RequestError():

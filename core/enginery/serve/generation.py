@@ -1,17 +1,19 @@
-"""From jobs to the text of their choices: what the completions and the chat endpoint have in common."""
+"""From jobs to the text of their choices: what the endpoints that generate have in common."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from enginery.contracts.request import FinishReason, TokenLogprob
-from enginery.errors import EnginError
-from enginery.serve.engine_client import EngineClient
+from enginery.contracts.parsers import ParserEvent
+from enginery.contracts.request import FinishReason, RequestOutput, TokenLogprob
+from enginery.errors import EnginError, RequestError
+from enginery.serve.engine_client import EngineClient, Outputs
 from enginery.serve.faults import Fault, GenerationFailed
-from enginery.serve.replies import CachedTokens, Usage
+from enginery.serve.parsing import AnswerFormat, AnswerReader
+from enginery.serve.replies import CachedTokens, ReasoningTokens, Usage
 from enginery.serve.schemas import StreamOptions
 from enginery.serve.served_model import Job
 from enginery.serve.stream import DONE
@@ -20,48 +22,90 @@ from enginery.text.tokenizer import Tokenizer
 
 ChoiceT = TypeVar("ChoiceT")
 PromptLogprobs = Sequence[TokenLogprob | None]
+TOOL_CALLS: Final = "tool_calls"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceDelta:
-    """What a step added to one choice. is_first: the request is queued, and nothing is there yet."""
+    """What a step added to one choice. is_first: the request is queued, and nothing is there yet.
+
+    events: what the parsers make of its text; the text itself is the same as one `ContentText` where nothing is parsed.
+    """
 
     job: Job
     is_first: bool = False
     text: str = ""
+    events: Sequence[ParserEvent] = ()
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: PromptLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
+    stopped_by: str | None = None
     num_cached_tokens: int = 0
 
 
-async def choice_deltas(engine: EngineClient, tokenizer: Tokenizer, jobs: Sequence[Job]) -> AsyncGenerator[ChoiceDelta, None]:
+class _Choice:
+    """The text of one choice as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, job: Job, how: AnswerFormat) -> None:
+        self._job = job
+        self._text = CompletionText(tokenizer, job.request.params)
+        self._reader = AnswerReader(how)
+
+    def feed(self, output: RequestOutput) -> ChoiceDelta:
+        """What the output adds. It may be the last before the engine says so."""
+        ends = output.finish_reason is not None
+        added = self._text.feed(output.token_ids, finished=ends, stop_token_id=output.stop_token_id)
+        was_reasoning = self._reader.is_reasoning
+        events = self._reader.feed(added.text, finished=ends or added.stopped_by is not None)
+        reason: str | None = output.finish_reason
+        if added.stopped_by is not None or self._reader.is_over:
+            reason = FinishReason.STOP
+        return ChoiceDelta(
+            job=self._job,
+            text=added.text,
+            events=events,
+            num_tokens=added.num_tokens,
+            num_reasoning_tokens=added.num_tokens if was_reasoning else 0,
+            logprobs=(output.logprobs or ())[: added.num_tokens],
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=TOOL_CALLS if reason == FinishReason.STOP and self._reader.has_called else reason,
+            stopped_by=added.stopped_by,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+
+
+async def choice_deltas(
+    engine: EngineClient, tokenizer: Tokenizer, jobs: Sequence[Job], how: AnswerFormat | None = None
+) -> AsyncGenerator[ChoiceDelta, None]:
     """A first delta for each job once all are queued, then what comes, until all have a `finish_reason`.
 
     Closing it aborts what runs. Raises `RequestError`, `QueueFull`, `EngineDied`, `GenerationFailed`.
     """
-    states = {job.request.request_id: (job, CompletionText(tokenizer, job.request.params)) for job in jobs}
-    async with engine.generate([job.request for job in jobs]) as outputs:
+    choices = {job.request.request_id: _Choice(tokenizer, job, how or AnswerFormat()) for job in jobs}
+    async with _queued(engine, jobs) as outputs:
         for job in jobs:
             yield ChoiceDelta(job=job, is_first=True)
         async for output in outputs:
             if output.error is not None:
                 raise GenerationFailed(output.error)
-            job, text = states[output.request_id]
-            finished = output.finish_reason is not None
-            added = text.feed(output.token_ids, finished=finished, stop_token_id=output.stop_token_id)
-            if added.stopped_by is not None:
+            delta = choices[output.request_id].feed(output)
+            if delta.finish_reason is not None and output.finish_reason is None:
                 await outputs.abort(output.request_id)
-            yield ChoiceDelta(
-                job=job,
-                text=added.text,
-                num_tokens=added.num_tokens,
-                logprobs=(output.logprobs or ())[: added.num_tokens],
-                prompt_logprobs=output.prompt_logprobs,
-                finish_reason=FinishReason.STOP if added.stopped_by is not None else output.finish_reason,
-                num_cached_tokens=output.num_cached_tokens,
-            )
+            yield delta
+
+
+@contextlib.asynccontextmanager
+async def _queued(engine: EngineClient, jobs: Sequence[Job]) -> AsyncIterator[Outputs]:
+    """A grammar that is refused is refused for the field that asked for it."""
+    try:
+        async with engine.generate([job.request for job in jobs]) as outputs:
+            yield outputs
+    except RequestError as error:
+        if error.param == "grammar":
+            error.param = jobs[0].grammar_field
+        raise
 
 
 class Tally:
@@ -70,11 +114,13 @@ class Tally:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._num_prompt = sum({job.prompt_index: len(job.prompt.token_ids) for job in jobs}.values())
         self._num_completion = 0
+        self._num_reasoning = 0
         self._num_cached: dict[int, int] = {}
 
     def add(self, delta: ChoiceDelta) -> None:
         """Count what a delta brought."""
         self._num_completion += delta.num_tokens
+        self._num_reasoning += delta.num_reasoning_tokens
         place = delta.job.prompt_index
         self._num_cached[place] = max(self._num_cached.get(place, 0), delta.num_cached_tokens)
 
@@ -85,6 +131,7 @@ class Tally:
             completion_tokens=self._num_completion,
             total_tokens=self._num_prompt + self._num_completion,
             prompt_tokens_details=CachedTokens(sum(self._num_cached.values())),
+            completion_tokens_details=ReasoningTokens(self._num_reasoning),
         )
 
 
@@ -94,16 +141,20 @@ class Collected:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._texts: list[str] = []
+        self.events: list[ParserEvent] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: str | None = None
+        self.stopped_by: str | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         """Append a delta."""
         self._texts.append(delta.text)
+        self.events += delta.events
         self.logprobs += delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stopped_by = delta.stopped_by or self.stopped_by
 
     @property
     def text(self) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.engine import EngineFacts
+from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.plugin.manifest import Manifest
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """The first and only frame on the child's stdin, which then stays open as long as the parent lives."""
+    """The first and only frame on the child's stdin, which then stays open as long as the parent lives. log_level: of its log."""
 
     endpoint: str
     options: EngineOptions
     manifest: Manifest
+    log_level: str = "INFO"
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -28,6 +29,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Nothing more comes of this request. Unknown ones are ignored."""
 
     request_id: str
+
+
+class Flush(msgspec.Struct, frozen=True, tag="flush"):
+    """Free the prefix cache. Answered with `Done`."""
+
+
+class Profile(msgspec.Struct, frozen=True, tag="profile"):
+    """Trace the next steps. Answered with `Done`."""
+
+    num_steps: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -71,13 +82,19 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The loop goes round. num_steps: so far."""
+    """The loop goes round; and how the engine does."""
 
-    num_steps: int
+    stats: EngineStats
 
 
-ToEngine = Submit | Abort | Stop
-FromEngine = Ready | Failed | Accepted | Rejected | Outputs | Heartbeat
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """To a `Flush` or `Profile`, in order; what came of it, for people."""
+
+    told: str
+
+
+ToEngine = Submit | Abort | Stop | Flush | Profile
+FromEngine = Ready | Failed | Accepted | Rejected | Outputs | Heartbeat | Done
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -13,6 +13,12 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """Of the completion's tokens: those before the one that ended the reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of tokens. A prompt counts once, however many completions it has."""
 
@@ -20,6 +26,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class LegacyLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +82,30 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatLogprob]
 
 
-class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said."""
+class FunctionPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A call, or what a chunk adds to it. name: in the first chunk only."""
 
-    content: str
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A call, or what a chunk adds to it. index: in chunks only; id and type: in the first of them only."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: FunctionPart
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model said. The last two are there only where there is something of the kind."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[CallPart] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +134,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallPart] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,7 @@
-"""The bodies of /v1/completions and /v1/chat/completions: which fields there are, and nothing else is accepted.
+"""The bodies of requests: which fields there are, and nothing else is accepted. Here: what they share, and /v1/completions.
 
-OpenAI's fields and the extensions of other engines that clients send. null is the same as absent. What changes no answer is
-accepted and has no effect: `user`, `safety_identifier`, `metadata`, `store` (false), `service_tier` (auto, default). Everything
-else is refused by name.
+OpenAI's fields and the extensions of other engines that clients send; docs/api.md lists them. null is the same as absent. What
+changes no answer is accepted and has no effect (`NoEffect`). Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -33,14 +32,45 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     continuous_usage_stats: bool | None = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The only response format."""
+class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A JSON schema for an answer. It is always followed, whatever `strict` says."""
 
-    type: Literal["text"]
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
 
 
-class CommonRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields that both endpoints have. Ranges are checked by `SamplingParams`."""
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the answer must be. json_schema goes with the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the answer must be, in one of these ways. grammar: in the notation of the plugin that compiles it."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class NoEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields that change no answer."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class CommonRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields that completions and conversations have. Ranges are checked by `SamplingParams`."""
 
     model: str | None = None
     max_tokens: Int | None = None
@@ -56,11 +86,6 @@ class CommonRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[Int, float], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None = None
     best_of: Int | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     top_k: Int | None = None
@@ -73,6 +98,12 @@ class CommonRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prompt_logprobs: Int | None = None
     cache_salt: Id | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,53 +114,34 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     logprobs: Int | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One message; its text parts are put together, one to a line."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As a chat template sees it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
-
-
-class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-    logprobs: bool | None = None
-    top_logprobs: Int | None = None
-    response_format: TextFormat | None = None
-    add_generation_prompt: bool | None = None
-
-
 _UNSUPPORTED: Final = {
-    "tools": "tool calls are not supported yet",
-    "tool_choice": "tool calls are not supported yet",
-    "parallel_tool_calls": "tool calls are not supported yet",
-    "functions": "function calls are not supported",
-    "function_call": "function calls are not supported",
-    "tool_calls": "tool calls are not supported yet",
-    "guided_json": "structured output is not supported yet",
-    "structured_outputs": "structured output is not supported yet",
+    "functions": "use tools",
+    "function_call": "use tools and tool_choice",
+    "guided_decoding_backend": "the plugin of highest priority that has the kind of grammar is used",
+    "guided_whitespace_pattern": "white space between the parts of JSON is up to the plugin that compiles grammars",
     "chat_template": "templates come from the model only",
     "chat_template_kwargs": "variables of the template cannot be set",
+    "continue_final_message": "the last message cannot be continued; use /v1/completions",
     "suffix": "text cannot be inserted before a suffix",
     "audio": "only text can be generated",
     "modalities": "only text can be generated",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "there are no tools on the server",
+    "previous_response_id": "responses are not stored; send the whole conversation as input",
+    "conversation": "conversations are not stored; send the whole conversation as input",
+    "prompt": "stored prompts are not supported; send input and instructions",
+    "max_tool_calls": "there are no tools on the server",
+    "mcp_servers": "there are no tools on the server",
+    "container": "there are no tools on the server",
+    "reasoning": "how much the model reasons cannot be set",
+    "reasoning_effort": "how much the model reasons cannot be set",
+    "thinking": "how much the model reasons cannot be set",
+    "verbosity": "how much the model writes cannot be set",
+    "input_type": "texts are embedded as they are",
 }
 
-RequestT = TypeVar("RequestT", bound=CommonRequest)
+_LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 
 def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
@@ -140,9 +152,14 @@ def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
             raise RequestError(f"the body must be a JSON object, and is {_json_name(given)}")
         given = {name: value for name, value in given.items() if value is not None}
         _refuse_unknown(given, kind)
-        if isinstance(given.get("messages"), list):
-            given["messages"] = [_without_nulls(message) for message in given["messages"]]
-        return msgspec.convert(given, type=kind, str_keys=True)
+        for name in ("messages", "input"):
+            if isinstance(items := given.get(name), list):
+                given[name] = [_without_nulls(item) for item in items]
+        request = msgspec.convert(given, type=kind, str_keys=True)
+        for name, value in given.items():
+            if isinstance(value, dict | list) and _is_too_long(body, value):
+                raise RequestError(f"{name} has a whole number of more than 64 bits", param=name)
+        return request
     except msgspec.ValidationError as error:
         raise RequestError(str(error), param=_param(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -151,20 +168,33 @@ def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
         raise RequestError("the body is nested too deeply") from error
 
 
-def _refuse_unknown(given: dict[str, Any], kind: type[CommonRequest]) -> None:
+def decode_json(text: str) -> Any:
+    """What is in a string of a body. Raises `msgspec.DecodeError` and `RecursionError`."""
+    value = msgspec.json.decode(text)
+    if _is_too_long(text.encode(), value):
+        raise msgspec.DecodeError("a whole number has more than 64 bits")
+    return value
+
+
+def _is_too_long(text: bytes, value: object) -> bool:
+    """Whether a whole number in `value`, which is of `text`, is beyond 64 bits, and so cannot be passed on between processes."""
+    if _LONG_NUMBER.search(text):
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError:
+            return True
+    return False
+
+
+def _refuse_unknown(given: dict[str, Any], kind: type[msgspec.Struct]) -> None:
     for name in given.keys() - set(kind.__struct_fields__):
         why = _UNSUPPORTED.get(name) or f"there is no such field{did_you_mean(name, kind.__struct_fields__)}"
         raise RequestError(f"{name[:100]!r} is not accepted: {why}", param=name[:100])
 
 
-def _without_nulls(message: object) -> object:
+def _without_nulls(item: object) -> object:
     """Clients send back what they received, with null where there was nothing."""
-    if not isinstance(message, dict):
-        return message
-    for name in message.keys() & _UNSUPPORTED.keys():
-        if message[name] is not None:
-            raise RequestError(f"{name!r} of a message is not accepted: {_UNSUPPORTED[name]}", param="messages")
-    return {name: value for name, value in message.items() if value is not None}
+    return {name: value for name, value in item.items() if value is not None} if isinstance(item, dict) else item
 
 
 def _param(message: str) -> str | None:

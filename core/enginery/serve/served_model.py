@@ -11,8 +11,11 @@ from typing import Any, Final
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import GenerationRequest, SamplingParams, check_token_ids
 from enginery.errors import RequestError
+from enginery.serve.chat_schemas import ChatMessage, FunctionTool
 from enginery.serve.faults import NoSuchModel
-from enginery.serve.schemas import MAX_PROMPTS, ChatRequest, CommonRequest, CompletionRequest
+from enginery.serve.parsing import NO_PARSERS, Parsers
+from enginery.serve.schemas import MAX_PROMPTS, CommonRequest, CompletionRequest
+from enginery.serve.structured import FieldGrammar
 from enginery.text.text_side import TextSide
 
 _INLINE_CHARS: Final = 4096
@@ -32,12 +35,16 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One completion: its place among the choices, its prompt's place among the prompts, and the engine's request."""
+    """One completion: its place among the choices, its prompt's place among the prompts, and the engine's request.
+
+    grammar_field: the field of the body that asked for the request's grammar, if it has one.
+    """
 
     index: int
     prompt_index: int
     prompt: Prompt
     request: GenerationRequest
+    grammar_field: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,33 +53,45 @@ class ServedModel:
 
     facts: EngineFacts
     text: TextSide
+    parsers: Parsers = NO_PARSERS
 
     def check_name(self, model: str | None) -> None:
         """Raises `NoSuchModel`. A request that names none gets this one."""
         if model not in (None, self.facts.model_name):
             raise NoSuchModel(f"the model {str(model)[:200]!r} is not served here; {self.facts.model_name!r} is")
 
-    async def completion_prompts(self, asked: CompletionRequest) -> list[Prompt]:
-        """The prompts as tokens. Long texts are encoded on a thread."""
-        given = asked.prompt
+    async def prompts(
+        self, given: str | list[str | int | list[int]], *, add_special_tokens: bool, field: str = "prompt"
+    ) -> list[Prompt]:
+        """A text, texts, token ids, or lists of them, as tokens. Long texts are encoded on a thread."""
         is_one = isinstance(given, str) or (given and all(isinstance(part, int) for part in given))
         parts: list[Any] = [given] if is_one else list(given)
         if not parts or int in (kinds := {type(part) for part in parts}) or len(kinds) > 1:
             what = "mixes texts, tokens and lists" if parts else "is an empty list"
-            raise RequestError(f"prompt {what}; give a text, a list of texts, token ids, or lists of them", param="prompt")
+            raise RequestError(f"{field} {what}; give a text, a list of texts, token ids, or lists of them", param=field)
         if len(parts) > MAX_PROMPTS:
-            raise RequestError(f"prompt has {len(parts):,} prompts, at most {MAX_PROMPTS:,} are accepted", param="prompt")
-        return [await self._prompt(part, add_special_tokens=asked.add_special_tokens is not False) for part in parts]
+            raise RequestError(f"{field} has {len(parts):,} prompts, at most {MAX_PROMPTS:,} are accepted", param=field)
+        return [await self.encode(part, add_special_tokens=add_special_tokens, field=field) for part in parts]
 
-    async def chat_prompt(self, asked: ChatRequest) -> Prompt:
-        """The conversation as the template writes it. The template writes the special tokens too."""
-        messages = [message.for_template() for message in asked.messages]
-        add_prompt = asked.add_generation_prompt is not False
-        text = await asyncio.to_thread(self.text.template.render, messages, add_generation_prompt=add_prompt)
-        return await self._prompt(text, add_special_tokens=asked.add_special_tokens is True)
+    async def render(self, messages: Sequence[ChatMessage], *, tools: Sequence[FunctionTool], add_generation_prompt: bool) -> str:
+        """The conversation as the template writes it, special tokens and all."""
+        given = [message.for_template() for message in messages]
+        offered = [tool.for_template() for tool in tools]
+        render = self.text.template.render
+        return await asyncio.to_thread(render, given, tools=offered, add_generation_prompt=add_generation_prompt)
 
-    def jobs(self, asked: CommonRequest, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> list[Job]:
+    def jobs(
+        self,
+        asked: CommonRequest,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        name: str,
+        *,
+        grammar: FieldGrammar | None = None,
+    ) -> list[Job]:
         """`params.n` completions for each prompt. With a seed, the i-th has seed + i."""
+        field = None if grammar is None else grammar.field
+        params = params if grammar is None else dataclasses.replace(params, grammar=grammar.grammar)
         if len(prompts) * params.n > MAX_PROMPTS:
             total = f"{len(prompts):,} prompts with n={params.n}"
             raise RequestError(f"{total} make more than {MAX_PROMPTS:,} completions; send several requests", param="n")
@@ -88,7 +107,7 @@ class ServedModel:
                     priority=asked.priority or 0,
                     cache_salt=asked.cache_salt or "",
                 )
-                jobs.append(Job(index=len(jobs), prompt_index=prompt_index, prompt=prompt, request=request))
+                jobs.append(Job(index=len(jobs), prompt_index=prompt_index, prompt=prompt, request=request, grammar_field=field))
         return jobs
 
     def params(
@@ -121,14 +140,15 @@ class ServedModel:
             prompt_logprobs=prompt_logprobs,
         )
 
-    async def _prompt(self, given: str | list[int], *, add_special_tokens: bool) -> Prompt:
+    async def encode(self, given: str | list[int], *, add_special_tokens: bool, field: str = "prompt") -> Prompt:
+        """One prompt as tokens; long texts on a thread. Raises `RequestError` for what is too long, before it is encoded."""
         limit = self.facts.max_model_len
         if not isinstance(given, str):
-            self._check_ids("prompt", given)
+            self._check_ids(field, given)
             return Prompt(token_ids=tuple(given))
         if len(given) > limit * self.text.tokenizer.num_chars_max:
             message = f"the prompt has {len(given):,} characters, which cannot fit into the context of {limit:,} tokens"
-            raise RequestError(message, param="prompt")
+            raise RequestError(message, param=field)
         if len(given) > _INLINE_CHARS:
             ids = await asyncio.to_thread(self.text.tokenizer.encode, given, add_special_tokens=add_special_tokens)
         else:

@@ -6,38 +6,38 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
 import uvicorn
 from fastapi import APIRouter
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from enginery.config.checkpoint_folder import find_folder
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
+from enginery.run.process_age import phases_text, process_age_s
+from enginery.serve.access import AccessLog
 from enginery.serve.app import build_app
-from enginery.serve.engine_client import ENGINE_COMMAND, EngineClient
+from enginery.serve.connection import LimitedConfig
+from enginery.serve.engine_client import EngineClient
 from enginery.serve.faults import ShuttingDown
+from enginery.serve.keys import KeyGuard, Keys
+from enginery.serve.logs import configure
+from enginery.serve.operations import administration
+from enginery.serve.parsing import Parsers
+from enginery.serve.progress import watch
 from enginery.serve.served_model import ServedModel
 from enginery.serve.service import Service
+from enginery.serve.settings import ServeSettings
+from enginery.serve.traces import Tracer
 from enginery.text.text_side import TextSide
 
 _LAST_ANSWERS_S: Final = 1
 _KEEP_ALIVE_S: Final = 75
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """The server's section. drain_s: how long running requests may go on after a signal. routes: plugins whose routes are added."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain_s: float = 5.0
-    use_generation_config: bool = True
-    routes: tuple[str, ...] = ()
-    engine_command: Sequence[str] = ENGINE_COMMAND
+_SEND_BYTES: Final = 256 << 10  # that the kernel keeps for a client that reads slowly; it would grow to megabytes by itself
 
 
 def serve(options: EngineOptions, registry: Registry, settings: ServeSettings) -> None:
@@ -50,11 +50,12 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `ConfigError`."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle's delay on
     except OSError as error:
         raise ConfigError(f"--host {host} is no address of this machine: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:
@@ -73,16 +74,26 @@ class _Http(uvicorn.Server):
 
 async def _serve(options: EngineOptions, registry: Registry, settings: ServeSettings, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    text = await asyncio.to_thread(_text_side, options, registry, settings)
-    engine = await EngineClient.start(options, registry.manifest, command=settings.engine_command)
-    service = Service(engine=engine, loaded=loop.create_future())
+    front_s = process_age_s()
+    relay = configure(settings.log_format, settings.log_level)
+    tracer = Tracer.open(settings.otlp_endpoint)
+    text, parsers = await asyncio.to_thread(_text_side, options, registry, settings)
+    text_s = process_age_s() - front_s
+    engine = await EngineClient.start(
+        options, registry.manifest, command=settings.engine_command, log_level=settings.log_level.upper(), relay=relay
+    )
+    service = Service(engine=engine, loaded=loop.create_future(), watchdog_s=settings.watchdog_s, shown=settings.shown())
+    watching = asyncio.create_task(watch(engine, settings.watchdog_s))
     try:
         routes = APIRouter()
         registry.register_routes(settings.routes, routes, engine)
-        http = _http(service, routes)
+        if settings.admin_keys:
+            routes.include_router(administration(service, Keys(settings.admin_keys)))
+        http = _http(_guarded(service, routes, settings, tracer), settings)
         stopping, hurrying = _signals()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        starting = asyncio.create_task(_start(service, registry, text, listener))
+        phases_s = {"server": front_s, "text": text_s}
+        starting = asyncio.create_task(_start(service, registry, text, listener, parsers=parsers, phases_s=phases_s))
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and starting.exception() is None:
             await asyncio.wait((engine.died, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -98,8 +109,11 @@ async def _serve(options: EngineOptions, registry: Registry, settings: ServeSett
         if engine.died.done() and not stopping.done():
             raise engine.death()
     finally:
+        watching.cancel()
         await engine.stop()
         text.template.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 async def _drain(http: _Http, engine: EngineClient, hurrying: asyncio.Future[None], *, drain_s: float) -> None:
@@ -112,9 +126,22 @@ async def _drain(http: _Http, engine: EngineClient, hurrying: asyncio.Future[Non
     engine.fail_requests(ShuttingDown)
 
 
-def _http(service: Service, routes: APIRouter) -> _Http:
-    config = uvicorn.Config(
-        build_app(service, plugin_routes=routes),
+def _guarded(service: Service, routes: APIRouter, settings: ServeSettings, tracer: Tracer | None) -> ASGIApp:
+    """The application behind what looks at every request first: the log, then origins, then keys."""
+    app: ASGIApp = build_app(service, plugin_routes=routes)
+    if settings.api_keys:
+        app = KeyGuard(app, Keys(settings.api_keys + settings.admin_keys))
+    if settings.allow_origins:
+        app = CORSMiddleware(app, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return AccessLog(app, answered=service.answered, tracer=tracer)
+
+
+def _http(app: ASGIApp, settings: ServeSettings) -> _Http:
+    config = LimitedConfig(
+        app,
+        settings.limits,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         log_level="critical",
         access_log=False,
         lifespan="off",
@@ -143,21 +170,33 @@ def _signals() -> tuple[asyncio.Future[None], asyncio.Future[None]]:
     return stopping, hurrying
 
 
-def _text_side(options: EngineOptions, registry: Registry, settings: ServeSettings) -> TextSide:
-    """Read here and now, so that a missing tokenizer is said before the weights are read."""
+def _text_side(options: EngineOptions, registry: Registry, settings: ServeSettings) -> tuple[TextSide, Parsers]:
+    """Read here and now, so that a missing tokenizer or parser is said before the weights are read."""
     model = registry.default_checkpoint().name if options.model is None else options.model
-    return TextSide.load(find_folder(model, registry), use_generation_config=settings.use_generation_config)
+    folder = find_folder(model, registry)
+    text = TextSide.load(folder, use_generation_config=settings.use_generation_config)
+    wanted = {"tools": settings.tool_parser, "reasoning": settings.reasoning_parser}
+    return text, Parsers.choose(registry, folder, text.tokenizer, **wanted)
 
 
-async def _start(service: Service, registry: Registry, text: TextSide, listener: socket.socket) -> None:
+async def _start(
+    service: Service,
+    registry: Registry,
+    text: TextSide,
+    listener: socket.socket,
+    *,
+    parsers: Parsers,
+    phases_s: dict[str, float],
+) -> None:
     facts = await service.engine.ready(registry.manifest.digest())
-    service.loaded.set_result(ServedModel(facts=facts, text=text))
+    service.loaded.set_result(ServedModel(facts=facts, text=text, parsers=parsers))
     host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if service.shown["uses_tls"] else "http"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     for setting, value, reason in facts.decisions:
         print(f"{setting} {value}: {reason}")
-    if facts.phases_s:
-        print("loaded in " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in facts.phases_s.items()))
+    print(f"parsers: {parsers}")
+    print(f"loaded {phases_text(process_age_s(), phases_s | dict(facts.phases_s))}")
     body = f'{{"model": "{facts.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     print(f"ready: {facts.model_name} at {url}, up to {facts.max_model_len:,} tokens of context")
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)

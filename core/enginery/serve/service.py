@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
@@ -17,10 +20,17 @@ from enginery.serve.served_model import ServedModel
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Service:
-    """`loaded` gets its result when the engine is ready."""
+    """`loaded` gets its result when the engine is ready.
+
+    watchdog_s: without a step for so long while there is work, the engine counts as stuck. shown: of the server's settings.
+    answered: HTTP requests by route and status.
+    """
 
     engine: EngineClient
     loaded: asyncio.Future[ServedModel]
+    watchdog_s: float = 60.0
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    answered: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @property
     def state(self) -> EngineState:

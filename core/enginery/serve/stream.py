@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -23,6 +23,11 @@ class ClientGone(Exception):
 def event(content: msgspec.Struct) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """One server-sent event that also has its type as its name."""
+    return b"event: " + str(content["type"]).encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:

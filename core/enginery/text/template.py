@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from enginery.text.template_process import Limits, Rendered, Rendering
 from enginery.text.tokenizer import Tokenizer, read_json
 
 _COMMAND: Final = (sys.executable, "-P", "-m", "enginery.text.template_process")
+_TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? is none")
 
 
 def read_template(folder: Path | str) -> str | None:
@@ -52,11 +54,12 @@ def read_template(folder: Path | str) -> str | None:
 class ChatTemplate:
     """Renders conversations as transformers' `apply_chat_template` does. Threads may share it; they take turns.
 
-    Its process starts with the first conversation, and again after it was ended for taking too much. `close` ends it.
+    source: None if the checkpoint has none. Its process starts with the first conversation, and again after it was ended for taking
+    too much. `close` ends it.
     """
 
     def __init__(self, template: str | None, *, variables: Mapping[str, str], limits: Limits | None = None) -> None:
-        self._template = template
+        self.source = template
         self._variables = dict(variables)
         self._limits = limits or Limits()
         self._turn = threading.Lock()
@@ -68,18 +71,26 @@ class ChatTemplate:
         """The template of a checkpoint; rendering without one raises `RequestError`."""
         return cls(read_template(folder), variables=tokenizer.named)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as one text. Blocks; raises `RequestError` for everything that a template can do wrong."""
-        if self._template is None:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as one text. Blocks; raises `RequestError` for everything that a template can do wrong.
+
+        Fields that are None are left out, as transformers does, but for the content where the template asks whether it is none.
+        """
+        if self.source is None:
             raise RequestError(
                 "this model has no chat template; send the whole prompt to /v1/completions, "
                 "or put the template into its folder as chat_template.jinja",
                 param="messages",
             )
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        rendering = Rendering(messages=plain, add_generation_prompt=add_generation_prompt)
+        keeps = {"content"} if _TESTS_FOR_NONE.search(self.source) else set[str]()
+        plain = [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
+        rendering = Rendering(
+            messages=plain, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=add_generation_prompt
+        )
         with self._turn:
-            rendered = self._exchange(self._template, rendering)
+            rendered = self._exchange(self.source, rendering)
         if rendered.text is None:
             raise RequestError(f"the model's chat template refuses these messages: {rendered.error}", param="messages")
         return rendered.text

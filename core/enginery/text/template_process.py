@@ -46,6 +46,7 @@ class Rendering:
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,16 @@ class _Generation(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Arguments(dict[str, Any]):
+    """Of a call: an object for the templates that expect one, and JSON for those that put it into a text."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -96,8 +107,11 @@ def render(template: Callable[[], jinja2.Template], start: Start, asked: Renderi
     """Errors of the template, of whatever type, become the answer."""
     try:
         parts, num_chars = [], 0
-        variables = {**start.variables, "tools": None, "documents": None, "add_generation_prompt": asked.add_generation_prompt}
-        for part in template().generate(messages=asked.messages, **variables):
+        for message in asked.messages:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = _Arguments(call["function"]["arguments"])
+        given = {"tools": asked.tools, "documents": None, "add_generation_prompt": asked.add_generation_prompt}
+        for part in template().generate(messages=asked.messages, **start.variables, **given):
             num_chars += len(part)
             if num_chars > start.limits.num_chars:
                 return Rendered(error=f"it made more than {start.limits.num_chars:,} characters of them")

@@ -37,9 +37,10 @@ def read_json(path: Path) -> dict[str, Any]:
 class Tokenizer:
     """A checkpoint's tokenizer. Threads may share it.
 
-    named: bos_token, eos_token and the like, as text. special_ids: what `skip_special_tokens` leaves out. cleans_up: `decode`
-    rewrites spaces before punctuation, so text is final at the end of an output only. num_chars_max: of the longest token.
-    is_byte_fallback: characters outside the vocabulary are spelt as tokens of one byte.
+    named: bos_token, eos_token and the like, as text. added_tokens: the texts of all that were added. special_ids: what
+    `skip_special_tokens` leaves out. cleans_up: `decode` rewrites spaces before punctuation, so text is final at the end of an
+    output only. num_chars_max: of the longest token. is_byte_fallback: characters outside the vocabulary are spelt as tokens of one
+    byte.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, named: Mapping[str, str], cleans_up: bool = False) -> None:
@@ -49,6 +50,7 @@ class Tokenizer:
         self.cleans_up = cleans_up and not is_bpe  # transformers leaves BPE alone, whatever the file says
         self.special_ids = frozenset(number for number, token in backend.get_added_tokens_decoder().items() if token.special)
         self._added_ids = frozenset(backend.get_added_tokens_decoder())
+        self.added_tokens = frozenset(token.content for token in backend.get_added_tokens_decoder().values())
         self.num_chars_max = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
         kinds = {part["type"]: part for part in decoder.get("decoders", [decoder]) if part}

@@ -58,6 +58,14 @@ def test_it_renders_as_transformers_does(template, add_generation_prompt, tmp_pa
     ours.close()
 
 
+def test_content_that_is_none_stays_so_where_the_template_asks_for_it():
+    asking = "{% for m in messages %}{{ 'none' if m['content'] is none else m['content'] }}{% endfor %}"
+    for template, expected in ((asking, "none"), ("{% for m in messages %}{{ m.content }}{% endfor %}", "")):
+        ours = ChatTemplate(template, variables={})
+        assert ours.render([{"role": "assistant", "content": None}]) == expected
+        ours.close()
+
+
 def test_a_file_of_its_own_comes_before_the_configuration(tmp_path):
     save(byte_level(), tmp_path, chat_template="old")
     assert read_template(tmp_path) == "old"

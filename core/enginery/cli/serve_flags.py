@@ -1,0 +1,120 @@
+"""The flags of `engine serve` that are the server's, not the engine's."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+if TYPE_CHECKING:
+    from enginery.serve.settings import ServeSettings
+
+_SERVER: Final = "Server"
+_ACCESS: Final = "Access"
+_LIMITS: Final = "Limits"
+_LOG: Final = "Logs and traces"
+
+
+class GenerationConfig(StrEnum):
+    """Whether requests get what generation_config.json recommends for the fields they leave out."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
+class Style(StrEnum):
+    """Of the log."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+_FLAGS: Final[dict[str, tuple[Any, Any]]] = {
+    "host": (Annotated[str, _option(_SERVER, "Address to listen on.")], "127.0.0.1"),
+    "port": (Annotated[int, _option(_SERVER, "0 takes a free one.", min=0, max=65535)], 8000),
+    "generation_config": (
+        Annotated[GenerationConfig, _option(_SERVER, "Use the checkpoint's recommended sampling, or none.")],
+        GenerationConfig.AUTO,
+    ),
+    "tool_parser": (
+        Annotated[str, _option(_SERVER, "Of tool calls: auto (what suits the model), none, or a name.", metavar="NAME")],
+        "auto",
+    ),
+    "reasoning_parser": (
+        Annotated[str, _option(_SERVER, "Of reasoning: auto (what suits the model), none, or a name.", metavar="NAME")],
+        "auto",
+    ),
+    "route": (Annotated[list[str] | None, _option(_SERVER, "Add the HTTP routes of this plugin. Repeatable.")], None),
+    "api_key": (
+        Annotated[
+            list[str] | None,
+            _option(_ACCESS, "Answer only who has this key. Repeatable.", envvar="ENGINERY_API_KEY", metavar="KEY"),
+        ],
+        None,
+    ),
+    "api_key_file": (Annotated[Path | None, _option(_ACCESS, "The same, with a key on each line.")], None),
+    "admin_key": (
+        Annotated[
+            list[str] | None,
+            _option(_ACCESS, "Add /admin, for who has this key. Repeatable.", envvar="ENGINERY_ADMIN_KEY", metavar="KEY"),
+        ],
+        None,
+    ),
+    "admin_key_file": (Annotated[Path | None, _option(_ACCESS, "The same, with a key on each line.")], None),
+    "allow_origin": (
+        Annotated[list[str] | None, _option(_ACCESS, "Let web pages of this origin ask. Repeatable.", metavar="URL")],
+        None,
+    ),
+    "ssl_certfile": (Annotated[Path | None, _option(_ACCESS, "Serve HTTPS with this certificate.")], None),
+    "ssl_keyfile": (Annotated[Path | None, _option(_ACCESS, "Its key, where it is not in the same file.")], None),
+    "drain_s": (Annotated[float, _option(_LIMITS, "Seconds that running requests may go on after a signal.", min=0)], 5.0),
+    "watchdog_s": (Annotated[float, _option(_LIMITS, "Seconds with work but no step after which it is stuck.", min=0.1)], 60.0),
+    "receive_s": (Annotated[float, _option(_LIMITS, "Seconds that a request may take to arrive.", min=0.1)], 60.0),
+    "send_s": (Annotated[float, _option(_LIMITS, "Seconds that a client may read nothing.", min=0.1)], 30.0),
+    "log_format": (Annotated[Style, _option(_LOG, "Lines of text, or of JSON.")], Style.TEXT),
+    "log_level": (Annotated[str, _option(_LOG, "debug, info (a line per request), warning or error.")], "info"),
+    "otlp_endpoint": (Annotated[str | None, _option(_LOG, "Send OpenTelemetry spans to this collector.", metavar="URL")], None),
+}
+
+
+def with_server_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, whose second parameter makes the `ServeSettings`, the flags for them."""
+    first, _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def run(options: Any, **given: Any) -> None:
+        flags = {name: given.pop(name) for name in _FLAGS}
+        command(options, functools.partial(_settings, **flags), **given)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    flags = [inspect.Parameter(name, keyword, default=default, annotation=kind) for name, (kind, default) in _FLAGS.items()]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (first, *own, *flags)}
+    run.__signature__ = inspect.Signature([first, *own, *flags])  # type: ignore[attr-defined]  # typer reads the flags from it
+    return run
+
+
+def _settings(**given: Any) -> ServeSettings:
+    """Raises `ConfigError`."""
+    from enginery.serve.connection import Limits
+    from enginery.serve.settings import ServeSettings, read_keys
+
+    keys = {kind: (*(given.pop(kind) or ()), *read_keys(given.pop(f"{kind}_file"))) for kind in ("api_key", "admin_key")}
+    return ServeSettings(
+        api_keys=keys["api_key"],
+        admin_keys=keys["admin_key"],
+        allow_origins=tuple(given.pop("allow_origin") or ()),
+        routes=tuple(given.pop("route") or ()),
+        use_generation_config=given.pop("generation_config") is GenerationConfig.AUTO,
+        limits=Limits(receive_s=given.pop("receive_s"), send_s=given.pop("send_s")),
+        log_format=given.pop("log_format").value,
+        **given,
+    )

@@ -1,0 +1,188 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens, and the conversation that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from enginery.contracts.request import MAX_STOP_STRINGS
+from enginery.serve.chat_schemas import (
+    MAX_TOOLS,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    ChosenFunction,
+    Function,
+    FunctionName,
+    FunctionTool,
+    ToolCall,
+    ToolChoice,
+)
+from enginery.serve.schemas import MAX_MESSAGES, Int, StopString
+
+NAMES: Final = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+}  # of fields that errors name as /v1/chat/completions does
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Without effect: prefixes are cached wherever they are the same."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
+class TextBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="text"):
+    """Text."""
+
+    text: str
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="thinking"):
+    """Reasoning of an earlier answer. signature: without effect."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_use"):
+    """A call of an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_result"):
+    """What a call gave. is_error: the text is put after the word Error."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class AnthropicMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class AnthropicTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the model may call. input_schema: a JSON schema."""
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+
+
+class AnthropicToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """any: some tool must be called. tool: the one named."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Without effect."""
+
+    user_id: str | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much the model reasons cannot be set."""
+
+    type: Literal["disabled"]
+
+
+class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/messages/count_tokens."""
+
+    messages: Annotated[list[AnthropicMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[AnthropicTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+
+    def as_chat(self, **more: Any) -> ChatRequest:
+        """Raises `RequestError`, also with the names of /v1/chat/completions."""
+        messages = [] if self.system is None else [ChatMessage(role="system", content=_text(self.system))]
+        for message in self.messages:
+            messages += _messages(message)
+        choice = self.tool_choice or AnthropicToolChoice(type="auto")
+        named = ToolChoice("function", ChosenFunction(choice.name or "")) if choice.type == "tool" else None
+        words: dict[str, Literal["auto", "none", "required"]] = {"auto": "auto", "none": "none", "any": "required"}
+        return ChatRequest(
+            model=self.model,
+            messages=messages,
+            tools=[_tool(tool) for tool in self.tools or ()],
+            tool_choice=named or words[choice.type],
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            **more,
+        )
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/messages."""
+
+    max_tokens: Int
+    stop_sequences: Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    metadata: AnthropicMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    thinking: Thinking | None = None
+
+    def as_chat(self, **more: Any) -> ChatRequest:
+        """With how to sample."""
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return super().as_chat(max_tokens=self.max_tokens, stop=self.stop_sequences, stream=self.stream, **sampling, **more)
+
+
+def _tool(tool: AnthropicTool) -> FunctionTool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return FunctionTool(type="function", function=function)
+
+
+def _messages(message: AnthropicMessage) -> Iterator[ChatMessage]:
+    """A turn with results of calls is a message for each, and one for the text."""
+    blocks: Sequence[Block] = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            text = _text(block.content or "")
+            yield ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=f"Error: {text}" if block.is_error else text)
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thinking = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    if texts or calls or thinking or not blocks:
+        yield ChatMessage(
+            role=message.role,
+            content="\n".join(texts) if texts or not (calls or thinking) else None,
+            reasoning_content="".join(thinking) or None,
+            tool_calls=[_call(call) for call in calls] or None,
+        )
+
+
+def _call(block: ToolUseBlock) -> ToolCall:
+    arguments = msgspec.json.encode(block.input).decode()
+    return ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=arguments))
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

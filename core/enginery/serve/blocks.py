@@ -1,0 +1,77 @@
+"""The parsed output of one answer as blocks, one after the other: texts, reasoning and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from enginery.contracts.parsers import ArgumentsText, ContentText, ParserEvent, ReasoningText, ToolCallBegun
+
+
+class BlockKind(StrEnum):
+    """What a block is."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
+class Change(StrEnum):
+    """What happens to a block."""
+
+    OPEN = "open"
+    ADD = "add"
+    CLOSE = "close"
+
+
+@dataclass(kw_only=True)
+class Block:
+    """One block as it grows. text: all so far; of a call the arguments. call_id, name: of a call."""
+
+    index: int
+    kind: BlockKind
+    call_id: str = ""
+    name: str = ""
+    text: str = ""
+
+
+class Blocks:
+    """Puts events together to blocks. At most one is open."""
+
+    def __init__(self) -> None:
+        self.done: list[Block] = []
+        self._open: Block | None = None
+
+    def feed(self, events: Sequence[ParserEvent]) -> Iterator[tuple[Change, Block, str]]:
+        """What the events change; with ADD, the text that was added."""
+        for event in events:
+            match event:
+                case ContentText(text):
+                    yield from self._opened(BlockKind.TEXT)
+                case ReasoningText(text):
+                    yield from self._opened(BlockKind.REASONING)
+                case ToolCallBegun(_, call_id, name):
+                    yield from self.finish()
+                    yield from self._opened(BlockKind.CALL, call_id=call_id, name=name)
+                    continue
+                case ArgumentsText(_, text):
+                    pass
+                case _:
+                    continue
+            assert self._open is not None
+            self._open.text += text
+            yield Change.ADD, self._open, text
+
+    def finish(self) -> Iterator[tuple[Change, Block, str]]:
+        """Close the last one."""
+        if self._open is not None:
+            block, self._open = self._open, None
+            self.done.append(block)
+            yield Change.CLOSE, block, ""
+
+    def _opened(self, kind: BlockKind, *, call_id: str = "", name: str = "") -> Iterator[tuple[Change, Block, str]]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self.finish()
+            self._open = Block(index=len(self.done), kind=kind, call_id=call_id, name=name)
+            yield Change.OPEN, self._open, ""

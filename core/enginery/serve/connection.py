@@ -1,0 +1,121 @@
+"""One client's connection: uvicorn's, with bounds on what it may send and on how slowly it may send and read."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from enginery.serve.faults import Fault
+
+_LINGER_S: Final = 1.0
+_WRITE_BUFFER_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """receive_s: for a request to arrive, head and body. send_s: that a client may read nothing of what waits for it."""
+
+    receive_s: float = 60.0
+    send_s: float = 30.0
+    num_connections: int = 4096
+    header_bytes: int = 64 << 10
+
+
+class LimitedConfig(uvicorn.Config):
+    """uvicorn's settings and ours."""
+
+    def __init__(self, app: Any, limits: Limits, **settings: Any) -> None:
+        super().__init__(app, http=Connection, h11_max_incomplete_event_size=limits.header_bytes, **settings)
+        self.limits = limits
+
+
+class Connection(H11Protocol):
+    """Refuses with 408, 431 or 503 before the application is asked; cuts who does not read."""
+
+    def __init__(
+        self,
+        config: LimitedConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = config.limits
+        self._receiving: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time for the first request."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        if len(self.connections) > self._limits.num_connections:
+            self._refuse(503, "too_many_connections", f"{self._limits.num_connections:,} connections are open; try again later")
+        else:
+            self._time_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the times."""
+        for timer in (self._receiving, self._sending):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Of a request, or of what is left of a refused one."""
+        if not self._is_refused:
+            super().data_received(data)
+            self._time_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """h11 knows a better status."""
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        if status == 431:
+            self._refuse(431, "headers_too_large", f"the head of the request is larger than {self._limits.header_bytes:,} bytes")
+        else:
+            self._refuse(status, "no_http", "this is not HTTP/1.1")
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        super().pause_writing()
+        self._sending = self.loop.call_later(self._limits.send_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        if self._sending is not None:
+            self._sending.cancel()
+        super().resume_writing()
+
+    def _time_request(self) -> None:
+        """One time for head and body, which begins with the first byte."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY) or self._is_refused:
+            if self._receiving is not None:
+                self._receiving.cancel()
+            self._receiving = None
+        elif self._receiving is None:
+            self._receiving = self.loop.call_later(
+                self._limits.receive_s, self._refuse, 408, "too_slow", "the request did not arrive"
+            )
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answer if nothing was, and close when the client has had a moment to read it."""
+        self._is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            body = Fault(status=status, message=message, type="invalid_request_error", code=code).body()
+            headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)

@@ -1,0 +1,139 @@
+"""Conversations: from a body to the growing answers, whichever endpoint lays them out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from enginery.contracts.parsers import Tool
+from enginery.errors import RequestError
+from enginery.serve.chat_schemas import ChatRequest, FunctionTool, ToolChoice
+from enginery.serve.generation import ChoiceDelta, Tally, choice_deltas
+from enginery.serve.parsing import AnswerFormat, Parsers
+from enginery.serve.served_model import Job, Prompt, ServedModel
+from enginery.serve.service import Heading, Service
+from enginery.serve.structured import FieldGrammar, asked_grammar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Ready to go on: iterate over `deltas`, and close it."""
+
+    heading: Heading
+    jobs: Sequence[Job]
+    deltas: AsyncGenerator[ChoiceDelta, None]
+
+    @property
+    def tally(self) -> Tally:
+        """A new one."""
+        return Tally(self.jobs)
+
+
+async def open_conversation(service: Service, asked: ChatRequest, prefix: str) -> Conversation:
+    """Everything is checked. prefix: of the answer's id. Raises `EnginError`."""
+    model = service.model()
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    ready = await _ready(model, asked)
+    prompt, how = ready.prompt, ready.how
+    params = model.params(
+        asked,
+        default_max_tokens=max(1, model.facts.max_model_len - len(prompt.token_ids)),
+        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        prompt_logprobs=asked.prompt_logprobs,
+    )
+    if how.needs_special_tokens:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    heading = Heading.new(prefix, model)
+    jobs = model.jobs(asked, [prompt], params, heading.id, grammar=ready.grammar)
+    return Conversation(heading=heading, jobs=jobs, deltas=choice_deltas(service.engine, model.text.tokenizer, jobs, how))
+
+
+async def prompt_of(model: ServedModel, asked: ChatRequest) -> Prompt:
+    """What `open_conversation` would have the engine read."""
+    return (await _ready(model, asked)).prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """A prompt, how to read its answers, and what they must follow."""
+
+    prompt: Prompt
+    how: AnswerFormat
+    grammar: FieldGrammar | None
+
+
+async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
+    model.check_name(asked.model)
+    tools = _usable_tools(asked, model.parsers)
+    grammar = asked_grammar(asked)
+    if tools:
+        grammar = _forced_call(asked, tools, grammar, model.parsers)
+    text = await model.render(asked.messages, tools=tools, add_generation_prompt=asked.add_generation_prompt is not False)
+    text, how = _how_to_read(asked, model, tools, text, must_follow=grammar is not None)
+    prompt = await model.encode(text, add_special_tokens=asked.add_special_tokens is True, field="messages")
+    return _Ready(prompt=prompt, how=how, grammar=grammar)
+
+
+def _usable_tools(asked: ChatRequest, parsers: Parsers) -> Sequence[FunctionTool]:
+    """The tools that the model may call. With tool_choice none it does not learn of any."""
+    tools, choice = asked.tools or (), asked.tool_choice
+    names = [tool.function.name for tool in tools]
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        raise RequestError(f"tool_choice names {choice.function.name!r}, which is none of the tools", param="tool_choice")
+    if not tools and choice == "required":
+        raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
+    if len(set(names)) < len(names):
+        raise RequestError("two tools have the same name", param="tools")
+    if not tools or choice == "none":
+        return ()
+    if parsers.tools is None:
+        advice = "start the server with --tool-parser NAME, or send tool_choice none"
+        raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
+    if choice in (None, "auto") and any(tool.function.strict for tool in tools):
+        advice = "leave strict out, or send tool_choice required or the name of a function"
+        raise RequestError(f"strict arguments cannot be promised when the model is free to call or not; {advice}", param="tools")
+    return tools
+
+
+def _forced_call(
+    asked: ChatRequest, tools: Sequence[FunctionTool], grammar: FieldGrammar | None, parsers: Parsers
+) -> FieldGrammar | None:
+    """The grammar that makes the model call, where it must."""
+    if grammar is not None:
+        advice = "leave one out, or send tool_choice none"
+        raise RequestError(f"an answer that follows a grammar can call no tools; {advice}", param=grammar.field)
+    if asked.tool_choice in (None, "auto"):
+        return None
+    assert parsers.tools is not None
+    name = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
+    force = parsers.tools.force
+    forced = None if force is None else force(_for_parser(tools), name, parallel=asked.parallel_tool_calls is not False)
+    if forced is None:
+        message = f"the parser {parsers.tools.name} has no grammar that makes the model call a tool; send tool_choice auto"
+        raise RequestError(message, param="tool_choice")
+    return FieldGrammar("tool_choice", forced)
+
+
+def _how_to_read(
+    asked: ChatRequest, model: ServedModel, tools: Sequence[FunctionTool], text: str, *, must_follow: bool
+) -> tuple[str, AnswerFormat]:
+    """The prompt and the parsers of its answers. must_follow: a grammar, so the reasoning that the prompt opens is closed."""
+    spec = model.parsers.reasoning
+    is_inside = bool(spec and spec.is_inside and spec.is_inside(text))
+    if is_inside and must_follow:
+        assert spec is not None
+        text, is_inside = text + spec.close, False
+    how = AnswerFormat(
+        reasoning=spec,
+        tool_parser=model.parsers.tools if tools else None,
+        tools=_for_parser(tools),
+        is_inside=is_inside,
+        parallel=asked.parallel_tool_calls is not False,
+    )
+    return text, how
+
+
+def _for_parser(tools: Sequence[FunctionTool]) -> list[Tool]:
+    return [Tool(name=tool.function.name, parameters=tool.function.parameters or {}) for tool in tools]

@@ -1,0 +1,213 @@
+"""The body of /v1/responses, and the conversation that it is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from enginery.errors import RequestError
+from enginery.serve.chat_schemas import (
+    MAX_TOOLS,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    ChosenFunction,
+    Function,
+    FunctionName,
+    FunctionTool,
+    ToolCall,
+    ToolChoice,
+)
+from enginery.serve.schemas import (
+    MAX_MESSAGES,
+    Id,
+    Int,
+    NamedSchema,
+    NoEffect,
+    ResponseFormat,
+    StopString,
+)
+
+NAMES: Final = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+}  # of fields that errors name as /v1/chat/completions does
+_SAME: Final = (
+    *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
+    *("top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"),
+)
+
+
+class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A piece of an item. annotations, logprobs: as answers have them; without effect."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A message, a call, what a call gave, or reasoning. id, status and summary are without effect."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputText] | None = None
+    call_id: Id | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputText] | None = None
+    id: str | None = None
+    status: str | None = None
+    summary: list[InputText] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the answer must be. The other fields go with json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """About the answer's text."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Obfuscation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing is obfuscated."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /v1/responses. store is false whether it is sent or not."""
+
+    input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: Obfuscation | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], msgspec.Meta(max_length=0)] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int | None = None
+    stop: StopString | list[StopString] | None = None
+    cache_salt: Id | None = None
+    priority: int | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """Raises `RequestError`, also with the names of /v1/chat/completions."""
+        messages = [] if self.instructions is None else [ChatMessage(role="developer", content=self.instructions)]
+        messages += [ChatMessage(role="user", content=self.input)] if isinstance(self.input, str) else _messages(self.input)
+        choice = self.tool_choice
+        return ChatRequest(
+            messages=messages,
+            tools=[_tool(tool) for tool in self.tools or ()],
+            tool_choice=ToolChoice("function", ChosenFunction(choice.name)) if isinstance(choice, ResponsesToolChoice) else choice,
+            response_format=_response_format(self.text.format) if self.text and self.text.format else None,
+            max_completion_tokens=self.max_output_tokens,
+            **{name: getattr(self, name) for name in _SAME},
+        )
+
+
+def _tool(tool: ResponsesTool) -> FunctionTool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    return FunctionTool(type="function", function=function)
+
+
+def _response_format(asked: TextFormat) -> ResponseFormat:
+    if asked.type != "json_schema":
+        return ResponseFormat(type=asked.type)
+    if asked.schema is None:
+        raise RequestError("a format of the type json_schema needs schema", param="text")
+    return ResponseFormat(type=asked.type, json_schema=NamedSchema(name=asked.name or "answer", schema=asked.schema))
+
+
+def _messages(items: list[InputItem]) -> list[ChatMessage]:
+    """An assistant's reasoning, text and calls that follow each other are one message."""
+    found: list[ChatMessage] = []
+    for message in map(_message, items):
+        last = found[-1] if found else None
+        if last is not None and last.role == message.role == "assistant" and (last.content is None or message.content is None):
+            found[-1] = ChatMessage(
+                role="assistant",
+                content=message.content if last.content is None else last.content,
+                reasoning_content=_joined(last.reasoning_content, message.reasoning_content),
+                tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+            )
+        else:
+            found.append(message)
+    return found
+
+
+def _message(item: InputItem) -> ChatMessage:
+    _check(item)
+    if item.type == "function_call":
+        function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
+        return ChatMessage(role="assistant", tool_calls=[ToolCall(id=item.call_id or "", function=function)])
+    if item.type == "function_call_output":
+        return ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output))
+    if item.type == "reasoning":
+        return ChatMessage(role="assistant", reasoning_content=_text(item.content))
+    return ChatMessage(role=item.role or "user", content=_text(item.content))
+
+
+_NEEDS: Final = {
+    "message": {"role", "content"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+    "reasoning": set[str](),
+}
+_MAY_HAVE: Final = {"type", "id", "status", "summary"}
+
+
+def _check(item: InputItem) -> None:
+    given = {name for name in item.__struct_fields__ if getattr(item, name) is not None}
+    needed = _NEEDS[item.type]
+    if missing := needed - given:
+        raise RequestError(f"an item of the type {item.type} needs {' and '.join(sorted(missing))}", param="input")
+    if extra := given - needed - _MAY_HAVE - ({"content"} if item.type == "reasoning" else set()):
+        raise RequestError(f"an item of the type {item.type} has no {' and no '.join(sorted(extra))}", param="input")
+
+
+def _text(content: str | list[InputText] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def _joined(*texts: str | None) -> str | None:
+    return "".join(filter(None, texts)) or None

@@ -1,0 +1,87 @@
+"""The server's section of the settings."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from enginery.errors import ConfigError
+from enginery.serve.connection import Limits
+from enginery.serve.engine_client import ENGINE_COMMAND
+from enginery.serve.logs import LEVELS, LogFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Checked when built: raises `ConfigError`.
+
+    drain_s: how long running requests may go on after a signal. routes: plugins whose routes are added. watchdog_s: without a step
+    for so long while there is work, the engine counts as stuck. api_keys: one of them is needed, if there are any. admin_keys: for
+    the routes of administrators, which are there only if there are any. allow_origins: of web pages that may ask. otlp_endpoint:
+    where spans go.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: float = 5.0
+    watchdog_s: float = 60.0
+    use_generation_config: bool = True
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    routes: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    allow_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    log_format: LogFormat = "text"
+    log_level: str = "info"
+    otlp_endpoint: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    engine_command: Sequence[str] = ENGINE_COMMAND
+
+    def __post_init__(self) -> None:
+        for key in (*self.api_keys, *self.admin_keys):
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError("a key is empty, or has characters that no header carries; use letters, digits and punctuation")
+        if self.log_level not in LEVELS:
+            raise ConfigError(f"--log-level {self.log_level} is unknown; there are {', '.join(LEVELS)}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-keyfile is given without --ssl-certfile; give both, or one file with both as --ssl-certfile")
+        if self.ssl_certfile is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except OSError as error:
+                raise ConfigError(f"the certificate in {self.ssl_certfile} cannot be used: {error}") from error
+
+    def shown(self) -> Mapping[str, Any]:
+        """What may be told to clients."""
+        return {
+            "host": self.host,
+            "drain_s": self.drain_s,
+            "watchdog_s": self.watchdog_s,
+            "routes": list(self.routes),
+            "needs_key": bool(self.api_keys),
+            "has_admin_routes": bool(self.admin_keys),
+            "allow_origins": list(self.allow_origins),
+            "uses_tls": self.ssl_certfile is not None,
+            "receive_s": self.limits.receive_s,
+            "send_s": self.limits.send_s,
+        }
+
+
+def read_keys(file: Path | None) -> tuple[str, ...]:
+    """One to a line; empty lines and those that begin with # are left out. Raises `ConfigError`."""
+    if file is None:
+        return ()
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the keys in {file} cannot be read: {error}") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{file} has no key; write one to a line")
+    return keys

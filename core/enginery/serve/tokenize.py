@@ -1,0 +1,78 @@
+"""POST /tokenize and /detokenize, as vLLM has them: between texts, or conversations, and the model's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from enginery.contracts.request import check_token_ids
+from enginery.errors import RequestError
+from enginery.serve.chat_schemas import MAX_TOOLS, ChatMessage, FunctionTool
+from enginery.serve.schemas import MAX_MESSAGES, Int
+from enginery.serve.service import Service, read_request
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /tokenize: a prompt, or messages. add_special_tokens: true for a prompt and false for messages if left out."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of /detokenize."""
+
+    tokens: list[Int]
+    model: str | None = None
+
+
+async def tokenize(service: Service, http: Request) -> Response:
+    """The handler. Raises `EnginError`."""
+    model = service.model()
+    asked = await read_request(http, TokenizeRequest)
+    model.check_name(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    for field in ("tools", "add_generation_prompt"):
+        if asked.messages is None and getattr(asked, field) is not None:
+            raise RequestError(f"{field} goes with messages", param=field)
+    text, add_special_tokens, field = asked.prompt or "", asked.add_special_tokens is not False, "prompt"
+    if asked.messages is not None:
+        wants_answer = asked.add_generation_prompt is not False
+        text = await model.render(asked.messages, tools=asked.tools or (), add_generation_prompt=wants_answer)
+        add_special_tokens, field = asked.add_special_tokens is True, "messages"
+    tokens = (await model.encode(text, add_special_tokens=add_special_tokens, field=field)).token_ids
+    reply = {
+        "count": len(tokens),
+        "max_model_len": model.facts.max_model_len,
+        "tokens": tokens,
+        "token_strs": [model.text.tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None,
+    }
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+async def tokenizer_info(service: Service) -> Response:
+    """GET /tokenizer_info: the named special tokens and the chat template, for clients that render and count by themselves."""
+    text = service.model().text
+    return Response(
+        msgspec.json.encode({**text.tokenizer.named, "chat_template": text.template.source}), media_type="application/json"
+    )
+
+
+async def detokenize(service: Service, http: Request) -> Response:
+    """The handler. Special tokens are written out. Raises `EnginError`."""
+    model = service.model()
+    asked = await read_request(http, DetokenizeRequest)
+    model.check_name(asked.model)
+    check_token_ids("tokens", asked.tokens, vocab_size=model.facts.vocab_size)
+    text = await asyncio.to_thread(model.text.tokenizer.decode, asked.tokens, skip_special_tokens=False)
+    return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

@@ -1,0 +1,102 @@
+"""Prints docs/api.md, the page of every endpoint and field: `python docs/make_api_page.py > docs/api.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from enginery.serve.app import ENDPOINTS
+from enginery.serve.body_schema import body_schema
+from enginery.serve.schemas import NoEffect
+
+HEAD: Final = """\
+# HTTP API
+
+Made by `docs/make_api_page.py` from the schemas that bodies are checked against; a test fails when it is out of date.
+
+A field that is not listed here is refused by name with status 400, as is a value that cannot be served; `null` is the same as
+leaving the field out. Ranges: `n` up to 128, `stop` up to 16 strings, log-probabilities of up to 20 tokens, bodies up to 32 MiB, up
+to 1,024 completions of one request. Fields marked + are extensions that OpenAI or Anthropic do not have: vLLM's and SGLang's names
+where they have one. Fields marked 0 change no answer, and are accepted because clients send them.
+
+Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; below `/v1/messages` they have Anthropic's. Statuses:
+400 for what is wrong with a request, 404 for another model or path, 413 for a body that is too large, 429 with `Retry-After` when
+the queue is full, 503 while the model loads, while the server stops, and when the engine has died.
+
+Without a body: `GET /v1/models`, `GET /v1/models/{model}`, `GET /tokenizer_info`, `GET /openapi.json`.
+"""
+
+ABOUT: Final = {
+    "/v1/completions": "Prompts in, texts out. `prompt`: a text, texts, token ids, or lists of token ids.",
+    "/v1/chat/completions": (
+        "A conversation in, the assistant's next message out. Tools need a parser (`--tool-parser`), and reasoning comes as "
+        "`reasoning_content` (`--reasoning-parser`). `strict` of a tool needs a call that is forced: `tool_choice` required or a "
+        "name. With `parallel_tool_calls` false the answer ends with the first call."
+    ),
+    "/v1/responses": (
+        "OpenAI's later layout of the same. Nothing is stored: `store` is false whether it is sent or not, and a conversation goes "
+        "on by sending its items as `input`."
+    ),
+    "/v1/messages": (
+        "Anthropic's layout of the same. `cache_control` is accepted and without effect: prefixes are cached wherever they are "
+        "the same."
+    ),
+    "/v1/messages/count_tokens": "How many tokens such a prompt has.",
+    "/v1/embeddings": "The last hidden state of the last token of each input, of length 1 unless `normalize` is false.",
+    "/tokenize": "The tokens of a text, or of a conversation as the template writes it.",
+    "/detokenize": "The text of tokens, special ones written out.",
+}
+
+NO_EFFECT: Final = {*NoEffect.__struct_fields__, "truncation", "background"}
+ANTHROPIC_NO_EFFECT: Final = {"metadata", "service_tier"}
+SAMPLING: Final = {
+    *("ignore_eos", "min_tokens", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "include_stop_str_in_output"),
+    *("skip_special_tokens", "add_special_tokens", "prompt_logprobs", "cache_salt", "priority", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+}
+EXTENSIONS: Final = {
+    "/v1/completions": SAMPLING | {"response_format", "max_completion_tokens"},
+    "/v1/chat/completions": SAMPLING | {"best_of", "add_generation_prompt"},
+    "/v1/embeddings": {"normalize", "add_special_tokens", "cache_salt"},
+    "/v1/responses": {"top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"},
+}
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """A schema in a few words; null is always allowed, and not told."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(kind_of(part) for part in schema["anyOf"] if part.get("type") != "null"))
+    if "enum" in schema:
+        return ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in schema["enum"] if value is not None)
+    if schema.get("type") == "array":
+        return f"list of {kind_of(schema['items'])}" if schema.get("items") else "list"
+    if schema.get("type") == "object":
+        named = ", ".join(f"`{name}`" for name in schema.get("properties", ()))
+        return f"object ({named})" if named else "object"
+    return str(schema.get("type", "anything"))
+
+
+def rows(path: str, schema: dict[str, Any]) -> Iterator[str]:
+    """A line for each field, the required ones first."""
+    required = schema.get("required", ())
+    no_effect = ANTHROPIC_NO_EFFECT if path.startswith("/v1/messages") else NO_EFFECT
+    for name, field in sorted(schema["properties"].items(), key=lambda item: (item[0] not in required, item[0])):
+        mark = "+" if name in EXTENSIONS.get(path, ()) else "0" if name in no_effect else ""
+        yield f"| `{name}` | {'required' if name in required else mark} | {kind_of(field)} |"
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for path, (_, kind) in ENDPOINTS.items():
+        schema = body_schema(kind)["requestBody"]["content"]["application/json"]["schema"]
+        table = "\n".join(["| field | | what it is |", "|---|---|---|", *rows(path, schema)])
+        parts.append(f"## POST {path}\n\n{ABOUT[path]}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

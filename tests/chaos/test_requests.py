@@ -1,0 +1,211 @@
+"""Requests that no engine should take: rows 1 to 7, 9 to 11, 13 and 42 to 44 of the checklist."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import time
+
+import pytest
+from chaos.harness import MAX_MODEL_LEN, NUM_PAGES, started
+
+HUGE = 10**9
+
+
+def error_of(response):
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize("length", [MAX_MODEL_LEN, MAX_MODEL_LEN + 1, 10 * MAX_MODEL_LEN])
+def test_row_1_a_prompt_longer_than_the_context_is_refused_with_both_numbers(server, length):
+    began = time.monotonic()
+    message = error_of(server.complete([5] * length, max_tokens=1))["message"]
+    assert time.monotonic() - began < 5
+    assert f"{length:,}" in message
+    assert f"{MAX_MODEL_LEN:,}" in message
+
+
+def test_row_2_more_tokens_than_the_context_holds_are_refused(server):
+    error = error_of(server.complete("x", max_tokens=1_000_000))
+    assert error["param"] == "max_tokens"
+    assert "1,000,000" in error["message"]
+
+
+def test_row_3_what_can_never_fit_the_memory_is_refused_and_nobody_waits_for_it():
+    with started(options={"num_pages": 4}) as small:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            huge = pool.submit(small.complete, [5] * 100, max_tokens=1)
+            fine = pool.submit(small.complete, "hello", max_tokens=4)
+        message = error_of(huge.result())["message"]
+        assert "100 tokens" in message
+        assert "64 tokens" in message
+        assert fine.result().status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [[999_999], [-1], [1.5], [], [[]], [2**70]], ids=str)
+def test_row_4_tokens_outside_of_the_vocabulary_are_refused(server, prompt):
+    assert error_of(server.complete(prompt))["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "field", [{"logit_bias": {"999999": 1}}, {"logit_bias": {"-1": 1}}, {"stop_token_ids": [999_999]}], ids=str
+)
+def test_row_5_bad_ids_are_refused_and_a_neighbour_is_not_touched(server, field):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        neighbours = [pool.submit(server.control) for _ in range(3)]
+        bad = [pool.submit(server.complete, "x", **field) for _ in range(3)]
+    assert {error_of(answer.result())["param"] for answer in bad} == set(field)
+    assert {answer.result() for answer in neighbours} == {server.answer}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 5_000_000},
+        {"best_of": HUGE},
+        {"logprobs": HUGE},
+        {"stop": ["s"] * 100_000},
+        {"prompt": ["x"] * 100_000},
+        {"stop_token_ids": [3] * 100_000},
+        {"prompt": ["x"] * 1000, "n": 128},
+    ],
+    ids=lambda body: str(body)[:30],
+)
+def test_row_6_huge_counts_are_refused_before_anything_is_allocated(server, body):
+    before = server.memory()
+    assert error_of(server.http.post("/v1/completions", json={"prompt": "x", **body}))
+    assert server.memory() - before < 64 << 20
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["temperature:NaN", "temperature:-1", "temperature:1e30", "top_p:0", "top_p:Infinity", "top_k:-5", "min_p:2"],
+)
+def test_row_7_odd_sampling_values_are_refused(server, field):
+    name, value = field.split(":")
+    error_of(server.http.post("/v1/completions", content=f'{{"prompt": "x", "{name}": {value}}}'))
+
+
+def test_row_7_the_smallest_temperature_is_greedy(server):
+    texts = {server.complete("abc", temperature=value, max_tokens=8).json()["choices"][0]["text"] for value in (0, 1e-30)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[" * 10_000 + b"]" * 10_000,
+        b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        json.dumps({"prompt": None}).encode(),
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_row_9_what_is_no_request_is_refused(server, body):
+    assert error_of(server.http.post("/v1/completions", content=body))
+
+
+def test_row_9_of_equal_keys_the_last_counts_and_null_is_absent(server):
+    body = b'{"prompt": "x", "max_tokens": -1, "max_tokens": 2, "temperature": null, "stop": null, "user": null}'
+    assert server.http.post("/v1/completions", content=body).json()["usage"]["completion_tokens"] <= 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": 5},
+        {"role": "king", "content": "x"},
+        {"content": "x"},
+        {"role": "user"},
+        "x",
+        {"role": "user", "content": [5]},
+    ],
+    ids=str,
+)
+def test_row_10_messages_of_wrong_types_are_refused(server, message):
+    error_of(server.http.post("/v1/chat/completions", json={"messages": [message]}))
+
+
+def test_row_10_too_many_messages_are_refused(server):
+    error_of(server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}] * 100_000}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "((a+)+)+$"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9, "minItems": 10**9},
+        {"type": "string", "pattern": "("},
+        {"type": "nonsense"},
+        {"properties": {f"p{number}": {"type": "string"} for number in range(50_000)}},
+    ],
+    ids=lambda schema: str(schema)[:30],
+)
+def test_row_11_an_evil_schema_is_refused_or_bounded_and_holds_nobody_up(server, schema):
+    asked = {"type": "json_schema", "json_schema": {"name": "evil", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "response_format": asked}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        evil = pool.submit(server.http.post, "/v1/chat/completions", json=body)
+        assert server.control() == server.answer
+        assert evil.result().status_code in (200, 400), evil.result().text
+
+
+@pytest.mark.parametrize("name", ["chat_template", "chat_template_kwargs"])
+def test_row_13_templates_come_from_the_model_only(server, name):
+    body = {"messages": [{"role": "user", "content": "x"}], name: {"a": 1} if "kwargs" in name else "{{ 1 }}"}
+    assert error_of(server.http.post("/v1/chat/completions", json=body))["param"] == name
+
+
+def test_row_42_nothing_that_is_sent_begins_a_line_of_the_log_or_is_secret_in_it(server):
+    prompt, model = "the prompt is nobody's business", "x\n2026 CRITICAL forged\r\n"
+    server.complete(prompt, model=model)
+    server.complete(prompt, max_tokens=1)
+    server.http.post("/v1/completions%0aforged?api_key=hunter2", json={})
+    server.http.get("/health/live?key=hunter2", headers={"Authorization": "Bearer hunter2"})
+    said = server.said()
+    assert prompt not in said
+    assert "hunter2" not in said
+    assert "\\nforged" in said
+    assert not any(line.startswith(("forged", "2026 CRITICAL")) for line in said.splitlines())
+
+
+def test_row_43_metrics_do_not_grow_with_what_clients_send(server):
+    for word in ("a", "b"):
+        server.complete("x", model=word)
+        server.http.get(f"/{word}")
+    before = len(server.http.get("/metrics").text.splitlines())
+    for number in range(300):
+        server.complete("x", model=f"model-{number}", user=f"user-{number}")
+        server.http.get(f"/path-{number}")
+    assert len(server.http.get("/metrics").text.splitlines()) == before
+
+
+def test_row_44_a_stream_says_the_same_as_a_whole_answer(server):
+    """The embedded model's noise is full of broken and whole characters of several bytes."""
+    for seed in range(8):
+        body = {"max_tokens": 60, "seed": seed, "temperature": 1.5, "ignore_eos": True, "stop": ["\ufffd\ufffd\ufffd\ufffd", "ab"]}
+        whole = server.complete("naïve 日本語 👩‍👩‍👧‍👦😀", **body).json()["choices"][0]["text"]
+        lines = server.complete("naïve 日本語 👩‍👩‍👧‍👦😀", **body, stream=True).text.split("\n\n")
+        parts = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+        assert "".join(part["choices"][0]["text"] for part in parts) == whole
+
+
+def test_row_25_many_more_requests_than_fit_all_finish_as_they_would_alone(server):
+    def ask(number):
+        body = {"max_tokens": 300, "temperature": 0, "ignore_eos": True, "cache_salt": str(number)}
+        return server.complete([5 + number] * 60, **body).json()["choices"][0]["text"]
+
+    alone = [ask(number) for number in (0, 11, 23)]
+    before = server.metric("vllm:num_preemptions_total")
+    assert 16 * math.ceil(360 / 16) > NUM_PAGES
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(ask, range(24)))
+    assert [together[number] for number in (0, 11, 23)] == alone
+    assert server.metric("vllm:num_preemptions_total") > before

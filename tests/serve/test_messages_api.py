@@ -1,0 +1,152 @@
+"""/v1/messages, read by Anthropic's official client; the fake engine repeats its prompt."""
+
+from __future__ import annotations
+
+import anthropic
+import pytest
+from anthropic.types import Message
+from fake_parsers import PARSERS
+
+ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+CALL = '[call add {"a": "1 日"}]'
+ASKED = "(think)why 日(done)before " + CALL + " after"
+
+
+def user(text: str) -> dict:
+    return {"max_tokens": 200, "messages": [{"role": "user", "content": text}]}
+
+
+def test_a_message_is_answered(with_server):
+    async def scenario(live):
+        body = user("hi 😀") | {"system": [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]}
+        reply = (await live.post("/v1/messages", **body)).json()
+        message = Message.model_validate(reply)
+        assert [block.text for block in message.content] == ["<system>be kind<user>hi 😀<assistant>"]
+        assert (message.role, message.stop_reason, message.stop_sequence, message.model) == ("assistant", "end_turn", None, "fake")
+        usage = message.usage
+        counted = (await live.post("/v1/messages/count_tokens", messages=body["messages"], system=body["system"])).json()
+        assert usage.input_tokens + usage.cache_read_input_tokens == counted["input_tokens"]
+
+    with_server(scenario)
+
+
+def test_thinking_text_and_calls_are_blocks(with_server):
+    async def scenario(live):
+        message = Message.model_validate((await live.post("/v1/messages", **user(ASKED), tools=[ADD])).json())
+        assert [block.type for block in message.content] == ["text", "thinking", "text", "tool_use", "text"]
+        assert message.content[1].thinking == "why 日"
+        assert (message.content[3].name, message.content[3].input) == ("add", {"a": "1 日"})
+        assert message.stop_reason == "tool_use"
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_how_an_answer_ended_is_told(with_server):
+    async def scenario(live):
+        for stream in (False, True):
+            for more, expected in (
+                ({"stop_sequences": ["wo th"]}, ("stop_sequence", "wo th", "<user>one t")),
+                ({"max_tokens": 3}, ("max_tokens", None, None)),
+            ):
+                body = user("one two three") | more
+                if stream:
+                    events = await live.named_events("/v1/messages", **body)
+                    end = next(event["delta"] for event in events if event["type"] == "message_delta")
+                    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+                else:
+                    end = (await live.post("/v1/messages", **body)).json()
+                    text = end["content"][0]["text"]
+                assert (end["stop_reason"], end["stop_sequence"], expected[2] and text) == expected
+
+    with_server(scenario)
+
+
+def test_what_fails_later_is_an_error_event(with_server):
+    async def scenario(live):
+        from enginery.serve import anthropic_schemas
+
+        asked = anthropic_schemas.MessagesRequest.as_chat
+        try:
+            anthropic_schemas.MessagesRequest.as_chat = lambda self: asked(self, seed=667)
+            *_, last = await live.named_events("/v1/messages", **user("a b c"))
+        finally:
+            anthropic_schemas.MessagesRequest.as_chat = asked
+        assert last == {"type": "error", "error": {"type": "api_error", "message": "the logits were NaN"}}
+
+    with_server(scenario)
+
+
+def test_turns_with_calls_results_and_thinking_become_messages():
+    from enginery.serve.anthropic_schemas import MessagesRequest
+    from enginery.serve.schemas import decode_request
+
+    body = b"""{"max_tokens": 5, "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "t"},
+            {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "2"}]},
+            {"type": "tool_result", "tool_use_id": "d", "content": "no", "is_error": true}, {"type": "text", "text": "and?"}]}
+    ], "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": true}}"""
+    chat = decode_request(body, MessagesRequest).as_chat()
+    _, assistant, *results, last = chat.messages
+    assert (assistant.content, assistant.reasoning_content) == ("t", "hm")
+    assert assistant.tool_calls[0].for_template()["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert [(message.role, message.tool_call_id, message.content) for message in results] == [
+        ("tool", "c", "2"),
+        ("tool", "d", "Error: no"),
+    ]
+    assert (last.role, last.content) == ("user", "and?")
+    assert (chat.tool_choice.function.name, chat.parallel_tool_calls) == ("add", False)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"mcp_servers": []}, "mcp_servers"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"tools": [ADD]}, "tools"),
+        ({"top_k": -5}, "top_k"),
+        ({"n": 2}, "n"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_field_is_refused_in_anthropic_s_shape(shared_server, body, words):
+    response = shared_server("/v1/messages", user("x") | body)
+    error = response.json()
+    assert (response.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error"), error
+    assert error["error"]["message"].startswith(f"{words}: ")
+
+
+def test_other_errors_have_that_shape_too(shared_server):
+    assert shared_server("/v1/messages", user("x") | {"model": "gpt-9"}).json()["error"]["type"] == "not_found_error"
+    assert shared_server("/v1/messages/nothing", {}).json()["error"]["type"] == "not_found_error"
+    assert shared_server("/v1/messages", b"{").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_official_client_reads_whole_and_streamed_messages(url):
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        asked = {"model": "fake", "max_tokens": 300, "messages": [{"role": "user", "content": ASKED}], "tools": [ADD]}
+        whole = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert text == "".join(block.text for block in whole.content if block.type == "text") == "<user>before  after<assistant>"
+        kept = [block.model_dump(exclude={"id"}) for block in whole.content]
+        assert [block.model_dump(exclude={"id"}) for block in final.content] == kept
+        assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+        results = [{"type": "tool_result", "tool_use_id": "x", "content": "2"}]
+        history = [*asked["messages"], {"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
+        assert client.messages.create(model="fake", max_tokens=20, messages=history).stop_reason == "max_tokens"
+        assert client.messages.count_tokens(model="fake", messages=asked["messages"]).input_tokens > 10
+        with pytest.raises(anthropic.BadRequestError, match="top_p"):
+            client.messages.create(model="fake", max_tokens=5, messages=asked["messages"], extra_body={"top_p": 3})

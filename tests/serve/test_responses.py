@@ -1,0 +1,176 @@
+"""/v1/responses, read by the official client; the fake engine repeats its prompt."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from fake_parsers import PARSERS
+from openai.types.responses import Response
+
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+CALL = '[call add {"a": "1 日"}]'
+ASKED = "(think)why 日(done)before " + CALL + " after"
+
+
+def checked(reply: dict) -> Response:
+    """Strictly what the official client's types say."""
+    return Response.model_validate(reply, strict=False)
+
+
+def test_a_text_is_answered(with_server):
+    async def scenario(live):
+        reply = (await live.post("/v1/responses", input="hi 😀", instructions="be kind", metadata={"a": "b"})).json()
+        response = checked(reply)
+        assert (response.status, response.output_text) == ("completed", "<developer>be kind<user>hi 😀<assistant>")
+        assert (response.instructions, response.metadata, reply["store"]) == ("be kind", {"a": "b"}, False)
+        usage = reply["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] // 2
+        assert response.temperature == 0.6
+
+    with_server(scenario)
+
+
+def test_reasoning_text_and_calls_are_items(with_server):
+    async def scenario(live):
+        response = checked((await live.post("/v1/responses", input=ASKED, tools=[ADD])).json())
+        kinds = [item.type for item in response.output]
+        assert kinds == ["message", "reasoning", "message", "function_call", "message"]
+        assert response.output[1].content[0].text == "why 日"
+        call = response.output[3]
+        assert (call.name, json.loads(call.arguments), call.call_id[:5]) == ("add", {"a": "1 日"}, "call_")
+        assert response.output_text == "<user>before  after<assistant>"
+        assert len({item.id for item in response.output}) == 5
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_a_stream_builds_the_same_response(with_server):
+    async def scenario(live):
+        whole = (await live.post("/v1/responses", input=ASKED, tools=[ADD])).json()
+        events = await live.named_events("/v1/responses", input=ASKED, tools=[ADD])
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+        last = events[-1]
+        assert last["type"] == "response.completed"
+        checked(last["response"])
+
+        def without_ids(value):
+            ids = ("id", "item_id", "call_id", "created_at")
+            if isinstance(value, dict):
+                return {name: without_ids(inner) for name, inner in value.items() if name not in ids}
+            return [without_ids(inner) for inner in value] if isinstance(value, list) else value
+
+        assert without_ids(last["response"]) == without_ids(whole)
+        for place, item in enumerate(last["response"]["output"]):
+            own = [event for event in events if event.get("output_index") == place]
+            assert own[0]["type"] == "response.output_item.added"
+            assert own[-1] == {**own[-1], "type": "response.output_item.done", "item": item}
+            text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert "".join(event["delta"] for event in own if event["type"].endswith(".delta")) == text
+            assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_a_cut_answer_is_incomplete(with_server):
+    async def scenario(live):
+        body = {"input": "one two three four five six", "max_output_tokens": 4}
+        response = checked((await live.post("/v1/responses", **body)).json())
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert response.output[0].status == "incomplete"
+        assert (await live.named_events("/v1/responses", **body))[-1]["type"] == "response.incomplete"
+
+    with_server(scenario)
+
+
+def test_what_fails_later_is_an_event(with_server):
+    async def scenario(live):
+        last = (await live.named_events("/v1/responses", input="a b c", seed=667))[-1]
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert "NaN" in last["response"]["error"]["message"]
+
+    with_server(scenario)
+
+
+def test_items_of_an_earlier_answer_are_one_message_each(with_server):
+    async def scenario(live):
+        first = (await live.post("/v1/responses", input=ASKED, tools=[ADD])).json()
+        items = [
+            {"role": "user", "content": "q"},
+            *first["output"][1:4],
+            {"type": "function_call_output", "call_id": "c", "output": "2"},
+        ]
+        from enginery.serve.responses_schemas import ResponsesRequest
+        from enginery.serve.schemas import decode_request
+
+        messages = decode_request(json.dumps({"input": items}).encode(), ResponsesRequest).as_chat().messages
+        assert [message.role for message in messages] == ["user", "assistant", "tool"]
+        _, assistant, result = messages
+        assert (assistant.content, assistant.reasoning_content) == ("before ", "why 日")
+        assert assistant.tool_calls[0].function.name == "add"
+        assert (result.tool_call_id, result.content) == ("c", "2")
+        assert (await live.post("/v1/responses", input=items)).status_code == 200
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_a_format_becomes_a_grammar(with_server):
+    async def scenario(live):
+        schema = {"type": "object"}
+        for format_ in ({"type": "json_object"}, {"type": "json_schema", "name": "n", "schema": schema, "strict": True}):
+            assert (await live.post("/v1/responses", input="x", text={"format": format_})).status_code == 200
+        assert live.said("grammar") == ["json_object:", 'json_schema:{"type":"object"}']
+
+    with_server(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"role": "user", "content": "x", "output": "y"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": "x" * 100_000}, "input"),
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"BAD": 1}}}}, "text"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [ADD]}, "tools"),
+        ({"temprature": 1}, "temprature"),
+        ({"messages": []}, "messages"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_field_is_refused_by_name(shared_server, body, param):
+    response = shared_server("/v1/responses", {"input": "x"} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_the_official_client_reads_whole_and_streamed_responses(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": "fake", "input": [{"role": "user", "content": ASKED}], "tools": [ADD], "store": False}
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        assert "".join(texts) == whole.output_text == final.output_text == "<user>before  after<assistant>"
+        assert [item.type for item in final.output] == [item.type for item in whole.output]
+        again = client.responses.create(model="fake", input=[*asked["input"], *[item.model_dump() for item in whole.output]])
+        assert again.status == "completed"
+        with pytest.raises(openai.BadRequestError, match="not stored"):
+            client.responses.create(model="fake", input="x", previous_response_id="resp_1")

@@ -1,0 +1,48 @@
+"""schemathesis over the published OpenAPI document: whatever the schemas allow, and what they do not, is no fault of the server's.
+
+It draws bodies of its own for each operation; SEED makes them the same each time.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+ST = Path(sys.executable).with_name("st")
+SEED = "1"
+
+
+@pytest.mark.skipif(not ST.exists(), reason="schemathesis is not installed")
+def test_nothing_that_the_schemas_allow_is_a_server_error(url, tmp_path):
+    checks = ["--checks", "not_a_server_error", "--phases", "fuzzing", "--max-examples", "5", "--seed", SEED]
+    done = subprocess.run(
+        [ST, "run", f"{url}/openapi.json", *checks, "--no-color"],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "hello"}).json()["choices"][0]["text"] == "hello"
+
+
+def test_unknown_paths_and_methods_are_json(url):
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    posted = [path for path, methods in paths.items() if "post" in methods and "{" not in path]
+    assert {"/v1/responses", "/v1/messages", "/tokenize"} <= set(posted)
+    for path in posted:
+        response = httpx.request("DELETE", url + path)
+        assert response.status_code == 405
+        assert response.json()["error"]["message"] == "Method Not Allowed"
+        assert response.headers["allow"] == "POST"
+    assert httpx.get(f"{url}/nothing").json()["error"] == {
+        "message": "Not Found",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }

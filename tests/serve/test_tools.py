@@ -1,0 +1,242 @@
+"""Tools and reasoning of /v1/chat/completions, with parsers of formats that no model has; the fake engine repeats its prompt."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_parsers import PARSERS
+
+from enginery.serve.parsing import Parsers
+
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+CALL = '[call add {"a": "1 日"}]'
+CALLED = {"name": "add", "arguments": '{"a": "1 日"}'}
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def joined(events: list[dict], index: int) -> dict:
+    """The message that a client puts together, as OpenAI's does."""
+    message: dict = {"content": "", "reasoning_content": "", "calls": {}}
+    for event in events:
+        for choice in event["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                message[name] += delta.get(name) or ""
+            for part in delta.get("tool_calls", ()):
+                if "id" in part:
+                    assert part["index"] not in message["calls"]
+                    message["calls"][part["index"]] = {
+                        "id": part["id"],
+                        "type": part["type"],
+                        "name": part["function"]["name"],
+                        "arguments": "",
+                    }
+                message["calls"][part["index"]]["arguments"] += part["function"]["arguments"]
+            message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+def test_calls_come_apart_from_the_text(with_server):
+    async def scenario(live):
+        asked = {"messages": user(f"before {CALL} after [call stop {{}}]"), "tools": TOOLS, "n": 2}
+        reply = (await live.post("/v1/chat/completions", **asked)).json()
+        for choice in reply["choices"]:
+            message = choice["message"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert message["content"] == "<user>before  after <assistant>"
+            first, second = message["tool_calls"]
+            assert (first["type"], first["function"]) == ("function", CALLED)
+            assert second["function"] == {"name": "stop", "arguments": "{}"}
+            assert first["id"].startswith("call_")
+        ids = [call["id"] for choice in reply["choices"] for call in choice["message"]["tool_calls"]]
+        assert len(set(ids)) == 4
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_a_stream_has_the_same_calls(with_server):
+    async def scenario(live):
+        asked = {"messages": user(f"(think)why(done)before {CALL} after [call stop {{}}]"), "tools": TOOLS, "n": 2}
+        whole = (await live.post("/v1/chat/completions", **asked)).json()
+        events = await live.events("/v1/chat/completions", **asked)
+        for index in range(2):
+            message = whole["choices"][index]["message"]
+            streamed = joined(events, index)
+            assert streamed["content"] == message["content"] == "<user>before  after <assistant>"
+            assert streamed["reasoning_content"] == message["reasoning_content"] == "why"
+            assert streamed["finish_reason"] == "tool_calls"
+            assert [(call["name"], call["arguments"]) for call in streamed["calls"].values()] == [
+                (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+            ]
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_without_tools_the_same_text_is_content(with_server):
+    async def scenario(live):
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+            choice = (await live.chat(CALL, **more)).json()["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (f"<user>{CALL}<assistant>", "stop")
+            assert "tool_calls" not in choice["message"]
+
+    with_server(scenario, parsers=PARSERS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_only_ends_the_answer_and_the_request(with_server, stream):
+    async def scenario(live):
+        asked = {"messages": user(f"{CALL} {CALL} " + "x " * 60), "tools": TOOLS, "parallel_tool_calls": False, "seed": 668}
+        if stream:
+            message = joined(await live.events("/v1/chat/completions", **asked), 0)
+            calls, reason, content = message["calls"], message["finish_reason"], message["content"]
+        else:
+            choice = (await live.post("/v1/chat/completions", **asked)).json()["choices"][0]
+            calls, reason, content = choice["message"]["tool_calls"], choice["finish_reason"], choice["message"]["content"]
+        assert (len(calls), reason, content) == (1, "tool_calls", "<user>")
+        await live.until(lambda: len(live.said("abort")) == 1)
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_a_cut_answer_says_length(with_server):
+    async def scenario(live):
+        choice = (await live.chat(CALL, tools=TOOLS, max_tokens=12)).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert choice["message"]["content"].startswith("<user>[call")
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_a_call_is_forced_by_the_parser_s_grammar(with_server):
+    async def scenario(live):
+        named = {"type": "function", "function": {"name": "stop"}}
+        await live.chat("x", tools=TOOLS, tool_choice="required")
+        await live.chat("x", tools=TOOLS, tool_choice=named, parallel_tool_calls=False)
+        assert live.said("grammar") == ['choice:[["add","stop"],true]', 'choice:["stop",false]']
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_reasoning_that_the_prompt_opens_is_reasoning(with_server):
+    async def scenario(live):
+        message = (await live.chat("a (done) b (think)")).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "<user>a <assistant>"
+        assert message["content"] == " b "
+
+    with_server(scenario, parsers=Parsers(reasoning=PARSERS.reasoning))
+
+
+def test_tokens_of_reasoning_are_counted(with_server):
+    async def scenario(live):
+        usage = (await live.chat("(think)one two three(done)x")).json()["usage"]
+        counted = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert 0 < counted < usage["completion_tokens"]
+        assert (await live.chat("x")).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+    with_server(scenario, parsers=PARSERS)
+
+
+def test_logprobs_cover_the_tokens_of_calls_too(with_server):
+    async def scenario(live):
+        asked = {"messages": user(CALL), "tools": TOOLS, "logprobs": True}
+        whole = (await live.post("/v1/chat/completions", **asked)).json()
+        events = await live.events("/v1/chat/completions", **asked)
+        content = [
+            token
+            for event in events
+            for choice in event["choices"]
+            if choice["logprobs"]
+            for token in choice["logprobs"]["content"]
+        ]
+        assert content == whole["choices"][0]["logprobs"]["content"]
+        assert len(content) == whole["usage"]["completion_tokens"]
+
+    with_server(scenario, parsers=PARSERS)
+
+
+HISTORY = [
+    {"role": "user", "content": "1+1?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "index": 0, "function": {"name": "add", "arguments": '{"a": "日"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}]},
+]
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}:{{ t.function.description }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content }}{{ m.tool_call_id }}"
+    "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments | tojson }}{{ 'J' + c.function.arguments }}"
+    "{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+)
+
+
+def test_the_template_sees_tools_calls_and_results(folder, with_server):
+    async def scenario(live):
+        from enginery.text.template import ChatTemplate
+
+        model = live.service.model()
+        model.text.template.close()
+        object.__setattr__(model.text, "template", ChatTemplate(TEMPLATE, variables={}))
+        reply = (await live.post("/v1/chat/completions", messages=HISTORY, tools=TOOLS)).json()
+        text = reply["choices"][0]["message"]["content"]
+        call = 'c1add{"a": "日"}J{"a": "日"}日'
+        assert text == f"[add:Adds.][stop:]<user>1+1?<assistant>hm{call}<tool>2c1"
+        model.text.template.close()
+
+    with_server(scenario, parsers=PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({"tools": TOOLS * 200}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
+        ({"functions": []}, "functions"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": HISTORY[1]["tool_calls"]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages"),
+        ({"messages": [{"role": "tool", "tool_call_id": "y"}]}, "messages"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "a", "arguments": "{"}}]}]},
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "a", "arguments": "[]"}}]}]},
+            "messages",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
+    ],
+    ids=lambda value: json.dumps(value)[:70],
+)
+def test_wrong_tools_are_refused_by_name(server_with_parsers, body, param):
+    response = server_with_parsers("/v1/chat/completions", {"messages": user("x")} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_tools_need_a_parser_unless_none_may_be_called(shared_server):
+    body = {"messages": user("x"), "tools": TOOLS}
+    response = shared_server("/v1/chat/completions", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "--tool-parser" in response.json()["error"]["message"]
+    assert shared_server("/v1/chat/completions", {**body, "tool_choice": "none"}).status_code == 200

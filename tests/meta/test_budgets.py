@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "enginery"
 PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 
-CORE_LINES = 12_500  # the engine, with mixtures of experts, grammars and parsers; what stands beside it is counted apart
-APART = {"testing": 1_700, "bench": 1_100, "serve": 5_000}  # the conformance kit, the benchmarks, the HTTP server
+CORE_LINES = 11_500  # the engine, with mixtures of experts, grammars and parsers; what stands beside it is counted apart
+APART = {"testing": 1_700, "bench": 1_300, "serve": 5_000, "cli": 2_000}  # conformance kit, benchmarks, HTTP server, commands
 FORWARD_BATCH_FIELDS = 20
 
 # "file in the core:function": why a three-argument getattr cannot be avoided there.
@@ -62,10 +62,15 @@ def size_offences(source: str, budget: Budget) -> list[str]:
             if budget.parameters is not None and (count := len(parameters(node))) > budget.parameters:
                 offences.append(f"{name}: {count} parameters, at most {budget.parameters}")
         if isinstance(node, ast.ClassDef) and budget.methods is not None:
-            count = sum(isinstance(item, Def) for item in node.body)
+            count = sum(isinstance(item, Def) and not _declares_hook(item) for item in node.body)
             if count > budget.methods:
                 offences.append(f"{name}: {count} methods, at most {budget.methods}")
     return offences
+
+
+def _declares_hook(function: Def) -> bool:
+    """Hooks are a list that users read, not what a class does."""
+    return any("hookspec" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def construct_offences(source: str, *, file: str = "", allowed: dict[str, str] = GETATTR_ALLOWED) -> list[str]:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 
 from enginery.bench.device_limits import device_name, measure_limits
-from enginery.bench.offline import checkpoint_folder, floor_and_fraction, free_memory, with_room
-from enginery.bench.report import Report, Row, facts_details, make_report
-from enginery.bench.workloads import Workload
+from enginery.bench.offline import floor_and_fraction, free_memory, with_room
+from enginery.bench.report import Report, Row, facts_details, make_report, percentiles
+from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
 from enginery.contracts.request import GenerationRequest
@@ -49,18 +49,7 @@ def measure_latencies(engine: EngineLike, workload: Workload, *, repeats: int) -
         "first_token": [times[1] - times[0] for times in requests],
         "per_token": [after - before for times in requests for before, after in itertools.pairwise(times[1:])],
     }
-    measured = {
-        f"{name}_p{percent}_s": percentile(values, percent)
-        for name, values in by_name.items()
-        if values
-        for percent in (50, 90, 99)
-    }
-    return {**measured, "total_s": statistics.median(max(times[-1] for times in each) - each[0][0] for each in passes)}
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that so many percent of all do not exceed."""
-    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
+    return percentiles(by_name) | {"total_s": statistics.median(max(times[-1] for times in each) - each[0][0] for each in passes)}
 
 
 def one_pass(engine: EngineLike, workload: Workload, *, seed: int) -> list[list[float]]:

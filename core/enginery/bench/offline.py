@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +15,7 @@ import torch
 from enginery.bench.device_limits import device_name, measure_limits
 from enginery.bench.floor import DeviceLimits, dense_shape, floor_s
 from enginery.bench.report import Report, Row, facts_details, make_report
-from enginery.bench.workloads import Workload, is_shape, write_shape
+from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.memory.pool import TORCH_DTYPES
@@ -32,16 +30,6 @@ class BenchRun(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-
-
-@contextmanager
-def checkpoint_folder(options: EngineOptions) -> Iterator[EngineOptions]:
-    """The options with a folder for the model. The name of a shape becomes one without weights, for random ones."""
-    with tempfile.TemporaryDirectory() as folder:
-        if options.model is not None and is_shape(options.model):
-            path, name = str(write_shape(options.model, Path(folder))), options.served_model_name or options.model
-            options = dataclasses.replace(options, model=path, served_model_name=name, load_format="dummy")
-        yield options
 
 
 def with_room(options: EngineOptions, workload: Workload) -> EngineOptions:

@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -57,6 +57,16 @@ def facts_details(facts: EngineFacts) -> dict[str, Any]:
         "memory_plan": facts.memory_plan,
         "decisions": [list(each) for each in facts.decisions],
     }
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that so many percent of all do not exceed."""
+    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
+
+
+def percentiles(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each name that has any: NAME_p50_s, NAME_p90_s and NAME_p99_s."""
+    return {f"{name}_p{each}_s": percentile(values, each) for name, values in seconds.items() if values for each in (50, 90, 99)}
 
 
 def read_report(path: Path, *, bench: str) -> Report:

@@ -25,7 +25,7 @@ from enginery.errors import EnginError
 def bench_startup(options: EngineOptions, *, repeats: int, input_len: int) -> Report:
     """Medians of `repeats` starts, one after the other. The first may find caches cold; all are in the details."""
     from enginery.bench.device_limits import device_name
-    from enginery.bench.offline import checkpoint_folder
+    from enginery.bench.workloads import checkpoint_folder
     from enginery.run.device import torch_device
 
     with checkpoint_folder(options) as named:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import random
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from enginery.config.schema import EngineOptions
 from enginery.contracts.request import SamplingParams
 from enginery.errors import ConfigError
 
@@ -85,20 +90,39 @@ def equal_requests(count: int, *, input_len: int, output_len: int) -> Workload:
     return Workload(name="", shape="", summary="equal requests", lengths=((input_len, output_len),) * count)
 
 
-def is_shape(name: str) -> bool:
-    """Whether `write_shape` knows it."""
-    return name in _shapes()
+@contextmanager
+def checkpoint_folder(options: EngineOptions) -> Iterator[EngineOptions]:
+    """The options with a folder for the model. The name of a shape becomes one without weights, for random ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        if options.model is not None and options.model in shapes():
+            path, name = str(write_shape(options.model, Path(folder))), options.served_model_name or options.model
+            options = dataclasses.replace(options, model=path, served_model_name=name, load_format="dummy")
+        yield options
 
 
-def _shapes() -> dict[str, dict[str, Any]]:
-    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES_FILE.read_text())
-    return shapes
+def shapes() -> dict[str, dict[str, Any]]:
+    """The config.json of each, by its name."""
+    known: dict[str, dict[str, Any]] = json.loads(SHAPES_FILE.read_text())
+    return known
 
 
 def write_shape(name: str, folder: Path) -> Path:
     """A checkpoint folder with a config.json and no weights, for `--load-format dummy`."""
-    shapes = _shapes()
-    if name not in shapes:
-        raise ConfigError(f"there is no shape {name!r}; known are {', '.join(sorted(shapes))}")
-    (folder / "config.json").write_text(json.dumps(shapes[name]))
+    known = shapes()
+    if name not in known:
+        raise ConfigError(f"there is no shape {name!r}; known are {', '.join(sorted(known))}")
+    (folder / "config.json").write_text(json.dumps(known[name]))
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer.json for the config.json there: 256 bytes, then made-up words of up to 4 letters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    config = json.loads((folder / "config.json").read_text())
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ("".join(word) for size in (2, 3, 4) for word in itertools.product("aeioulnrstbcdfghkmpvwz", repeat=size))
+    tokens = itertools.islice(itertools.chain(letters, words), config["vocab_size"])
+    made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from enginery.bench.report import Report
+from enginery.cli import completion
 from enginery.cli.bench_flags import with_report_flags
+from enginery.cli.bench_serve import bench_running, bench_started, with_load_flags
 from enginery.cli.engine_flags import with_engine_flags
 from enginery.cli.plugin_flags import BlockFlags
 from enginery.config.schema import EngineOptions
@@ -29,7 +31,10 @@ _Repeats = Annotated[int, typer.Option(min=1, help="Passes that count, after one
 def offline(
     options: EngineOptions,
     *,
-    workload: Annotated[list[str], typer.Argument(help="Names of workloads: W1..W7 for a GPU, C1, C16, CP for a CPU.")],
+    workload: Annotated[
+        list[str],
+        typer.Argument(help="Names of workloads: W1..W7 for a GPU, C1, C16, CP for a CPU.", autocompletion=completion.workloads),
+    ],
     repeats: _Repeats = 3,
 ) -> Report:
     """Run workloads with random weights and without a tokenizer, and print how near they come to what the device can do."""
@@ -49,7 +54,14 @@ def offline(
 def latency(
     options: EngineOptions,
     *,
-    named: Annotated[str, typer.Argument(metavar="MODEL", help="A shape or workload of engine bench offline, or any model.")],
+    named: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A shape or workload of engine bench offline, or any model.",
+            autocompletion=completion.bench_models,
+        ),
+    ],
     input_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; the workload's, or 128.")] = None,
     output_len: Annotated[int | None, typer.Option(min=1, help="Tokens to generate; the workload's, or 128.")] = None,
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. Repeatable.")] = None,
@@ -74,7 +86,12 @@ def latency(
 def startup(
     options: EngineOptions,
     *,
-    named: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A shape of engine bench offline, or any model.")] = None,
+    named: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A shape of engine bench offline, or any model.", autocompletion=completion.bench_models
+        ),
+    ] = None,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Processes to start, one after the other.")] = 3,
 ) -> Report:
@@ -85,11 +102,39 @@ def startup(
 
 
 @bench_app.command()
+@with_engine_flags
+@with_load_flags
+@with_report_flags
+def serve(
+    load: dict[str, Any],
+    options: EngineOptions,
+    *,
+    named: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A shape or workload of engine bench offline, or any model.",
+            autocompletion=completion.bench_models,
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Of a server with OpenAI's API, whose key is ENGINERY_API_KEY; one is started if left out.")
+    ] = None,
+) -> Report:
+    """Send requests over HTTP, and print what their senders see: times to the first token, between tokens and in all, and rates."""
+    return bench_started(load, options, named) if url is None else bench_running(load, url, named)
+
+
+@bench_app.command()
 @with_report_flags
 def kernels(
     *,
     attention_backend: Annotated[
-        list[str] | None, typer.Option(help="A name of engine list-backends. Repeatable; all that can run here if left out.")
+        list[str] | None,
+        typer.Option(
+            help="A name of engine list-backends. Repeatable; all that can run here if left out.",
+            autocompletion=completion.backends,
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",

@@ -50,10 +50,16 @@ def with_report_flags(command: Callable[..., Report]) -> Callable[..., None]:
 
 
 def show(report: Report) -> None:
-    """A row per measurement, then the phases of a start, and the device's limits."""
+    """A row per measurement, or a column where rows are too wide; then failures, the phases of a start, and the device's limits."""
     console = Console(highlight=False)
-    _print_table(console, [{**row["what"], **row["measured"], **row["derived"]} for row in report["rows"]])
+    rows = [{**row["what"], **row["measured"], **row["derived"]} for row in report["rows"]]
+    if sum(max(len(_heading(name)), len(_cell(name, value))) + 3 for name, value in rows[0].items()) < console.width:
+        _print_table(console, rows)
+    else:
+        _print_columns(console, rows)
     for row in report["rows"]:
+        for error, count in row["details"].get("errors", {}).items():
+            console.print(f"{count} times: {error}", markup=False)
         if phases := row["details"].get("phases_s"):
             _print_table(console, [{"phase": name, "median_s": seconds} for name, seconds in phases.items()])
     for limits in report["limits"]:
@@ -84,6 +90,13 @@ def _print_table(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
+def _print_columns(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(show_header=False)
+    for name in dict.fromkeys(name for row in rows for name in row):
+        table.add_row(_heading(name), *(_cell(name, row[name]) if name in row else "" for row in rows))
+    console.print(table)
+
+
 def _heading(name: str) -> str:
     return name.removesuffix("_per_s").removesuffix("_s").replace("_", " ")
 
@@ -92,7 +105,7 @@ def _cell(name: str, value: Any) -> str:
     """A value in the unit that its name ends in; a number that says nothing else is seconds."""
     if not isinstance(value, float):
         return "-" if value is None else str(value)
-    if name == "fraction":
+    if name.endswith("fraction"):
         return f"{value:.1%}"
     if name.endswith("bytes_per_s"):
         return f"{value / 1e9:,.1f} GB/s"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from enginery import __version__
+from enginery.cli.doctor_checks import Check, machine
 from enginery.cli.plugin_flags import JsonFlag
 from enginery.plugin.discovery import Wanted, discover
 from enginery.plugin.loading import present_devices
@@ -26,8 +26,43 @@ _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 _ASK_TORCH: Final = """
 import json, torch
-names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": names}))
+names, why = [], ""
+try:
+    torch.cuda.init()
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+except Exception as error:
+    why = str(error).strip().split("\\n")[0]
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": names, "why": why}))
+"""
+_ASK_MODEL: Final = """
+import json, sys
+from enginery.config.checkpoint_folder import find_folder, read_config
+from enginery.errors import EnginError
+from enginery.plugin.registry import Registry
+from enginery.run.checkpoint_files import scan_checkpoint
+from enginery.text.tokenizer import Tokenizer
+registry, rows = Registry.load(), []
+def tell(name, look):
+    try:
+        rows.append([name, "ok", look()])
+    except EnginError as error:
+        rows.append([name, "fail", str(error)])
+    except Exception as error:
+        rows.append([name, "fail", f"{type(error).__name__}: {error}"])
+    return rows[-1][1] == "ok"
+def family():
+    names = read_config(folder)["architectures"]
+    offer = registry.find_model(names)
+    return f"{offer.name}, from {offer.source}"
+def weights():
+    stored = scan_checkpoint(folder)
+    return f"{len(stored):,} tensors in {len({each.file for each in stored.values()})} files"
+if tell("model", lambda: str(find_folder(sys.argv[1], registry))):
+    folder = find_folder(sys.argv[1], registry)
+    tell("model family", family)
+    tell("tokenizer", lambda: Tokenizer.from_folder(folder) and "tokenizer.json can be read")
+    tell("weights", weights)
+print(json.dumps(rows))
 """
 _ASK_PLUGINS: Final = """
 import json, sys
@@ -44,23 +79,15 @@ print(json.dumps({"records": [asdict(record) for record in registry.records], "d
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One row: what was looked at, how it is, and what to do about it."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    detail: str
-    advice: str = ""
-
-
 def doctor(
     *,
     port: Annotated[int, typer.Option(help="The port that engine serve is to use.")] = 8000,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Check this checkpoint too; nothing is downloaded.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check Python, torch, the devices, each plugin, the model cache and the port. Exits with 1 if something is wrong."""
-    checks = [_python(), *_torch(), *_plugins(), _cache(), _port(port)]
+    """Check what engine serve needs: packages, devices, plugins, folders, limits, the port. Exits with 1 if something is wrong."""
+    checks = [_python(), *_torch(), *_plugins(is_model_named=model is not None), *machine(port)]
+    checks += [] if model is None else _named_model(model)
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -107,15 +134,17 @@ def _torch() -> list[Check]:
     if found["devices"]:
         rows.append(Check(name="devices", status="ok", detail=", ".join(found["devices"])))
     elif "cuda" in present_devices():
-        advice = "Install a torch built for the driver's CUDA version; nvidia-smi shows it."
-        rows.append(Check(name="devices", status="fail", detail="there is a GPU, and torch cannot use it", advice=advice))
+        built = f"is built for CUDA {found['cuda']}" if found["cuda"] else "is built without CUDA"
+        detail = f"there is a GPU, and torch, which {built}, cannot use it: {found['why'] or 'it finds no device'}"
+        advice = "Install a torch for the CUDA version that nvidia-smi shows, or a newer driver."
+        rows.append(Check(name="devices", status="fail", detail=detail, advice=advice))
     else:
         rows.append(Check(name="devices", status="ok", detail="CPU only"))
     return rows
 
 
-def _plugins() -> list[Check]:
-    environ = {name: value for name, value in os.environ.items() if name != "ENGINERY_STRICT_PLUGINS"}
+def _plugins(*, is_model_named: bool) -> list[Check]:
+    environ = _environ()
     found, why = _ask(_ASK_PLUGINS, environ=environ)
     if found is None:
         return _culprits(environ, why)
@@ -129,7 +158,12 @@ def _plugins() -> list[Check]:
             rows.append(Check(name=name, status="fail", detail=f"{detail}: {record['reason']}", advice=advice))
         else:
             rows.append(Check(name=name, status=status, detail=detail + (f": {record['reason']}" if record["reason"] else "")))
-    return [*rows, _model(found["default"])]
+    return rows if is_model_named else [*rows, _default_model(found["default"])]
+
+
+def _environ() -> dict[str, str]:
+    """Without the variable that makes the first broken plugin an error."""
+    return {name: value for name, value in os.environ.items() if name != "ENGINERY_STRICT_PLUGINS"}
 
 
 def _culprits(environ: Mapping[str, str], why: str) -> list[Check]:
@@ -149,7 +183,7 @@ def _culprits(environ: Mapping[str, str], why: str) -> list[Check]:
     return rows or [Check(name="plugins", status="fail", detail=f"loading all plugins fails: {why}", advice="Try --no-plugins.")]
 
 
-def _model(default: Mapping[str, str] | None) -> Check:
+def _default_model(default: Mapping[str, str] | None) -> Check:
     if default is None:
         advice = "Name a folder or a Hugging Face id with --model, or install a plugin that brings one."
         return Check(name="model", status="warn", detail="there is no default model", advice=advice)
@@ -160,23 +194,8 @@ def _model(default: Mapping[str, str] | None) -> Check:
     return Check(name="model", status="ok", detail=f"default model {default['name']} in {default['folder']}")
 
 
-def _cache() -> Check:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    folder = Path(HF_HUB_CACHE)
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    if not os.access(nearest, os.W_OK):
-        advice = "Make it writable, or set HF_HOME to a folder that is."
-        return Check(name="model cache", status="fail", detail=f"{nearest} is not writable", advice=advice)
-    return Check(name="model cache", status="ok", detail=str(folder))
-
-
-def _port(port: int) -> Check:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            advice = "Stop what listens there, or give engine serve another --port."
-            return Check(name="port", status="fail", detail=f"port {port} cannot be used: {error.strerror}", advice=advice)
-    return Check(name="port", status="ok", detail=f"port {port} is free")
+def _named_model(model: str) -> list[Check]:
+    rows, why = _ask(_ASK_MODEL, model, environ={**_environ(), "HF_HUB_OFFLINE": "1"})
+    if rows is None:
+        return [Check(name="model", status="fail", detail=f"looking at it stops Python: {why}", advice="See the plugins above.")]
+    return [Check(name=name, status=status, detail=detail) for name, status, detail in rows]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
+from enginery.cli import completion
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import engine_options
 from enginery.contracts.request import SamplingParams
@@ -33,29 +34,44 @@ class _Flag:
     help: str
     names: tuple[str, ...] = ()
     metavar: str | None = None
+    complete: completion.Complete | None = None
 
 
 _FLAGS: Final = {
-    "model": _Flag(_MODEL, "Folder, installed checkpoint or Hugging Face id.", ("--model", "-m")),
+    "model": _Flag(_MODEL, "Folder, installed checkpoint or Hugging Face id.", ("--model", "-m"), complete=completion.models),
     "served_model_name": _Flag(_MODEL, "The name that requests use."),
-    "load_format": _Flag(_MODEL, "auto, or dummy for random weights."),
-    "dtype": _Flag(_MODEL, "auto, float32, bfloat16 or float16."),
-    "kv_dtype": _Flag(_MEMORY, "Of keys and values: auto (the model's), fp8, float32, bfloat16 or float16."),
+    "load_format": _Flag(_MODEL, "auto, or dummy for random weights.", complete=completion.one_of("auto", "dummy")),
+    "dtype": _Flag(
+        _MODEL, "auto, float32, bfloat16 or float16.", complete=completion.one_of("auto", "float32", "bfloat16", "float16")
+    ),
     "max_model_len": _Flag(_MODEL, "Longest context in tokens."),
-    "device": _Flag(_PARTS, "auto, cpu or cuda."),
-    "attention_backend": _Flag(_PARTS, "auto, or a name that engine list-backends shows."),
-    "prefill_attention_backend": _Flag(_PARTS, "For prefills, where it is not the one for decoding.", metavar="NAME"),
-    "decode_attention_backend": _Flag(_PARTS, "For decoding, where it is not the one for prefills.", metavar="NAME"),
-    "linear_attention_backend": _Flag(_PARTS, "For recurrent layers: auto, or a name."),
-    "sparse_coordinator": _Flag(_PARTS, "off, or the name of a sparse-KV coordinator."),
+    "device": _Flag(_PARTS, "auto, cpu or cuda.", complete=completion.one_of("auto", "cpu", "cuda")),
+    "attention_backend": _Flag(_PARTS, "auto, or a name that engine list-backends shows.", complete=completion.backends),
+    "prefill_attention_backend": _Flag(
+        _PARTS, "For prefills, where it is not the one for decoding.", metavar="NAME", complete=completion.backends
+    ),
+    "decode_attention_backend": _Flag(
+        _PARTS, "For decoding, where it is not the one for prefills.", metavar="NAME", complete=completion.backends
+    ),
+    "linear_attention_backend": _Flag(_PARTS, "For recurrent layers: auto, or a name.", complete=completion.backends),
+    "sparse_coordinator": _Flag(_PARTS, "off, or the name of a sparse-KV coordinator.", complete=completion.coordinators),
     "micro_batches": _Flag(_PARTS, "Plan and attend each batch in two halves.", ("--micro-batches",)),
-    "mla_prefill": _Flag(_PARTS, "auto (by size), absorbed, one-shot or chunked."),
-    "mla_chunk_tokens": _Flag(_MEMORY, "Keys and values that an MLA prefill makes at once."),
-    "schedule_policy": _Flag(_PARTS, "auto, or the name of a policy."),
+    "mla_prefill": _Flag(
+        _PARTS,
+        "auto (by size), absorbed, one-shot or chunked.",
+        complete=completion.one_of("auto", "absorbed", "one-shot", "chunked"),
+    ),
+    "schedule_policy": _Flag(_PARTS, "auto, or the name of a policy.", complete=completion.policies),
     "num_threads": _Flag(_PARTS, "Threads of a CPU engine."),
     "seed": _Flag(_PARTS, "Of random weights, and of requests without a seed."),
     "profile_steps": _Flag(_PARTS, "Trace what the host does in so many steps."),
     "profile_file": _Flag(_PARTS, "Where that Chrome trace is written."),
+    "kv_dtype": _Flag(
+        _MEMORY,
+        "Of keys and values: auto (the model's), fp8, float32, bfloat16 or float16.",
+        complete=completion.one_of("auto", "fp8", "float32", "bfloat16", "float16"),
+    ),
+    "mla_chunk_tokens": _Flag(_MEMORY, "Keys and values that an MLA prefill makes at once."),
     "page_size": _Flag(_MEMORY, "Tokens in a page of the KV cache."),
     "num_pages": _Flag(_MEMORY, "Pages, instead of what the memory leaves."),
     "kv_memory_gib": _Flag(_MEMORY, "Bound of the KV cache in GiB."),
@@ -66,7 +82,7 @@ _FLAGS: Final = {
     "prefix_cache": _Flag(_MEMORY, "Share the KV of equal beginnings.", ("--prefix-cache/--no-prefix-cache",)),
     "overlap": _Flag(_MEMORY, "Prepare a step while the one before runs.", ("--overlap/--no-overlap",)),
     "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs.", ("--graphs/--no-graphs",)),
-    "blocked_plugins": _Flag(_PLUGINS, "Do not load plugin NAME. Repeatable.", ("-p",), "no:NAME"),
+    "blocked_plugins": _Flag(_PLUGINS, "Do not load plugin NAME. Repeatable.", ("-p",), "no:NAME", complete=completion.blocks),
     "no_plugins": _Flag(_PLUGINS, "Load no plugin at all.", ("--no-plugins",)),
     "plugin_options": _Flag(_PLUGINS, "An option of a plugin's part. Repeatable.", ("--option", "-o"), "NAME.KEY=VALUE"),
 }
@@ -93,7 +109,7 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     kinds = get_type_hints(EngineOptions)
     defaults = {field.name: field.default for field in fields(EngineOptions)}
     flags = [_parameter(name, kinds[name], flag, default=defaults[name]) for name, flag in _FLAGS.items()]
-    flags.append(_keyword("config", config))
+    flags.append(keyword("config", config))
 
     def options(given: dict[str, Any]) -> EngineOptions:
         file = given.pop("config")
@@ -101,7 +117,7 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
         given["plugin_options"] = tuple(given["plugin_options"] or ()) or None
         return engine_options(given, os.environ, file)
 
-    return _with_flags(command, flags, options)
+    return with_flags(command, flags, options)
 
 
 def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -120,10 +136,10 @@ def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
             raise ConfigError(str(error)) from error
         return asked
 
-    return _with_flags(command, flags, sampling)
+    return with_flags(command, flags, sampling)
 
 
-def _with_flags(
+def with_flags(
     command: Callable[..., None], flags: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], Any]
 ) -> Callable[..., None]:
     """The command with `flags` in the place of its first parameter, which gets what `collect` makes of them."""
@@ -147,11 +163,13 @@ def _parameter(name: str, kind: Any, flag: _Flag, *, default: object) -> inspect
         *(flag.names or (f"--{name.replace('_', '-')}",)),
         help=flag.help + told,
         metavar=flag.metavar,
+        autocompletion=flag.complete,
         show_default=False,
         rich_help_panel=flag.panel,
     )
-    return _keyword(name, Annotated[(list[str] if is_list else kind) | None, option])
+    return keyword(name, Annotated[(list[str] if is_list else kind) | None, option])
 
 
-def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+def keyword(name: str, annotation: Any) -> inspect.Parameter:
+    """A flag that is None unless it is given."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

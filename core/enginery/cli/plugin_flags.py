@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
+from enginery.cli import completion
 from enginery.plugin.discovery import blocked_names
 from enginery.plugin.registry import Registry
 
-BlockFlags = Annotated[list[str] | None, typer.Option("-p", metavar="no:NAME", help="Do not load plugin NAME. Repeatable.")]
+BlockFlags = Annotated[
+    list[str] | None,
+    typer.Option("-p", metavar="no:NAME", help="Do not load plugin NAME. Repeatable.", autocompletion=completion.blocks),
+]
 NoPluginsFlag = Annotated[bool, typer.Option("--no-plugins", help="Load no plugin at all.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -13,8 +13,8 @@ import torch
 
 from enginery.bench import startup
 from enginery.bench.device_limits import measure_limits
-from enginery.bench.latency import measure_latencies, percentile
-from enginery.bench.report import Row, compare, make_report, read_report
+from enginery.bench.latency import measure_latencies
+from enginery.bench.report import Row, compare, make_report, percentile, read_report
 from enginery.bench.workloads import equal_requests
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts

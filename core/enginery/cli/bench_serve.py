@@ -1,0 +1,188 @@
+"""`engine bench serve`: its flags, and the server that it starts where none is named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from enginery.bench.report import Report, Row, make_report
+from enginery.bench.workloads import WORKLOADS, Workload, checkpoint_folder, equal_requests, write_tokenizer
+from enginery.cli.engine_flags import keyword, with_flags
+from enginery.config.schema import EngineOptions
+from enginery.errors import ConfigError, EnginError
+
+if TYPE_CHECKING:
+    from enginery.bench.serve_load import Client, Load
+
+_KEY: Final = "ENGINERY_API_KEY"  # no flag, which would be in the report
+_OPEN_S: Final = 60
+_ROUNDS: Final = 8
+_ANY: Final = equal_requests(16 * _ROUNDS, input_len=512, output_len=128)
+_NUM_WARM_UP: Final = 8
+_SERVE: Final = """
+import os, signal, sys, threading
+from enginery.cli.main import main
+def end_with_parent():
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=end_with_parent, daemon=True).start()
+main(sys.argv[1:])
+"""
+
+
+def _option(kind: Any, text: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(help=text, rich_help_panel="Load", **more)]
+
+
+_FLAGS: Final = {
+    "rate": _option(list[float] | None, "Requests per second, at random times. Repeatable.", min=0.001),
+    "concurrency": _option(
+        list[int] | None, "Requests at once, the next when one ends. Repeatable; 16 if no load is named.", min=1
+    ),
+    "requests": _option(int | None, f"How many; {_OPEN_S} s of a rate, or {_ROUNDS} for each of those at once.", min=1),
+    "input_len": _option(str | None, "Tokens of a prompt, or LEAST:MOST; the workload's, or 512.", metavar="N"),
+    "output_len": _option(str | None, "Tokens to generate, or LEAST:MOST; the workload's, or 128.", metavar="N"),
+    "shared_prefix": _option(int | None, "First tokens that all prompts share; the workload's, or 0.", min=0),
+    "vocab_size": _option(int | None, "Token ids in prompts are below it; the model's, or 30,000.", min=11),
+}
+
+
+def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of a load; its first parameter takes them as a dict."""
+    return with_flags(command, [keyword(name, kind) for name, kind in _FLAGS.items()], dict)
+
+
+def loads(asked: Mapping[str, Any], named: str | None) -> list[Load]:
+    """Each rate, then each concurrency. named: a workload brings its lengths, and all of it at once unless a load is asked for."""
+    from enginery.bench.serve_load import Load
+
+    workload = WORKLOADS.get(named or "", _ANY)
+    pairs = [(rate, 1, math.ceil(rate * _OPEN_S)) for rate in asked["rate"] or ()]
+    pairs += [(None, count, count * _ROUNDS) for count in asked["concurrency"] or ()]
+    at_once = 16 if workload is _ANY else len(workload.lengths)
+    shared = workload.shared_prefix if asked["shared_prefix"] is None else asked["shared_prefix"]
+    made = []
+    for rate, concurrency, count in pairs or [(None, at_once, len(workload.lengths))]:
+        lengths = _lengths(asked, workload, asked["requests"] or count)
+        if (shortest := min(length for length, _ in lengths)) <= shared:
+            raise ConfigError(f"--shared-prefix is {shared}, but must be less than the {shortest} tokens of the shortest prompt")
+        load = Load(lengths=lengths, rate=rate, concurrency=concurrency, shared_prefix=shared, temperature=workload.temperature)
+        made.append(load)
+    return made
+
+
+def _lengths(asked: Mapping[str, Any], workload: Workload, count: int) -> tuple[tuple[int, int], ...]:
+    draw, own = random.Random(1), workload.lengths
+    bounds = [_bounds(name, asked[name]) for name in ("input_len", "output_len")]
+    of_each = [own[index % len(own)] for index in range(count)]
+    drawn = [[draw.randint(*bound) if bound else length for bound, length in zip(bounds, each, strict=True)] for each in of_each]
+    return tuple((prompt, output) for prompt, output in drawn)
+
+
+def _bounds(name: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    least, _, most = text.partition(":")
+    try:
+        bounds = int(least), int(most or least)
+    except ValueError:
+        bounds = 0, 0
+    if not 0 < bounds[0] <= bounds[1]:
+        raise ConfigError(f"--{name.replace('_', '-')} is {text!r}, but must be a number, as 512, or two, as 100:1024")
+    return bounds
+
+
+def bench_running(asked: Mapping[str, Any], url: str, named: str | None) -> Report:
+    """Of a server that runs. named: a workload, or a model of the server's, otherwise its first."""
+    from enginery.bench.serve_load import Client
+
+    client = Client(url, api_key=os.environ.get(_KEY, "").partition(" ")[0])
+    rows = _measure(client, loads(asked, named), asked, model=None if named in WORKLOADS else named)
+    return make_report("serve", f"a server on {client.host}", rows, options=EngineOptions())
+
+
+def bench_started(asked: Mapping[str, Any], options: EngineOptions, named: str | None) -> Report:
+    """Of a server with these options that lives as long as this takes. named: a shape, a model, or a workload with its shape."""
+    from enginery.bench.serve_load import Client
+
+    wanted = loads(asked, named)
+    workload = WORKLOADS.get(named or "")
+    model = workload.shape if workload else named or options.model
+    with checkpoint_folder(dataclasses.replace(options, model=model)) as complete:
+        if complete.model is not None and complete.model != model:
+            write_tokenizer(Path(complete.model))
+        with _server(complete) as (url, ready_s):
+            rows = _measure(Client(url), wanted, asked, model=None)
+    from enginery.bench.device_limits import device_name
+    from enginery.run.device import torch_device
+
+    rows = [dataclasses.replace(row, details={**row.details, "ready_s": ready_s}) for row in rows]
+    return make_report("serve", device_name(torch_device(options.device)), rows, options=options)
+
+
+def _measure(client: Client, wanted: Sequence[Load], asked: Mapping[str, Any], *, model: str | None) -> list[Row]:
+    """One load after the other, each after a few requests of its kind that do not count."""
+    from enginery.bench.serve_load import measure_load
+
+    async def measure() -> list[Row]:
+        with contextlib.closing(client):
+            card = await client.first_model()
+            file = Path(card.get("root") or "") / "config.json"
+            config = json.loads(file.read_text()) if file.is_file() else {}
+            facts = {"model": model or card["id"], "vocab_size": asked["vocab_size"] or config.get("vocab_size", 30_000)}
+            rows = []
+            for load in wanted:
+                few = dataclasses.replace(load, lengths=load.lengths[:_NUM_WARM_UP], rate=None, concurrency=_NUM_WARM_UP)
+                await measure_load(client, few, **facts)
+                rows.append(await measure_load(client, load, **facts))
+            return rows
+
+    return asyncio.run(measure())
+
+
+@contextlib.contextmanager
+def _server(options: EngineOptions) -> Iterator[tuple[str, float]]:
+    """Its address, and the seconds until its /health was 200. What it writes goes to stderr. It ends with this process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{(port := free.getsockname()[1])}"
+    given = {name: value for name, value in vars(options).items() if value != vars(EngineOptions())[name]}
+    settings = {f"ENGINERY_{name.upper()}" for name in vars(options)}  # these are in `options` already, and would come first
+    environ = {name: value for name, value in os.environ.items() if name not in settings}
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
+        config.writelines(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
+        config.flush()
+        command = [sys.executable, "-c", _SERVE, "serve", "--config", config.name, "--port", str(port), "--log-level", "warning"]
+        began_s = time.monotonic()
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, env=environ)
+        try:
+            while not asyncio.run(_is_healthy(url)):
+                if (status := process.poll()) is not None:
+                    raise EnginError(f"the server ended with exit status {status} while it started; above is why")
+                time.sleep(0.1)
+            yield url, time.monotonic() - began_s
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+async def _is_healthy(url: str) -> bool:
+    from enginery.bench.serve_load import Client
+
+    with contextlib.suppress(OSError, EOFError), contextlib.closing(Client(url)) as client:
+        return (await client.get("/health"))[0] == 200
+    return False

@@ -1,0 +1,55 @@
+"""Values that the shell completes. Each takes what was typed so far, and imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from enginery.bench.workloads import WORKLOADS, shapes
+from enginery.plugin.discovery import Wanted, discover
+from enginery.plugin.registry import Registry
+
+Complete = Callable[[str], list[str]]
+
+
+def one_of(*values: str) -> Complete:
+    """Some of these."""
+    return lambda incomplete: _starting(incomplete, values)
+
+
+def backends(incomplete: str) -> list[str]:
+    """Attention backends that can be loaded here."""
+    return _starting(incomplete, ["auto", *(offer.name for offer in Registry.load().attn_backends)])
+
+
+def policies(incomplete: str) -> list[str]:
+    """Orders among waiting requests."""
+    return _starting(incomplete, ["auto", *(offer.name for offer in Registry.load().schedule_policies)])
+
+
+def coordinators(incomplete: str) -> list[str]:
+    """Sparse-KV coordinators."""
+    return _starting(incomplete, ["off", *(offer.name for offer in Registry.load().sparse_coordinators)])
+
+
+def models(incomplete: str) -> list[str]:
+    """Installed checkpoints. Where none fits, the shell offers folders."""
+    return _starting(incomplete, [offer.name for offer in Registry.load().checkpoints])
+
+
+def workloads(incomplete: str) -> list[str]:
+    """Of engine bench offline."""
+    return _starting(incomplete, WORKLOADS)
+
+
+def bench_models(incomplete: str) -> list[str]:
+    """Workloads, shapes and installed checkpoints."""
+    return [*workloads(incomplete), *_starting(incomplete, shapes()), *models(incomplete)]
+
+
+def blocks(incomplete: str) -> list[str]:
+    """no:NAME for each plugin that is installed."""
+    return _starting(incomplete, [f"no:{found.record.name}" for found in discover(Wanted())])
+
+
+def _starting(incomplete: str, values: Iterable[str]) -> list[str]:
+    return sorted(value for value in values if value.startswith(incomplete))

@@ -1,0 +1,170 @@
+"""A server whose answers tests decide, and Chromium with its page open."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+
+from enginery_web import register_routes
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+METRICS = """
+# HELP vllm:generation_tokens_total Tokens generated.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{model_name="m"} GENERATED
+vllm:prompt_tokens_total{model_name="m"} 50.0
+vllm:num_requests_running{model_name="m"} 3.0
+vllm:num_requests_waiting{model_name="m"} 7.0
+vllm:kv_cache_usage_perc{model_name="m"} 0.425
+vllm:prefix_cache_queries_total{model_name="m"} GENERATED
+vllm:prefix_cache_hits_total{model_name="m"} 0.0
+vllm:time_to_first_token_seconds_bucket{le="0.01",model_name="m"} 0.0
+vllm:time_to_first_token_seconds_bucket{le="0.03",model_name="m"} GENERATED
+vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} GENERATED
+"""
+INFO = {
+    "engine": {
+        "attn_backend": "fa",
+        "num_pages": 64,
+        "page_size": 16,
+        "decisions": [{"setting": "attention", "value": "fa", "reason": "highest priority <b>of all</b>"}],
+    },
+    "plugins": [{"name": "attn-fa", "distribution": "fa-dist", "version": "1.2"}],
+}
+
+
+class Fake:
+    """An OpenAI-compatible server as far as the page needs one. pieces: sent one by one, each when `go` is released."""
+
+    def __init__(self) -> None:
+        self.key: str | None = None
+        self.state = "ready"
+        self.models = ["m"]
+        self.metrics: str | None = METRICS
+        self.info: dict | None = INFO
+        self.generated = 0
+        self.deltas: list[dict] = [{"content": "Hello"}, {"content": " world"}]
+        self.end: list[object] = [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}, "[DONE]"]
+        self.refusal: tuple[int, dict] | None = None
+        self.go = threading.Semaphore(1000)
+        self.asked: list[dict] = []
+        self.hung_up = threading.Event()
+        self.app = FastAPI()
+        self.url = ""
+        self._add_routes()
+
+    async def stream(self) -> AsyncIterator[str]:
+        try:
+            for delta in self.deltas:
+                while not self.go.acquire(blocking=False):
+                    await asyncio.sleep(0.01)
+                yield f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': None}]})}\n\n"
+            for event in self.end:
+                yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
+        except asyncio.CancelledError:
+            self.hung_up.set()
+            raise
+
+    def _add_routes(self) -> None:
+        app, routes = self.app, APIRouter()
+
+        @app.middleware("http")
+        async def guard(request: Request, answer):
+            if self.key and request.url.path != "/" and request.headers.get("authorization") != f"Bearer {self.key}":
+                return JSONResponse({"error": {"message": "no key"}}, status_code=401)
+            return await answer(request)
+
+        @app.get("/health")
+        async def health():
+            return JSONResponse({"status": self.state}, status_code=200 if self.state == "ready" else 503)
+
+        @app.get("/v1/models")
+        async def models():
+            return {"data": [{"id": name} for name in self.models]}
+
+        @app.get("/metrics")
+        async def metrics():
+            self.generated += 100
+            found = self.metrics and self.metrics.replace("GENERATED", str(self.generated))
+            return PlainTextResponse(found) if found else PlainTextResponse("", status_code=404)
+
+        @app.get("/server_info")
+        async def info():
+            return self.info if self.info is not None else JSONResponse({}, status_code=404)
+
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request):
+            self.asked.append(await request.json())
+            if self.refusal:
+                return JSONResponse(self.refusal[1], status_code=self.refusal[0])
+            return StreamingResponse(self.stream(), media_type="text/event-stream")
+
+        register_routes(routes, None)
+        app.include_router(routes)
+
+
+class _Server(uvicorn.Server):
+    def install_signal_handlers(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    fake = Fake()
+    server = _Server(uvicorn.Config(fake.app, port=0, log_level="critical", ws="none", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        threading.Event().wait(0.01)
+    fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    fake.stop = lambda: (setattr(server, "should_exit", True), thread.join())
+    yield fake
+    fake.go.release(1000)
+    fake.stop()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium. Where REQUIRE_BROWSER is set it must be there; elsewhere its tests are skipped without it."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not os.environ.get("REQUIRE_BROWSER"):
+        pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright")
+        if found is None:
+            pytest.skip(f"none of {', '.join(BROWSERS)} is installed; apt-get install chromium")
+    playwright = importlib.import_module("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """An empty tab with English texts; whatever the page complains of fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light", locale="en-US")
+    context.set_default_timeout(5000)
+    page = context.new_page()
+    page.complaints = complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "status of" not in said.text else None)
+    yield page
+    context.close()
+    assert [text for text in complaints if "net::ERR_" not in text] == []
+
+
+@pytest.fixture
+def page(tab, fake):
+    """The fake server's page, ready."""
+    tab.goto(fake.url)
+    tab.wait_for_selector("#state.good")
+    return tab

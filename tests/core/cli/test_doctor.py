@@ -1,0 +1,310 @@
+"""engine doctor on machines with seeded faults: each is found, told with what to do, and makes the exit status 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from enginery.cli import doctor as doctor_module
+from enginery.cli import doctor_checks
+from enginery.cli.main import build_app
+
+Rows = dict[str, dict[str, str]]
+PLUGIN = """
+from enginery.api import ModelSpec, hookimpl
+
+@hookimpl
+def register_models():
+    return [ModelSpec(name="NAME", api=(1, 0), architectures=("ARCHITECTURE",), describe=None, build=None)]
+"""
+ALL_FINE = {"version": "2.13", "cuda": None, "devices": ["a GPU"], "why": ""}
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs plugins that are all that the doctor's own processes find."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    only = "from enginery.plugin import discovery\nimport importlib.metadata as m\n"
+    only += f"discovery.distributions = lambda: m.distributions(path=[{str(site)!r}])\n"
+    for code in ("_ASK_PLUGINS", "_ASK_MODEL"):
+        monkeypatch.setattr(doctor_module, code, only + vars(doctor_module)[code])
+
+    def install(distribution: str, code: str, *, name: str | None = None) -> None:
+        package = distribution.replace("-", "_")
+        (site / package).mkdir()
+        (site / package / "__init__.py").write_text(code)
+        info = site / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[enginery]\n{name or distribution} = {package}\n")
+
+    return install
+
+
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is wrong with torch, the plugins and this machine, and no process is needed to see that."""
+    found = {
+        doctor_module._ASK_TORCH: ALL_FINE,
+        doctor_module._ASK_PLUGINS: {"records": [], "default": {"name": "m", "folder": "/nowhere"}},
+    }
+    asked = doctor_module._ask
+    monkeypatch.setattr(
+        doctor_module, "_ask", lambda code, *rest, **more: (found[code], "") if code in found else asked(code, *rest, **more)
+    )
+    monkeypatch.setattr(doctor_module, "_default_model", lambda found: doctor_checks.Check(name="model", status="ok", detail="m"))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
+
+
+def examine(*arguments: str, code: int) -> Rows:
+    done = CliRunner().invoke(build_app(), ["doctor", "--json", "--port", "0", *arguments])
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert done.exit_code == code, done.output
+    return rows
+
+
+def failed(rows: Rows) -> set[str]:
+    return {name for name, row in rows.items() if row["status"] == "fail"}
+
+
+def test_nothing_is_found_where_nothing_is_wrong(sound) -> None:
+    assert {row["status"] for row in examine(code=0).values()} == {"ok"}
+
+
+def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, cuda: str = "None") -> None:
+    """In the place of torch for the process that the doctor asks."""
+    package = tmp_path / "fake" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"""
+from types import SimpleNamespace
+__version__ = "9.9"
+version = SimpleNamespace(cuda={cuda})
+def init():
+    {init}
+cuda = SimpleNamespace(init=init, device_count=lambda: 1, get_device_name=lambda index: "a GPU")
+""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"), prepend=os.pathsep)
+    monkeypatch.setattr(doctor_module, "_plugins", lambda **wanted: [])
+    monkeypatch.setattr(doctor_module, "machine", lambda port: [])
+
+
+def test_a_driver_too_old_for_torch_is_told_in_its_own_words(tmp_path, monkeypatch) -> None:
+    why = "The NVIDIA driver on your system is too old (found version 11040)."
+    fake_torch(tmp_path, monkeypatch, f"raise RuntimeError({why + chr(10) + 'More.'!r})", cuda="'13.0'")
+    monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu", "cuda"})
+    row = examine(code=1)["devices"]
+    assert row["detail"] == f"there is a GPU, and torch, which is built for CUDA 13.0, cannot use it: {why}"
+    assert "nvidia-smi" in row["advice"]
+
+
+def test_a_torch_without_cuda_beside_a_gpu_is_told(tmp_path, monkeypatch) -> None:
+    fake_torch(tmp_path, monkeypatch, "raise AssertionError('Torch not compiled with CUDA enabled')")
+    monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu", "cuda"})
+    assert "is built without CUDA" in examine(code=1)["devices"]["detail"]
+    monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu"})
+    assert examine(code=0)["devices"]["detail"] == "CPU only"
+
+
+def test_a_torch_that_cannot_be_imported_is_told(tmp_path, monkeypatch) -> None:
+    fake_torch(tmp_path, monkeypatch, "pass")
+    (tmp_path / "fake" / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    row = examine(code=1)["torch"]
+    assert "libcudart.so.13" in row["detail"]
+    assert "pip install torch" in row["advice"]
+
+
+def test_broken_plugins_are_told_with_their_distribution(plugins, monkeypatch) -> None:
+    monkeypatch.setattr(doctor_module, "_torch", list)
+    plugins("good", PLUGIN.replace("NAME", "good").replace("ARCHITECTURE", "Good"))
+    plugins("bad-one", "import a_module_that_is_not_there", name="bad")
+    for maker in ("maker-a", "maker-b"):
+        plugins(maker, PLUGIN.replace("NAME", maker).replace("ARCHITECTURE", maker), name="twin")
+    rows = examine(code=1)
+    assert rows["plugin good"]["status"] == "ok"
+    assert "bad-one 1.0 is broken" in rows["plugin bad"]["detail"]
+    assert "a_module_that_is_not_there" in rows["plugin bad"]["detail"]
+    assert "uninstall bad-one" in rows["plugin bad"]["advice"]
+    assert rows["plugin twin"]["status"] == "fail"
+    assert "conflict" in rows["plugin twin"]["detail"]
+    assert "maker-" in rows["plugin twin"]["detail"]
+
+
+def test_a_package_that_is_missing_or_too_old_is_told(sound, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["pluggy>=99", "no_such_thing", "extra-thing; extra == 'test'"])
+    row = examine(code=1)["packages"]
+    assert "and >=99 is needed" in row["detail"]
+    assert "no_such_thing is missing" in row["detail"]
+    assert "extra-thing" not in row["detail"]
+
+
+def test_a_misspelt_setting_is_told(sound, monkeypatch) -> None:
+    monkeypatch.setenv("ENGINERY_PAGESIZE", "16")
+    assert "ENGINERY_PAGE_SIZE" in examine(code=1)["settings"]["detail"]
+
+
+@pytest.mark.parametrize(("variable", "name"), [("HF_HUB_CACHE", "model cache"), ("TRITON_CACHE_DIR", "kernel cache")])
+def test_a_cache_that_cannot_be_written_is_told(sound, monkeypatch, tmp_path, variable: str, name: str) -> None:
+    def use(folder: Path) -> dict[str, str]:
+        monkeypatch.setenv(variable, str(folder))
+        if variable == "HF_HUB_CACHE":
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+        return examine(code=1)[name]
+
+    (tmp_path / "file").touch()
+    assert "is a file" in use(tmp_path / "file" / "cache")["detail"]
+    read_only = tmp_path / "read-only"
+    read_only.mkdir()
+    can = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != read_only and can(path, mode))  # root may write everywhere
+    row = use(read_only / "cache")
+    assert row["detail"] == f"{read_only} is not writable"
+    assert "HF_HOME" in row["advice"] or "TRITON_CACHE_DIR" in row["advice"]
+
+
+@pytest.mark.parametrize(("free_bytes", "code"), [(3 << 30, 0), (1000, 1)])
+def test_a_disk_that_is_nearly_full_is_told(sound, monkeypatch, free_bytes: int, code: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_bytes))
+    row = examine(code=code)["model cache"]
+    assert row["status"] == ("fail" if code else "warn")
+    assert f"has {free_bytes / 1e9:.1f} GB left" in row["detail"]
+    assert "HF_HOME" in row["advice"]
+
+
+def test_a_temporary_folder_with_too_long_a_path_is_told(sound, monkeypatch, tmp_path) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    row = examine(code=1)["temporary folder"]
+    assert "107 are allowed" in row["detail"]
+    assert "TMPDIR" in row["advice"]
+
+
+def test_the_longest_folder_that_is_allowed_holds_the_server_s_socket(monkeypatch, tmp_path) -> None:
+    room = doctor_checks._SOCKET_PATH - doctor_checks._SOCKET_NAME
+    for length, status in ((room, "ok"), (room + 1, "fail")):
+        monkeypatch.setattr("tempfile.tempdir", "/" + "x" * (length - 1))
+        assert doctor_checks.temporary_folder().status == status
+    with socket.socket(socket.AF_UNIX) as end:
+        path = str(tmp_path)
+        end.bind(path + "/" + "y" * (doctor_checks._SOCKET_PATH - len(path) - 1))
+
+
+def test_no_temporary_folder_at_all_is_told(sound, monkeypatch) -> None:
+    def none_usable() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none_usable)
+    assert "No usable temporary directory" in examine(code=1)["temporary folder"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "status"),
+    [
+        ({"LC_ALL": "C.UTF-8"}, "ok"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "fail"),
+        ({"PYTHONIOENCODING": "latin-1"}, "fail"),
+    ],
+)
+def test_a_locale_without_utf_8_is_told(environ: dict[str, str], status: str) -> None:
+    code = "from enginery.cli.doctor_checks import text_encoding as look; found = look(); print(found.status, found.advice)"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "PYTHONUTF8", "PYTHONIO"))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept | environ)
+    assert done.stdout.split()[0] == status
+    assert ("LC_ALL=C.UTF-8" in done.stdout) == (status == "fail")
+
+
+@pytest.mark.parametrize(("soft", "status"), [(64, "fail"), (1024, "warn"), (4096, "ok")])
+def test_too_few_descriptors_are_told(soft: int, status: str) -> None:
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, 4096))
+from enginery.cli.doctor_checks import descriptors
+found = descriptors()
+print(found.status, found.detail, found.advice)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{status} ")
+    assert ("ulimit -n 65536 before engine serve" in done.stdout) == (status != "ok")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, folder: Path, plugins: Callable[..., None], sound) -> Path:
+    """Sound, and its family is installed."""
+    plugins("family", PLUGIN.replace("NAME", "family").replace("ARCHITECTURE", "ThisForCausalLM"))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["ThisForCausalLM"]}))
+    save_file({"a": torch.zeros(100), "b": torch.zeros(50)}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_sound_checkpoint_is_told_so(checkpoint: Path) -> None:
+    rows = examine("--model", str(checkpoint), code=0)
+    assert [rows[name]["status"] for name in ("model", "model family", "tokenizer", "weights")] == ["ok"] * 4
+    assert rows["weights"]["detail"] == "2 tensors in 1 files"
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def cut_deep(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x00\x10")
+
+
+def lose_a_shard(folder: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lose(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def damage(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+OTHER_FAMILY = damage("config.json", '{"architectures": ["ThatForCausalLM"]}')
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ((cut, lose("tokenizer.json")), {"weights": "is cut off: tensor", "tokenizer": "tokenizer.json is missing"}),
+        (
+            (lose_a_shard, damage("tokenizer.json", "{")),
+            {"weights": "model-2.safetensors does not exist", "tokenizer": "download it again"},
+        ),
+        ((cut_deep, OTHER_FAMILY), {"weights": "is cut off or no safetensors file", "model family": "ThatForCausalLM"}),
+        ((lose("model.safetensors"),), {"weights": "--load-format dummy"}),
+        ((damage("config.json", "{"),), {"model family": "is not JSON", "tokenizer": "config.json cannot be read"}),
+    ],
+)
+def test_a_damaged_checkpoint_is_told(checkpoint: Path, faults: tuple[Callable[[Path], object], ...], told: dict[str, str]) -> None:
+    for fault in faults:
+        fault(checkpoint)
+    rows = examine("-m", str(checkpoint), code=1)
+    assert failed(rows) == told.keys()
+    for row, words in told.items():
+        assert words in rows[row]["detail"]
+
+
+def test_a_checkpoint_that_is_not_here_is_told_and_not_downloaded(checkpoint: Path) -> None:
+    assert "HF_HUB_OFFLINE" in examine("-m", "nobody/nothing", code=1)["model"]["detail"]

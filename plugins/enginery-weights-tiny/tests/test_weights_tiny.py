@@ -9,11 +9,11 @@ from enginery.api import SamplingParams
 from enginery_weights_tiny import register_checkpoints
 
 
-def test_it_says_that_its_weights_are_random() -> None:
+def test_it_says_whether_its_weights_are_random() -> None:
     (spec,) = register_checkpoints()
-    assert spec.random_weights
-    assert "random" in spec.note
-    assert not list(spec.folder.glob("*.safetensors"))
+    files = list(spec.folder.glob("*.safetensors"))
+    assert spec.random_weights == (not files) == ("random" in spec.note)
+    assert sum(file.stat().st_size for file in files) <= 16_000_000
 
 
 def test_its_special_tokens_are_those_of_its_tokenizer() -> None:
@@ -25,6 +25,7 @@ def test_its_special_tokens_are_those_of_its_tokenizer() -> None:
 
 
 def test_any_text_comes_back_and_an_answer_is_given() -> None:
+    (spec,) = register_checkpoints()
     with LLM(num_pages=64) as model:
         assert model.tokenizer is not None
         text = "Grüße, 你好 🙂\n"
@@ -32,4 +33,4 @@ def test_any_text_comes_back_and_an_answer_is_given() -> None:
         assert model.tokenizer.decode(ids, skip_special_tokens=True) == text
         answer = model.generate(text, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))[0]
     assert len(answer.token_ids) == 5
-    assert "random" in model.facts.note
+    assert model.facts.note == spec.note

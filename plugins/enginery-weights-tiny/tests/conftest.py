@@ -1,0 +1,8 @@
+"""The training package lies beside the shipped one, and is not installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))

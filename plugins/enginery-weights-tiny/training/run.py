@@ -1,0 +1,213 @@
+"""The steps from nothing to the shipped checkpoints: `python run.py STEP --help`. README.md has them in order.
+
+torch is imported by the steps that train: the many processes that write text start sooner without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tiny import corpus
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from tiny import loop, model
+
+HERE: Final = Path(__file__).resolve().parent
+PACKAGE: Final = HERE.parent / "src/enginery_weights_tiny"
+DOCS: Final = HERE.parents[2] / "docs"
+PARTS: Final = ("checkpoint", "draft", "eagle")
+BEFORE_RESULTS: Final = "<!-- results: written by run.py install -->\n"
+AFTER_RESULTS: Final = "<!-- end of results -->\n"
+
+
+def train_tokenizer(asked: argparse.Namespace) -> None:
+    """tokenizer.json and tokenizer_config.json."""
+    from tiny import tokenizer
+
+    tokenizer.save(tokenizer.train(num_documents=asked.documents), asked.out)
+
+
+def write_shards(asked: argparse.Namespace) -> None:
+    """Training text as tokens, a file for each million."""
+    corpus.write_shards(
+        asked.shards,
+        asked.tokenizer / "tokenizer.json",
+        seed=asked.seed,
+        count=asked.count,
+        processes=asked.processes,
+        size=asked.shard_tokens,
+    )
+
+
+def settings_of(asked: argparse.Namespace) -> loop.Settings:
+    from tiny import loop
+
+    return loop.Settings(
+        seconds=asked.seconds,
+        steps=asked.steps,
+        rows=asked.rows,
+        length=asked.length,
+        rate=asked.rate,
+        warm_up=asked.warm_up,
+        compiled=asked.compile,
+    )
+
+
+def train_target(asked: argparse.Namespace) -> None:
+    """The model itself: OUT/checkpoint."""
+    import torch
+    from tiny import loop, model
+
+    torch.manual_seed(asked.seed)
+    target = model.Llama(model.TOY if asked.toy else model.TARGET).to(asked.device)
+    settings = settings_of(asked)
+    source = loop.batches(asked.shards, asked.count, settings)
+    trained = loop.train([target], loop.next_token_loss(target), source, settings, device=asked.device, name="target")
+    _save(target.tensors(), target.shape, asked, "checkpoint", architecture="LlamaForCausalLM")
+    _note(asked.out, "target", trained, settings, parameters=model.num_parameters(target), first_shard=0)
+
+
+def train_drafts(asked: argparse.Namespace) -> None:
+    """OUT/draft and OUT/eagle, against OUT/checkpoint, on shards that the target has not seen."""
+    import torch
+    from tiny import loop, model
+
+    torch.manual_seed(asked.seed + 1)
+    target = model.load_llama(asked.out / "checkpoint", asked.device, torch.float32).requires_grad_(False)
+    draft = model.Llama(model.TOY_DRAFT if asked.toy else model.DRAFT).to(asked.device)
+    eagle = model.Eagle(target.shape).to(asked.device)
+    settings = settings_of(asked)
+    first = json.loads((asked.out / "training.json").read_text())["target"]["tokens"] // asked.shard_tokens + 1
+    source = loop.batches(asked.shards, asked.count, settings, first=first)
+    trained = loop.train(
+        [draft, eagle], loop.draft_losses(target, draft, eagle), source, settings, device=asked.device, name="drafts"
+    )
+    _save(draft.tensors(), draft.shape, asked, "draft", architecture="LlamaForCausalLM")
+    head = model.Shape(**{**vars(eagle.shape), "layers": 1})
+    _save(eagle.tensors(target.model.embed_tokens.weight), head, asked, "eagle", architecture="LlamaForCausalLMEagle")
+    parameters = {"draft": model.num_parameters(draft), "eagle": model.num_parameters(eagle)}
+    _note(asked.out, "drafts", trained, settings, parameters=parameters, first_shard=first)
+
+
+def run_evaluation(asked: argparse.Namespace) -> None:
+    """evaluation.json, samples.md and loss.svg in OUT; prints the table for the docs."""
+    import torch
+    from tiny import curve, evaluate, model
+
+    started = time.perf_counter()
+    dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
+    target = model.load_llama(asked.out / "checkpoint", asked.device, dtype)
+    speaker = evaluate.Speaker(target, Tokenizer.from_file(str(asked.out / "checkpoint" / "tokenizer.json")), asked.device)
+    (asked.out / "samples.md").write_text(evaluate.samples(speaker))
+    training = json.loads((asked.out / "training.json").read_text())
+    curve.draw(
+        {key: points for part in training.values() for key, points in part["losses"].items() if key != "eagle features"},
+        asked.out / "loss.svg",
+    )
+    found: dict[str, Any] = {"dtype": str(dtype), "scale": asked.scale, "target": evaluate.report(speaker, scale=asked.scale)}
+    (asked.out / "evaluation.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1), flush=True)
+    draft = model.load_llama(asked.out / "draft", asked.device, dtype)
+    eagle = model.load_eagle(asked.out / "eagle", asked.device, dtype)
+    found["tokens a step"] = evaluate.acceptance(speaker, draft, eagle, count=max(8, int(256 * asked.scale)))
+    found["seconds"] = round(time.perf_counter() - started, 1)
+    (asked.out / "evaluation.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(evaluate.table(found["target"], found["tokens a step"]), flush=True)
+
+
+def install(asked: argparse.Namespace) -> None:
+    """Put what OUT has into the plugin and the docs, the table between the marks of docs/tiny-model.md."""
+    from tiny import evaluate
+
+    for part in PARTS:
+        shutil.copytree(asked.out / part, PACKAGE / part, dirs_exist_ok=True)
+    shutil.copy(HERE / "CARD.md", PACKAGE / "checkpoint" / "README.md")
+    folder, page = DOCS / "tiny-model", DOCS / "tiny-model.md"
+    folder.mkdir(exist_ok=True)
+    for name in ("training.json", "evaluation.json", "samples.md", "loss.svg"):
+        shutil.copy(asked.out / name, folder / name)
+    training, found = (json.loads((asked.out / f"{name}.json").read_text()) for name in ("training", "evaluation"))
+    before, rest = page.read_text().split(BEFORE_RESULTS)
+    results = evaluate.table(found["target"], found["tokens a step"]) + evaluate.trained_line(training)
+    page.write_text(f"{before}{BEFORE_RESULTS}\n{results}\n{AFTER_RESULTS}{rest.split(AFTER_RESULTS)[1]}")
+
+
+def _save(tensors: dict[str, torch.Tensor], shape: model.Shape, asked: argparse.Namespace, part: str, *, architecture: str) -> None:
+    from tiny import model
+
+    known = Tokenizer.from_file(str(asked.tokenizer / "tokenizer.json"))
+    ids = known.get_vocab()
+    begin, end, done = ids[corpus.BEGIN], ids[corpus.END], ids[corpus.DONE]
+    folder = asked.out / part
+    model.save(tensors, shape.config(architecture=architecture, begin=begin, ends=[end, done]), folder)
+    if part != "eagle":  # the head has the target's
+        shutil.copy(asked.tokenizer / "tokenizer.json", folder)
+        shutil.copy(asked.tokenizer / "tokenizer_config.json", folder)
+    generation = {"bos_token_id": begin, "eos_token_id": [end, done]}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+
+
+def _note(out: Path, name: str, trained: loop.Curve, settings: loop.Settings, **more: Any) -> None:
+    """Add what was done to training.json."""
+    import torch
+
+    path = out / "training.json"
+    noted = json.loads(path.read_text()) if path.exists() else {}
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    noted[name] = {**vars(trained), **more, "device": where, "torch": torch.__version__, "settings": vars(settings)}
+    noted[name]["seconds"] = round(trained.seconds, 1)
+    noted[name]["losses"] = {key: [(step, round(loss, 4)) for step, loss in points] for key, points in trained.losses.items()}
+    path.write_text(json.dumps(noted) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    steps = parser.add_subparsers(required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--out", type=Path, default=Path("out"))
+    shared.add_argument("--tokenizer", type=Path, default=HERE / "tokenizer", help="the folder with tokenizer.json")
+    shared.add_argument("--shards", type=Path, default=Path("shards"))
+    shared.add_argument("--shard-tokens", type=int, default=corpus.SHARD_TOKENS)
+    shared.add_argument("--count", type=int, default=640, help="shards")
+    shared.add_argument("--seed", type=int, default=0)
+    shared.add_argument("--device", default="cuda")
+    shared.add_argument("--toy", action="store_true", help="sizes for a CPU")
+    trained = argparse.ArgumentParser(add_help=False)
+    trained.add_argument("--seconds", type=float, default=0, help="choose the number of steps to take so long")
+    trained.add_argument("--steps", type=int, default=0)
+    trained.add_argument("--rows", type=int, default=32)
+    trained.add_argument("--length", type=int, default=2048)
+    trained.add_argument("--rate", type=float, default=2e-3)
+    trained.add_argument("--warm-up", type=int, default=300)
+    trained.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    for name, step, parents in (
+        ("tokenizer", train_tokenizer, [shared]),
+        ("shards", write_shards, [shared]),
+        ("target", train_target, [shared, trained]),
+        ("drafts", train_drafts, [shared, trained]),
+        ("evaluate", run_evaluation, [shared]),
+        ("install", install, [shared]),
+    ):
+        command = steps.add_parser(name, parents=parents, help=step.__doc__)
+        command.set_defaults(step=step)
+        if name == "tokenizer":
+            command.add_argument("--documents", type=int, default=60_000)
+        if name == "shards":
+            command.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+        if name == "evaluate":
+            command.add_argument("--scale", type=float, default=1.0, help="share of the cases")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    asked.step(asked)
+
+
+if __name__ == "__main__":
+    main()

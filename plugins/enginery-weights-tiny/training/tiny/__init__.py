@@ -1,0 +1,1 @@
+"""What trains the embedded model: texts, tokenizer, models, loops, evaluation. Not shipped in the wheel."""

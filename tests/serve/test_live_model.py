@@ -33,7 +33,20 @@ ADD = {
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     """Of a server with the embedded model."""
-    command = [sys.executable, "-m", "enginery", "serve", "--port", "0", "--num-pages", "256", "--tool-parser", "hermes"]
+    command = [
+        sys.executable,
+        "-m",
+        "enginery",
+        "serve",
+        "--port",
+        "0",
+        "--num-pages",
+        "256",
+        "--num-threads",
+        "1",
+        "--tool-parser",
+        "hermes",
+    ]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as server:
         url = next(found[1] for line in server.stdout if (found := re.search(r"ready: \S+ at (http://\S+),", line)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from enginery.config.schema import EngineOptions
 from enginery.plugin.registry import Registry
+from enginery.run.batch import HostStep
 from enginery.run.engine import Engine
 from enginery.run.runner import LaunchedStep, Runner
 from enginery.schedule.step import ScheduledItem, ScheduledStep
@@ -38,13 +39,13 @@ class FaultyRunner(Runner):
             time.sleep(WEDGE_S)
         return super().launch(step, began_s=began_s)
 
-    def _logits(self, *given: object) -> torch.Tensor:
-        logits = super()._logits(*given)
+    def _sample(self, items: Sequence[ScheduledItem], built: HostStep, logits: torch.Tensor, captured: object) -> object:
         seeds = [item.request.asked.params.seed if self._is_due(item) else 0 for item in self._items]
         if WRONG_SHAPE in seeds:
-            return logits[:, None, None]
-        logits[[seed == NAN for seed in seeds]] = float("nan")
-        return logits
+            logits = logits[:, None, None]
+        else:
+            logits[[seed == NAN for seed in seeds]] = float("nan")
+        return super()._sample(items, built, logits, captured)
 
     def _is_due(self, item: ScheduledItem) -> bool:
         return item.start + item.num_tokens - item.request.num_prompt_tokens == AFTER

@@ -112,7 +112,6 @@ def test_row_18_every_route_but_the_probes_needs_a_key(locked):
         "http://x/v1/models",
         "/openapi.json",
         "/docs",
-        "/",
         "/nothing",
     ],
 )

@@ -100,18 +100,17 @@ def test_what_is_beyond_a_step_is_raised(engine, error):
 
 
 def test_nan_logits_end_their_request_alone(engine):
-    make, rows = engine._runner._logits, []
+    sample, rows = engine._runner._sample, []
 
-    def poisoned(*given: object) -> torch.Tensor:
-        logits = make(*given)
+    def poisoned(items: object, built: object, logits: torch.Tensor, captured: object) -> object:
         rows.append(len(logits))
         if rows == [2]:  # the prompts, in the order of their arrival
             logits[0] = float("nan")
-        return logits
+        return sample(items, built, logits, captured)
 
     engine.submit(request("b"))
     alone = [token for output in drain(engine) for token in output.token_ids]
-    engine._runner._logits = poisoned
+    engine._runner._sample = poisoned
     engine.submit(request("a", temperature=1.0))
     engine.submit(request("b"))
     outputs = drain(engine)

@@ -234,9 +234,9 @@ def test_row_21_a_thousand_clients_that_hang_up_leave_nothing(server, phase):
 
 
 def test_row_22_a_client_that_does_not_read_is_cut_and_others_are_not_held_up(server):
-    """The answers are larger than what the kernel keeps for a connection with a small window."""
+    """The answers are larger than what the kernel keeps for a connection, and take longer than a client may read nothing."""
     before, memory = server.metric("vllm:request_success_total", finished_reason="abort"), server.memory()
-    body = json.dumps({"prompt": "x", "n": 4, **LONG, "logprobs": 20, "stream": True}).encode()
+    body = json.dumps({"prompt": "x", "n": 4, **LONG, "max_tokens": 1000, "logprobs": 20, "stream": True}).encode()
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(4):

@@ -3,7 +3,7 @@
 # Seconds for the two trainings, compilation among them, and the model's size can be changed for a trial:
 #   OUT=out TARGET="--steps 200 --rows 8 --length 512 --toy" DRAFTS="..." EVALUATE="--scale 0.04 --toy" bash plugins/enginery-weights-tiny/training/train_all.sh
 : "${TARGET:=--seconds 270}" "${DRAFTS:=--seconds 85}" "${EVALUATE:=}" "${SHARDS:=--count 800 --processes 12}" "${PY:=python3}"
-mkdir -p "$OUT"; OUT=$(realpath "$OUT"); W=${WORK:-/tmp/tiny}; mkdir -p "$W/shards" "$W/out"
+mkdir -p "$OUT"; OUT=$(realpath "$OUT"); W=${WORK:-$(mktemp -d)}; mkdir -p "$W/shards" "$W/out"
 rm -f "$W/shards/stop" "$W/out/training.json"
 cd plugins/enginery-weights-tiny/training || exit 1
 set -o pipefail

@@ -17,7 +17,7 @@ from process_table import is_running, wait_until_gone
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
-from enginery.errors import ConfigError, EngineDied, QueueFull, RequestError
+from enginery.errors import ConfigError, EngineDied, EnginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve import messages
 from enginery.serve.engine_client import EngineClient, EngineState
@@ -53,6 +53,39 @@ def test_messages_survive_the_way_there_and_back():
     assert messages.decode_to_engine(messages.encode(submit)) == submit
     whole = messages.Submit(GenerationRequest(request_id="x", prompt_token_ids=(1, 2), params=params, priority=-3, cache_salt="s"))
     assert messages.decode_to_engine(messages.encode(whole)) == whole
+
+
+def test_what_came_while_nobody_took_it_is_one_output_of_each_request(tmp_path):
+    async def scenario(client):
+        await client.ready()
+        asked = [request(name, prompt=(5, 6, 7, 8), logprobs=0, max_tokens=3) for name in ("a", "b")]
+        promptly = await drained(client, *asked)
+        async with client.generate(asked) as outputs:
+            while client.meter.num_open:
+                await asyncio.sleep(0.01)
+            late = [output async for output in outputs]
+        assert [output.request_id for output in late] == ["a", "b"]
+        for output in late:
+            steps = [step for step in promptly if step.request_id == output.request_id]
+            assert output.token_ids == sum((step.token_ids for step in steps), ())
+            assert output.logprobs == sum((step.logprobs for step in steps), ())
+            assert output.finish_reason == steps[-1].finish_reason is not None
+
+    with_client(scenario, tmp_path)
+
+
+def test_what_had_come_is_given_before_the_error_that_ends_it(tmp_path):
+    async def scenario(client):
+        await client.ready()
+        async with client.generate([request(seed=SLOW, max_tokens=100, prompt=(5,) * 100)]) as outputs:
+            while not client.meter.num_output:
+                await asyncio.sleep(0.01)
+            await client.abort("r")
+            assert (await anext(outputs)).token_ids
+            with pytest.raises(EnginError, match="administrator"):
+                await anext(outputs)
+
+    with_client(scenario, tmp_path)
 
 
 def test_the_front_imports_no_torch():

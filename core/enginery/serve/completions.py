@@ -35,13 +35,14 @@ async def complete(service: Service, http: Request) -> Response:
         prompt_logprobs=_prompt_logprobs(asked),
     )
     heading = Heading.new("cmpl", model)
+    head = dataclasses.asdict(heading)
     prompts = await model.prompts(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     jobs = model.jobs(asked, prompts, params, heading.id, grammar=asked_grammar(asked))
     deltas = choice_deltas(service.engine, model.text.tokenizer, jobs)
     layouts = [_ChoiceLayout(job, asked, model.text.tokenizer) for job in jobs]
 
     def chunk(choices: list[CompletionChoice], usage: Usage | None) -> bytes:
-        return event(CompletionReply(**dataclasses.asdict(heading), choices=choices, usage=usage))
+        return event(CompletionReply(**head, choices=choices, usage=usage))
 
     def part(delta: ChoiceDelta) -> CompletionChoice | None:
         return layouts[delta.job.index].part(delta)
@@ -51,7 +52,7 @@ async def complete(service: Service, http: Request) -> Response:
         return await EventStream.start(http, stream_events(deltas, part, chunk=chunk, tally=Tally(jobs), options=options))
     choices, usage = await unless_disconnected(http.receive, collect(deltas, jobs))
     reply = CompletionReply(
-        **dataclasses.asdict(heading),
+        **head,
         choices=[layout.whole(choice) for layout, choice in zip(layouts, choices, strict=True)],
         usage=usage,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import shutil
 import sys
@@ -27,12 +28,11 @@ from enginery.plugin.manifest import Manifest
 from enginery.serve import messages
 from enginery.serve.access import note_requests
 from enginery.serve.engine_child import EngineChild, pass_on
-from enginery.serve.faults import Aborted, NotReady, ShuttingDown, SlowReader
+from enginery.serve.faults import Aborted, NotReady, ShuttingDown
 from enginery.serve.metrics import RequestMeter, RequestTimes
 from enginery.serve.progress import Progress
 
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine_process")
-MAX_UNREAD: Final = 16384  # outputs of one group of requests that its client has not taken yet
 _SILENCE_S: Final = 60.0
 _ANSWER_S: Final = 30.0
 _log = logging.getLogger(__name__)
@@ -49,7 +49,10 @@ class EngineState(StrEnum):
 
 
 class Outputs:
-    """What comes of a group of requests that were sent together; iterate until all have finished."""
+    """What comes of a group of requests that were sent together; iterate until all have finished.
+
+    What came of a request since its last output was taken is one output, so that a busy front says more at once, not later.
+    """
 
     def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
         self._client = client
@@ -58,17 +61,23 @@ class Outputs:
             request.request_id: client.meter.begin(request.request_id, len(request.prompt_token_ids)) for request in requests
         }
         self.answers: asyncio.Queue[messages.Accepted | EnginError] = asyncio.Queue()
-        self.outputs: asyncio.Queue[RequestOutput | EnginError] = asyncio.Queue()
+        self._untaken: dict[str, RequestOutput] = {}
+        self._error: EnginError | None = None
+        self._came = asyncio.Event()
 
     def __aiter__(self) -> Outputs:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Raises `EngineDied`, `SlowReader` and `Aborted`."""
+        """Raises `EngineDied` and `Aborted`."""
         while self.open:
-            output = await self.outputs.get()
-            if isinstance(output, EnginError):
-                raise output
+            if not self._untaken:
+                if self._error is not None:
+                    raise self._error
+                self._came.clear()
+                await self._came.wait()
+                continue
+            output = self._untaken.pop(next(iter(self._untaken)))
             if output.request_id in self.open:
                 if output.finish_reason is not None or output.error is not None:
                     self.open.discard(output.request_id)
@@ -78,15 +87,14 @@ class Outputs:
     def put(self, output: RequestOutput, now_s: float) -> None:
         """Take in what the engine said."""
         self._client.meter.add(self.times[output.request_id], output, now_s)
-        self.outputs.put_nowait(output)
-        if self.outputs.qsize() > MAX_UNREAD:
-            self.fail(SlowReader())
+        before = self._untaken.get(output.request_id)
+        self._untaken[output.request_id] = output if before is None else _joined(before, output)
+        self._came.set()
 
     def fail(self, error: EnginError) -> None:
-        """What has not been taken yet is lost; whoever waits gets the error."""
-        while not self.outputs.empty():
-            self.outputs.get_nowait()
-        self.outputs.put_nowait(error)
+        """Whoever waits gets the error, after what has come."""
+        self._error = error
+        self._came.set()
         self.answers.put_nowait(error)
 
     async def abort(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> None:
@@ -232,8 +240,7 @@ class EngineClient:
     def fail_requests(self, error: Callable[[], EnginError]) -> None:
         """End everything that runs, each with an error of its own."""
         for group in set(self._groups.values()):
-            group.answers.put_nowait(error())
-            group.outputs.put_nowait(error())
+            group.fail(error())
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End the process, by force after `grace_s`, and clean up. May be called twice."""
@@ -299,3 +306,16 @@ class EngineClient:
         error = EngineDied(self.died.result())
         error.exit_code = self._failed.exit_code if self._failed else 1
         return error
+
+
+def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
+    """Two outputs of a request, one after the other, as one."""
+    return dataclasses.replace(
+        then,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=then.logprobs if first.logprobs is None else first.logprobs + (then.logprobs or ()),
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        queued_s=first.queued_s,
+        embedding=first.embedding,
+    )

@@ -35,13 +35,6 @@ class Aborted(EnginError):
         super().__init__("the request was aborted by an administrator")
 
 
-class SlowReader(EnginError):
-    """More waits for a client than is kept."""
-
-    def __init__(self) -> None:
-        super().__init__("the client reads too slowly; the request was aborted")
-
-
 class Unauthorized(RequestError):
     """No key, or a wrong one."""
 

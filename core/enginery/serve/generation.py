@@ -52,26 +52,37 @@ class _Choice:
         self._job = job
         self._text = CompletionText(tokenizer, job.request.params)
         self._reader = AnswerReader(how)
+        self._counts_reasoning = how.reasoning is not None
 
     def feed(self, output: RequestOutput) -> ChoiceDelta:
         """What the output adds. It may be the last before the engine says so."""
-        ends = output.finish_reason is not None
-        added = self._text.feed(output.token_ids, finished=ends, stop_token_id=output.stop_token_id)
-        was_reasoning = self._reader.is_reasoning
-        events = self._reader.feed(added.text, finished=ends or added.stopped_by is not None)
+        reader, num_tokens, num_reasoning_tokens, stopped_by = self._reader, 0, 0, None
+        texts: list[str] = []
+        events: list[ParserEvent] = []
         reason: str | None = output.finish_reason
-        if added.stopped_by is not None or self._reader.is_over:
-            reason = FinishReason.STOP
+        pieces = [(token_id,) for token_id in output.token_ids] if self._counts_reasoning else [output.token_ids]
+        for place, token_ids in enumerate(pieces or [()]):
+            is_last = place >= len(pieces) - 1
+            ends = is_last and output.finish_reason is not None
+            added = self._text.feed(token_ids, finished=ends, stop_token_id=output.stop_token_id if is_last else None)
+            num_tokens += added.num_tokens
+            num_reasoning_tokens += added.num_tokens if reader.is_reasoning else 0
+            texts.append(added.text)
+            stopped_by = added.stopped_by
+            events += reader.feed(added.text, finished=ends or stopped_by is not None)
+            if stopped_by is not None or reader.is_over:
+                reason = FinishReason.STOP
+                break
         return ChoiceDelta(
             job=self._job,
-            text=added.text,
+            text="".join(texts),
             events=events,
-            num_tokens=added.num_tokens,
-            num_reasoning_tokens=added.num_tokens if was_reasoning else 0,
-            logprobs=(output.logprobs or ())[: added.num_tokens],
+            num_tokens=num_tokens,
+            num_reasoning_tokens=num_reasoning_tokens,
+            logprobs=(output.logprobs or ())[:num_tokens],
             prompt_logprobs=output.prompt_logprobs,
-            finish_reason=TOOL_CALLS if reason == FinishReason.STOP and self._reader.has_called else reason,
-            stopped_by=added.stopped_by,
+            finish_reason=TOOL_CALLS if reason == FinishReason.STOP and reader.has_called else reason,
+            stopped_by=stopped_by,
             num_cached_tokens=output.num_cached_tokens,
         )
 

@@ -82,13 +82,30 @@ class QKNormRotaryWriteFn(Protocol):
     ) -> None: ...
 
 
+class LatentNormRotaryWriteFn(Protocol):
+    """See `OpTable`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos_sin: torch.Tensor,
+        *,
+        stored: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Routing:
     """How tokens choose their experts: scores, groups, the best top_k, weights.
 
     scoring: of the router's logits over all experts. num_groups, top_groups: experts are chosen from the best groups alone; the
     score of a group is its best expert's (`max`, DeepSeek-V2) or the sum of its two best (`top2`, DeepSeek-V3). renormalise: the
-    weights of a token sum to 1. scale multiplies them.
+    weights of a token sum to 1. scale multiplies them. num_shared: experts behind the others that every token has besides, with
+    weight 1.
     """
 
     top_k: int
@@ -98,10 +115,11 @@ class Routing:
     group_score: Literal["max", "top2"] = "max"
     renormalise: bool = False
     scale: float = 1.0
+    num_shared: int = 0
 
 
 class Routed(NamedTuple):
-    """The experts of each token: ids [T, top_k] int32, weights [T, top_k] float32."""
+    """The experts of each token: ids [T, top_k + num_shared] int32, weights of the same shape, float32."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -133,6 +151,9 @@ class OpTable:
     then rotates the first R dims, halves convention (GPT-NeoX).
     qk_norm_rotary_write(qkv [T, H + 2K, D], weight [H + K, D] or None, eps, cos_sin, keys, values [S, K, D], slots [T] int64): the
     same on the first H + K heads; then keys and values, which may be of another dtype, go to the rows of their slots.
+    latent_norm_rotary_write(q [T, H, N + P], latents [T, R + P], weight [R], eps, cos_sin [T, P], stored [S, R + P], slots [T]):
+    of MLA, in place: RMSNorm of each latent's first R dims, rotation of its last P and of those of each query head; then latents,
+    which may be of another dtype there, go to the rows of their slots.
     gated_silu(x [N, 2C]): silu(first half) * second half.
     route(logits [T, E] float32, bias [E] float32 or None, routing): the experts of each token. The bias counts in the choice of
     groups and experts, not in the weights (DeepSeek-V3).
@@ -147,6 +168,7 @@ class OpTable:
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     qk_norm_rotary: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor], None]
     qk_norm_rotary_write: QKNormRotaryWriteFn
+    latent_norm_rotary_write: LatentNormRotaryWriteFn
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
     route: Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]
     bind_experts: Callable[[torch.Tensor, torch.Tensor, ExpertScales | None], ExpertsFn]

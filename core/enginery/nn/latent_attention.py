@@ -20,7 +20,7 @@ class LatentSelfAttention:
     """Causal self-attention over latents, bound to its backend's `attend` when built.
 
     Checkpoints rotate pairs (2i, 2i + 1). Attention is the same for every order of the rotated dims that q and k share, so rows
-    of the weights are put where `qk_norm_rotary` rotates pairs (i, i + P / 2).
+    of the weights are put where `latent_norm_rotary_write` rotates pairs (i, i + P / 2).
     """
 
     def __init__(
@@ -52,10 +52,9 @@ class LatentSelfAttention:
         self.spec = dataclasses.replace(spec, latent=LatentWeights(kv_b=kv_b.view(heads, -1, facts.rank)))
         out_bias = weights.take("o_proj.bias", (hidden,)) if bias else None
         self.out = ops.bind_linear(weights.take("o_proj.weight", (hidden, heads * facts.value_dim)), out_bias)
-        self.rms_norm = ops.rms_norm
-        self.qk_norm_rotary = ops.qk_norm_rotary
+        self.rms_norm, self.latent_norm_rotary_write = ops.rms_norm, ops.latent_norm_rotary_write
         self.attend = context.attend
-        self.pool = context.pool
+        self.stored = context.pool.by_slot(spec.local_id).k[:, 0]  # [slots, R + P]
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, C], cos_sin: [T, P]. Returns [T, C]."""
@@ -65,12 +64,8 @@ class LatentSelfAttention:
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.rms_norm(q, self.q_norm, self.norm_eps))
         q = q.view(num_tokens, self.num_heads, facts.nope_dim + facts.rope_dim)
-        normed = latents[:, : facts.rank]
-        normed.copy_(self.rms_norm(normed, self.latent_norm, self.norm_eps))
+        self.latent_norm_rotary_write(q, latents, self.latent_norm, self.norm_eps, cos_sin, stored=self.stored, slots=batch.slots)
         latents = latents[:, None]  # [T, 1, R + P]
-        self.qk_norm_rotary(q[..., facts.nope_dim :], None, 0.0, cos_sin)
-        self.qk_norm_rotary(latents[..., facts.rank :], None, 0.0, cos_sin)
-        self.pool.write(self.spec.local_id, latents, latents, batch.slots)
         attended = torch.empty((num_tokens, self.num_heads, facts.value_dim), dtype=q.dtype, device=q.device)
         self.attend(q, latents, latents, self.spec, batch, attended)
         return self.out(attended.view(num_tokens, -1))

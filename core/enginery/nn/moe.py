@@ -5,6 +5,7 @@ T tokens, C hidden size, E experts, I an expert's inner size, S how many times t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from enginery.config.decoder_shape import DecoderShape, ExpertsShape
 from enginery.contracts.model import ModelContext, WeightSource
-from enginery.contracts.ops import ExpertScales, Routed
+from enginery.contracts.ops import ExpertScales, LinearFn, OpTable
 from enginery.nn.decoder import DecoderLayer, GatedMLP, layer_attention
 from enginery.nn.reference_experts import BLOCK
 
@@ -37,22 +38,20 @@ class MixtureOfExperts:
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, experts: ExpertsShape, mlp_bias: bool) -> None:
         """mlp_bias: of the shared expert; the others have none."""
-        count, hidden, device = experts.num_experts, context.facts.hidden_size, context.device
-        names, ops = experts.names, context.ops
+        count, hidden = experts.num_experts, context.facts.hidden_size
+        names, ops, routing = experts.names, context.ops, experts.routing
         self.num_joined = 0 if mlp_bias or experts.shared_size % experts.inner_size else experts.shared_size // experts.inner_size
         gate_up, down, scales = _stack_experts(context, weights, experts, num_joined=self.num_joined)
         self.experts = ops.bind_experts(gate_up, down, scales)
         self.parts = Parts(gate_up[count:], down[count:]) if scales is None and self.num_joined else None
         self.gated_silu = ops.gated_silu
-        ids = torch.arange(count, count + self.num_joined, dtype=torch.int32, device=device)
-        self.joined = Routed(ids, torch.ones(self.num_joined, device=device))
-        self.wide = experts.wide_router
-        router = weights.take("gate.weight", (count, hidden), dtype=torch.float32 if self.wide else None)
-        self.router = ops.bind_linear(router, None)
+        wide = experts.wide_router
+        router = weights.take("gate.weight", (count, hidden), dtype=torch.float32 if wide else None)
+        self.router = _bind_wide(router, context.dtype, ops) if wide else ops.bind_linear(router, None)
         self.bias: torch.Tensor | None = None
         if experts.correction_bias:
             self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)
-        self.route, self.routing = ops.route, experts.routing
+        self.route, self.routing, self.joined = ops.route, routing, dataclasses.replace(routing, num_shared=self.num_joined)
         self.shared: GatedMLP | None = None
         if experts.shared_size and not self.num_joined:
             shared = weights.scope(names.shared)
@@ -62,24 +61,20 @@ class MixtureOfExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C]."""
-        logits = self.router(x.float() if self.wide else x).float()  # [T, E]
-        routed = self.route(logits, self.bias, self.routing)
+        joins = self.num_joined > 0 and (self.parts is None or len(x) <= JOINED_ROWS)
+        routed = self.route(self.router(x).float(), self.bias, self.joined if joins else self.routing)
         gate = None if self.shared_gate is None else self.shared_gate(x).sigmoid_()  # [T, 1]
-        if self.num_joined and (self.parts is None or len(x) <= JOINED_ROWS):
-            return self.experts(x, self._join(routed, gate))
+        if joins and gate is not None:
+            routed.weights[:, -self.num_joined :] = gate
         out = self.experts(x, routed)
+        if joins:
+            return out
         if self.parts is not None:
             return self._add_parts(out, x, gate)
         if self.shared is None:
             return out
         shared = self.shared(x)
         return out.add_(shared if gate is None else shared.mul_(gate))
-
-    def _join(self, routed: Routed, gate: torch.Tensor | None) -> Routed:
-        """The shared expert's parts behind the chosen experts: [T, top_k + S]."""
-        ids, ones = (each.expand(len(routed.ids), -1) for each in self.joined)
-        weights = ones if gate is None else gate.to(ones.dtype).expand_as(ones)
-        return Routed(torch.cat((routed.ids, ids), dim=1), torch.cat((routed.weights, weights), dim=1))
 
     def _add_parts(self, out: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """The shared expert's parts, as one product up and one down for each."""
@@ -92,6 +87,15 @@ class MixtureOfExperts:
         for values, down in zip(hidden.unbind(1), self.parts.down, strict=True):
             out.addmm_(values, down.T)
         return out
+
+
+def _bind_wide(weight: torch.Tensor, dtype: torch.dtype, ops: OpTable) -> LinearFn:
+    """x W^T in float32, W [E, C] float32. Where x's dtype holds W without loss, a GPU multiplies in that and adds in float32."""
+    narrow = weight.to(dtype)
+    if weight.is_cuda and dtype.itemsize == 2 and torch.equal(narrow.float(), weight):
+        return lambda x: torch.mm(x, narrow.T, out_dtype=torch.float32)
+    linear = ops.bind_linear(weight, None)
+    return lambda x: linear(x.float())
 
 
 def _stack_experts(

@@ -25,7 +25,9 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> 
     weights = scores.gather(1, ids)
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
-    return Routed(ids.to(torch.int32), weights * routing.scale)
+    shared = torch.arange(logits.shape[1], logits.shape[1] + routing.num_shared, device=ids.device).expand(len(ids), -1)
+    ids, weights = torch.cat((ids, shared), dim=1), F.pad(weights * routing.scale, (0, routing.num_shared), value=1.0)
+    return Routed(ids.to(torch.int32), weights)
 
 
 def bind_experts(gate_up: torch.Tensor, down: torch.Tensor, scales: ExpertScales | None) -> ExpertsFn:

@@ -18,6 +18,7 @@ def reference_ops() -> OpTable:
         add_rms_norm=add_rms_norm,
         qk_norm_rotary=qk_norm_rotary,
         qk_norm_rotary_write=qk_norm_rotary_write,
+        latent_norm_rotary_write=latent_norm_rotary_write,
         gated_silu=gated_silu,
         route=route,
         bind_experts=bind_experts,
@@ -80,6 +81,24 @@ def qk_norm_rotary_write(
     qk_norm_rotary(qkv[:, :rotated], weight, eps, cos_sin)
     store_rows(keys, slots, qkv[:, rotated - num_kv : rotated])
     store_rows(values, slots, qkv[:, rotated:])
+
+
+def latent_norm_rotary_write(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    *,
+    stored: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Norm and rotate the latents, rotate the queries, then latents into their slots."""
+    rank, rotary_dim = len(weight), cos_sin.shape[-1]
+    latents[:, :rank] = rms_norm(latents[:, :rank], weight, eps)
+    qk_norm_rotary(q[..., -rotary_dim:], None, eps, cos_sin)
+    qk_norm_rotary(latents[:, None, rank:], None, eps, cos_sin)
+    store_rows(stored, slots, latents)
 
 
 def store_rows(stored: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:

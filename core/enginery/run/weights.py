@@ -153,6 +153,8 @@ def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> 
         elif target.dim() > 1:
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # CPU generators use 32 bits of it
             target.normal_(0, target.shape[-1] ** -0.5, generator=generator)
+            if target.dtype != record.dtype:  # checkpoints hold one dtype, whatever is wanted of them
+                target.copy_(target.to(record.dtype))
         else:
             target.fill_(0.0 if name.endswith("bias") else 1.0)
     return LoadedWeights(tensors)

@@ -35,6 +35,7 @@ ROUTERS = {
     "softmax of groups by their two best": (20, Routing(top_k=3, num_groups=5, top_groups=2, group_score="top2")),
     "largest": (512, Routing(top_k=16)),
     "one expert": (1, Routing(top_k=1)),
+    "shared ones behind": (64, Routing(top_k=6, scale=2.0, num_shared=2)),
 }
 
 
@@ -65,7 +66,7 @@ def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: in
 def test_no_tokens_have_no_experts(name: str, device: str) -> None:
     num_experts, routing = ROUTERS[name]
     found = route(torch.empty(0, num_experts, device=device), None, routing, dependent_launch=chained(device))
-    assert found.ids.shape == found.weights.shape == (0, routing.top_k)
+    assert found.ids.shape == found.weights.shape == (0, routing.top_k + routing.num_shared)
 
 
 @on_devices

@@ -145,6 +145,38 @@ def test_keys_and_values_are_narrowed_to_the_memory(device: str) -> None:
         torch.testing.assert_close(actual.float(), reference.float(), rtol=1 / 7, atol=2**-8)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize(("heads", "nope", "rank", "rotary"), [(16, 128, 512, 64), (3, 20, 24, 12)])
+def test_latents_are_normed_rotated_and_written_as_the_reference_does(
+    dtype: torch.dtype, num_tokens: int, heads: int, nope: int, rank: int, rotary: int, device: str
+) -> None:
+    torch.manual_seed(0)
+    merged = random(num_tokens, heads * (nope + rotary) + rank + rotary, dtype=dtype, device=device)
+    weight, stored = random(rank, dtype=dtype, device=device), random(12, rank + rotary, dtype=dtype, device=device)
+    angles = torch.rand(num_tokens, rotary // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
+    slots = torch.randperm(12)[:num_tokens].to(device)
+    results = []
+    for table in (reference_ops, ops(device)):
+        mine, memory = merged.clone(), stored.clone()
+        q, latents = mine[:, : -(rank + rotary)].view(num_tokens, heads, nope + rotary), mine[:, -(rank + rotary) :]
+        table.latent_norm_rotary_write(q, latents, weight, 1e-6, cos_sin, stored=memory, slots=slots)
+        assert torch.equal(memory[slots], latents)
+        results.append((mine, memory))
+    (expected, expected_memory), (actual, actual_memory) = results
+    close(actual, expected, scale=2)
+    close(actual_memory, expected_memory, scale=2)
+    assert torch.equal(actual[:, :nope], merged[:, :nope])
+
+
+def test_a_latent_memory_that_the_kernel_cannot_write_is_refused(device: str) -> None:
+    q, latents, weight, cos_sin = (torch.zeros(shape, device=device) for shape in ((1, 2, 12), (1, 20), (16,), (1, 4)))
+    stored, slots = torch.zeros(20, 4, device=device).T, torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="adjacent dims"):
+        ops(device).latent_norm_rotary_write(q, latents, weight, 1e-6, cos_sin, stored=stored, slots=slots)
+
+
 def test_a_kv_layout_that_the_kernel_cannot_write_is_refused(device: str) -> None:
     qkv, cos_sin = (torch.zeros(shape, device=device) for shape in ((1, 3, 16), (1, 16)))
     keys, values, slots = torch.zeros(4, 1, 16, device=device), torch.zeros(1, 4, 16, device=device), torch.zeros(1, device=device)

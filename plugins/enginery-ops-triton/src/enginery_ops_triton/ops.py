@@ -10,7 +10,7 @@ import torch
 from enginery.api import Draws, ExpertScales, ExpertsFn, LinearFn, Routed, Routing
 from enginery.nn import reference_ops
 from enginery_ops_triton.experts import bind_experts
-from enginery_ops_triton.kernels import activation, embedding, norm, rotary
+from enginery_ops_triton.kernels import activation, embedding, latents, norm, rotary
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.routing import route
 from enginery_ops_triton.sampling import greedy_sample, sample_rows
@@ -171,6 +171,51 @@ class TritonOps:
             num_warps=4 if per_program * dim >= 512 else 1,
             launch_pdl=self.dependent_launch,
         )
+
+    def latent_norm_rotary_write(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos_sin: torch.Tensor,
+        *,
+        stored: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """q: [T, H, N + P], rows: the latents [T, R + P], any distance apart; stored: [num_slots, R + P]; slots: [T] int64."""
+        num_tokens, num_heads, dim = q.shape
+        rank, rotary_dim = len(weight), cos_sin.shape[-1]
+        if any(each.stride(-1) != 1 for each in (q, rows, weight, cos_sin, stored)):
+            raise ValueError(
+                f"heads, latents and angles must have adjacent dims: {q.stride()=}, {rows.stride()=}, {stored.stride()=}"
+            )
+        per_program = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+        if num_tokens:
+            latents.norm_rotate_write[(num_tokens, 1 + -(-num_heads // per_program))](
+                q,
+                rows,
+                weight,
+                cos_sin,
+                stored,
+                slots,
+                q.stride(0),
+                q.stride(1),
+                rows.stride(0),
+                cos_sin.stride(0),
+                stored.stride(0),
+                eps,
+                NUM_HEADS=num_heads,
+                NOPE=dim - rotary_dim,
+                RANK=rank,
+                ROTARY=rotary_dim,
+                BLOCK_HEADS=per_program,
+                BLOCK_HALF=next_power_of_2(rotary_dim // 2),
+                BLOCK_RANK=next_power_of_2(rank),
+                CHAINED=self.dependent_launch,
+                num_warps=4,
+                launch_pdl=self.dependent_launch,
+            )
 
     def gated_silu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(first half) * second half."""

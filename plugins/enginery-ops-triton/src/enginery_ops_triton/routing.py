@@ -15,12 +15,13 @@ MOST_EXPERTS: Final = 1024  # a program has a token's scores in registers
 
 
 def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, dependent_launch: bool) -> Routed:
-    """The experts of each row of logits [T, E] float32, of equal scores the lowest: ids [T, top_k] int32, weights float32."""
+    """The experts of each row of logits [T, E] float32, of equal scores the lowest."""
     num_tokens, num_experts = logits.shape
     if num_experts > MOST_EXPERTS or logits.dtype is not torch.float32 or logits.stride(1) != 1:
         return reference_experts.route(logits, bias, routing)
-    ids = torch.empty((num_tokens, routing.top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_tokens, routing.top_k), dtype=torch.float32, device=logits.device)
+    num_columns = routing.top_k + routing.num_shared
+    ids = torch.empty((num_tokens, num_columns), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, num_columns), dtype=torch.float32, device=logits.device)
     if num_tokens == 0:
         return Routed(ids, weights)
     kernels.route[(num_tokens,)](
@@ -32,6 +33,7 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, 
         routing.scale,
         NUM_EXPERTS=num_experts,
         TOP_K=routing.top_k,
+        NUM_COLUMNS=num_columns,
         NUM_GROUPS=routing.num_groups,
         TOP_GROUPS=routing.top_groups,
         TOP2=routing.group_score == "top2",
@@ -40,7 +42,7 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, 
         BIAS=bias is not None,
         BLOCK_GROUPS=next_power_of_2(routing.num_groups),
         BLOCK_MEMBERS=next_power_of_2(num_experts // routing.num_groups),
-        BLOCK_TOP=next_power_of_2(routing.top_k),
+        BLOCK_TOP=next_power_of_2(num_columns),
         CHAINED=dependent_launch,
         num_warps=1 if num_experts <= 512 else 4,
         launch_pdl=dependent_launch,

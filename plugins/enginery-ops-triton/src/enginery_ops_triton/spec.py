@@ -41,6 +41,7 @@ PROVIDES = (
     "add_rms_norm",
     "qk_norm_rotary",
     "qk_norm_rotary_write",
+    "latent_norm_rotary_write",
     "gated_silu",
     "route",
     "bind_experts",

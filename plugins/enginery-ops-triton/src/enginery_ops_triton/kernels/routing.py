@@ -37,6 +37,7 @@ def route(
     scale: float,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     TOP2: tl.constexpr,
@@ -48,7 +49,7 @@ def route(
     BLOCK_TOP: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """logits: [T, NUM_EXPERTS] with its row stride; ids, weights: [T, TOP_K] contiguous."""
+    """logits: [T, NUM_EXPERTS] with its row stride; ids, weights: [T, NUM_COLUMNS] contiguous, the shared experts last."""
     release_successor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     least_key: tl.constexpr = -(1 << 63)
@@ -89,5 +90,6 @@ def route(
     weight = score_of(tl.load(at + picked, mask=wanted, other=0.0), peak, mass, SIGMOID)
     if RENORMALISE:
         weight /= tl.sum(tl.where(wanted, weight, 0.0), axis=0) + 1e-20
-    tl.store(ids + row * TOP_K + place, picked, mask=wanted)
-    tl.store(weights + row * TOP_K + place, weight * scale, mask=wanted)
+    columns = row * NUM_COLUMNS + place
+    tl.store(ids + columns, tl.where(wanted, picked, NUM_EXPERTS + place - TOP_K), mask=place < NUM_COLUMNS)
+    tl.store(weights + columns, tl.where(wanted, weight * scale, 1.0), mask=place < NUM_COLUMNS)

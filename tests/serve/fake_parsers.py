@@ -71,8 +71,12 @@ class ReasoningParser:
         return [(ReasoningText if self._inside else ContentText)(text)] if text else []
 
 
-def force(tools, name, *, parallel):
-    return Grammar(kind=GrammarKind.CHOICE, source=json.dumps([name or [tool.name for tool in tools], parallel]))
+def force(tools, name, *, parallel, required, reasoning=("", "")):
+    """What was asked for, for the log; where no call is required, with the tools' schemas and the tags."""
+    asked = [name or [tool.name for tool in tools], parallel]
+    if not required:
+        asked += [[tool.parameters if tool.strict else None for tool in tools], reasoning]
+    return Grammar(kind=GrammarKind.CHOICE, source=json.dumps(asked))
 
 
 TOOLS = ParserSpec(name="brackets", api=(1, 0), kind="tools", summary="", suits=lambda facts: True, make=CallParser, force=force)
@@ -85,6 +89,7 @@ REASONING = ParserSpec(
     make=ReasoningParser,
     is_inside=lambda text: text.endswith("(think)<assistant>"),
     close="(done)",
+    tags=("(think)", "(done)"),
 )
 PARSERS = Parsers(tools=TOOLS, reasoning=REASONING)
 OFFERS = tuple(

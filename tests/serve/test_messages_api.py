@@ -41,6 +41,15 @@ def test_thinking_text_and_calls_are_blocks(with_server):
     with_server(scenario, parsers=PARSERS)
 
 
+def test_a_strict_tool_has_its_schema_followed(with_server):
+    async def scenario(live):
+        tools = [{**ADD, "input_schema": {"type": "object", "required": ["a"]}, "strict": True}]
+        assert (await live.post("/v1/messages", **user("x"), tools=tools)).status_code == 200
+        assert [grammar for grammar in live.said("grammar") if '"required":["a"]' in grammar]
+
+    with_server(scenario, parsers=PARSERS)
+
+
 def test_how_an_answer_ended_is_told(with_server):
     async def scenario(live):
         for stream in (False, True):

@@ -117,6 +117,18 @@ def test_items_of_an_earlier_answer_are_one_message_each(with_server):
     with_server(scenario, parsers=PARSERS)
 
 
+def test_strict_tools_become_a_grammar_and_others_do_not(with_server):
+    async def scenario(live):
+        for strict in (True, False, None):
+            reply = (await live.post("/v1/responses", input=CALL, tools=[{**ADD, "strict": strict}])).json()
+            assert checked(reply).output[1].name == "add"
+        assert live.said("grammar") == ['choice:[["add"],true,[{"type":"object"}],["(think)","(done)"]]']
+        bad = {**ADD, "strict": True, "parameters": {"BAD": 1}}
+        assert (await live.post("/v1/responses", input="x", tools=[bad])).json()["error"]["param"] == "tools"
+
+    with_server(scenario, parsers=PARSERS)
+
+
 def test_a_format_becomes_a_grammar(with_server):
     async def scenario(live):
         schema = {"type": "object"}
@@ -163,7 +175,7 @@ def test_a_wrong_field_is_refused_by_name(shared_server, body, param):
 
 def test_the_official_client_reads_whole_and_streamed_responses(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        asked = {"model": "fake", "input": [{"role": "user", "content": ASKED}], "tools": [ADD], "store": False}
+        asked = {"model": "fake", "input": [{"role": "user", "content": ASKED}], "tools": [{**ADD, "strict": True}], "store": False}
         whole = client.responses.create(**asked)
         with client.responses.stream(**asked) as stream:
             texts = [event.delta for event in stream if event.type == "response.output_text.delta"]

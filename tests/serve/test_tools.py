@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import openai
+import pydantic
 import pytest
 from fake_parsers import PARSERS
 
@@ -126,6 +129,73 @@ def test_a_call_is_forced_by_the_parser_s_grammar(with_server):
     with_server(scenario, parsers=PARSERS)
 
 
+STRICT = {"name": "add", "parameters": {"type": "object", "required": ["a"]}, "strict": True}
+
+
+def test_calls_of_strict_tools_follow_a_grammar_that_leaves_text_and_reasoning_free(with_server):
+    async def scenario(live):
+        tools = [{"type": "function", "function": STRICT}, TOOLS[1]]
+        for text, more in (("x", {}), ("x (think)", {"tool_choice": "auto", "parallel_tool_calls": False})):
+            reply = await live.chat(text, tools=tools, **more)
+            assert reply.status_code == 200, reply.text
+        message = reply.json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "<user>x (think)<assistant>", "the reasoning that the prompt opens stays open"
+        schema = '{"type":"object","required":["a"]}'
+        assert live.said("grammar") == [
+            f'choice:[["add","stop"],true,[{schema},null],["(think)","(done)"]]',
+            f'choice:[["add","stop"],false,[{schema},null],["","(done)"]]',
+        ]
+
+    with_server(scenario, parsers=PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"force": None}, "brackets"),
+        ({"force": lambda tools, name, **more: None}, "brackets"),
+        ({"tags": ("", "")}, "round"),
+    ],
+)
+def test_strict_is_refused_where_a_parser_cannot_keep_to_it(with_server, change, word):
+    tools, reasoning = (
+        dataclasses.replace(spec, **{name: value for name, value in change.items() if (name == "force") == (spec.kind == "tools")})
+        for spec in (PARSERS.tools, PARSERS.reasoning)
+    )
+
+    async def scenario(live):
+        asked = {"tools": [{"type": "function", "function": STRICT}]}
+        error = (await live.chat("x", **asked)).json()["error"]
+        assert error["param"] == "tools"
+        assert word in error["message"]
+        assert "leave strict out" in error["message"]
+        assert (await live.chat("x", **asked, tool_choice="none")).status_code == 200
+        assert (await live.chat("x", tools=TOOLS)).status_code == 200
+
+    with_server(scenario, parsers=Parsers(tools=tools, reasoning=reasoning))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_of_a_strict_tool_that_does_not_compile_is_refused_before_the_answer(server_with_parsers, stream):
+    bad = {"type": "function", "function": {**STRICT, "parameters": {"BAD": 1}}}
+    response = server_with_parsers("/v1/chat/completions", {"messages": user("x"), "tools": [bad], "stream": stream})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools"), response.text
+
+
+def test_the_official_client_sends_strict_tools(url):
+    class Sum(pydantic.BaseModel):
+        a: str
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        tool = openai.pydantic_function_tool(Sum, name="add")
+        assert tool["function"]["strict"] is True
+        asked = {"model": "fake", "messages": user(CALL), "tools": [tool]}
+        message = client.chat.completions.parse(**asked).choices[0].message
+        assert message.tool_calls[0].function.parsed_arguments == Sum(a="1 日")
+        with client.chat.completions.stream(**asked) as stream:
+            assert stream.get_final_completion().choices[0].message.tool_calls[0].function.arguments == CALLED["arguments"]
+
+
 def test_reasoning_that_the_prompt_opens_is_reasoning(with_server):
     async def scenario(live):
         message = (await live.chat("a (done) b (think)")).json()["choices"][0]["message"]
@@ -212,7 +282,7 @@ def test_the_template_sees_tools_calls_and_results(folder, with_server):
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"BAD": 1}, "strict": True}}]}, "tools"),
         ({"functions": []}, "functions"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": HISTORY[1]["tool_calls"]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages"),

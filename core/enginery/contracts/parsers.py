@@ -56,10 +56,11 @@ ParserEvent = ContentText | ReasoningText | ToolCallBegun | ArgumentsText | Tool
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function of the request. parameters: JSON schema of its arguments; empty if there is none."""
+    """A function of the request. parameters: JSON schema of its arguments; empty if there is none. strict: they must satisfy it."""
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,21 +98,27 @@ class OutputParser(Protocol):
 
 
 class ForceFn(Protocol):
-    """The grammar of outputs that call a tool: `name`, or one of `tools` if it is None. None: cannot be forced.
+    """The grammar of answers that call `name`, or any of `tools` if it is None. None: the parser has no such grammar.
 
-    parallel: several calls are allowed. The grammar is of the whole answer, which has no reasoning. Raises `RequestError` for
-    schemas that are too long.
+    parallel: several calls are allowed. required: the answer is calls, and has no reasoning; else any text that is not read as a
+    call may stand before, between and after them, and there may be none. Arguments satisfy the schema of a strict tool; those of
+    the others do so as far as the format allows where a call is required, and else are any JSON object. reasoning: the tags around
+    it, when the answer may begin with it, which says what it likes; the first is empty if the prompt ends within it, both if there
+    is none. Raises `RequestError` for schemas that are too long, or that the format cannot keep to.
     """
 
-    def __call__(self, tools: Sequence[Tool], name: str | None, *, parallel: bool) -> Grammar | None: ...
+    def __call__(
+        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
+    ) -> Grammar | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParserSpec:
     """A parser on offer. `auto` takes the highest priority whose `suits` is true.
 
-    needs_special_tokens: the text must be decoded with them. force: for tools only. is_inside, close: for reasoning only; whether a
-    rendered prompt ends within reasoning, and the text that ends it there, for prompts whose answer must not reason.
+    needs_special_tokens: the text must be decoded with them. force: for tools only. is_inside, close, tags: for reasoning only;
+    whether a rendered prompt ends within reasoning, the text that ends it there, for prompts whose answer must not reason, and what
+    stands around it, at the beginning of an answer and after up to 16 blanks; empty where that is not so.
     """
 
     name: str
@@ -125,3 +132,4 @@ class ParserSpec:
     force: ForceFn | None = None
     is_inside: Callable[[str], bool] | None = None
     close: str = ""
+    tags: tuple[str, str] = ("", "")

@@ -80,11 +80,12 @@ class AnthropicMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class AnthropicTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the model may call. input_schema: a JSON schema."""
+    """What the model may call. input_schema: a JSON schema. strict: calls always follow it."""
 
     name: FunctionName
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
 
@@ -156,7 +157,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
 
 
 def _tool(tool: AnthropicTool) -> FunctionTool:
-    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
     return FunctionTool(type="function", function=function)
 
 

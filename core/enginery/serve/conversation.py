@@ -68,10 +68,14 @@ async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
     model.check_name(asked.model)
     tools = _usable_tools(asked, model.parsers)
     grammar = asked_grammar(asked)
-    if tools:
-        grammar = _forced_call(asked, tools, grammar, model.parsers)
+    if tools and grammar is not None:
+        advice = "leave one out, or send tool_choice none"
+        raise RequestError(f"an answer that follows a grammar can call no tools; {advice}", param=grammar.field)
+    must_call = bool(tools) and asked.tool_choice not in (None, "auto")
     text = await model.render(asked.messages, tools=tools, add_generation_prompt=asked.add_generation_prompt is not False)
-    text, how = _how_to_read(asked, model, tools, text, must_follow=grammar is not None)
+    text, how = _how_to_read(asked, model, tools, text, must_follow=must_call or grammar is not None)
+    if must_call or any(tool.function.strict for tool in tools):
+        grammar = _grammar_of_calls(asked, how, must_call=must_call)
     prompt = await model.encode(text, add_special_tokens=asked.add_special_tokens is True, field="messages")
     return _Ready(prompt=prompt, how=how, grammar=grammar)
 
@@ -91,29 +95,27 @@ def _usable_tools(asked: ChatRequest, parsers: Parsers) -> Sequence[FunctionTool
     if parsers.tools is None:
         advice = "start the server with --tool-parser NAME, or send tool_choice none"
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
-    if choice in (None, "auto") and any(tool.function.strict for tool in tools):
-        advice = "leave strict out, or send tool_choice required or the name of a function"
-        raise RequestError(f"strict arguments cannot be promised when the model is free to call or not; {advice}", param="tools")
     return tools
 
 
-def _forced_call(
-    asked: ChatRequest, tools: Sequence[FunctionTool], grammar: FieldGrammar | None, parsers: Parsers
-) -> FieldGrammar | None:
-    """The grammar that makes the model call, where it must."""
-    if grammar is not None:
-        advice = "leave one out, or send tool_choice none"
-        raise RequestError(f"an answer that follows a grammar can call no tools; {advice}", param=grammar.field)
-    if asked.tool_choice in (None, "auto"):
-        return None
-    assert parsers.tools is not None
+def _grammar_of_calls(asked: ChatRequest, how: AnswerFormat, *, must_call: bool) -> FieldGrammar:
+    """What makes the model call, or only keeps its calls of strict tools to their schemas. Reasoning stays free."""
+    assert how.tool_parser is not None
+    field, advice = ("tool_choice", "send tool_choice auto") if must_call else ("tools", "leave strict out")
     name = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
-    force = parsers.tools.force
-    forced = None if force is None else force(_for_parser(tools), name, parallel=asked.parallel_tool_calls is not False)
-    if forced is None:
-        message = f"the parser {parsers.tools.name} has no grammar that makes the model call a tool; send tool_choice auto"
-        raise RequestError(message, param="tool_choice")
-    return FieldGrammar("tool_choice", forced)
+    begin, end = ("", "") if must_call or how.reasoning is None else how.reasoning.tags
+    if not (must_call or how.reasoning is None or (begin and end)):
+        message = f"the parser {how.reasoning.name} does not say between which tags reasoning is; {advice}"
+        raise RequestError(message, param=field)
+    grammar, reasoning = None, ("" if how.is_inside else begin, end)
+    if force := how.tool_parser.force:
+        try:
+            grammar = force(how.tools, name, parallel=how.parallel, required=must_call, reasoning=reasoning)
+        except RequestError as error:
+            raise RequestError(str(error), param="tools") from error
+    if grammar is None:
+        raise RequestError(f"the parser {how.tool_parser.name} has no grammar of calls; {advice}", param=field)
+    return FieldGrammar(field, grammar)
 
 
 def _how_to_read(
@@ -136,4 +138,5 @@ def _how_to_read(
 
 
 def _for_parser(tools: Sequence[FunctionTool]) -> list[Tool]:
-    return [Tool(name=tool.function.name, parameters=tool.function.parameters or {}) for tool in tools]
+    functions = [tool.function for tool in tools]
+    return [Tool(name=each.name, parameters=each.parameters or {}, strict=each.strict is True) for each in functions]

@@ -18,10 +18,12 @@ def _make(parser: str, setup: ParserSetup) -> OutputParser:
     return MADE_BY[parser](setup)
 
 
-def _force(parser: str, tools: Sequence[Tool], name: str | None, *, parallel: bool) -> Grammar | None:
+def _force(
+    parser: str, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
+) -> Grammar | None:
     from enginery_parsers.forcing import FORCED_BY
 
-    return FORCED_BY[parser](tools, name, parallel=parallel)
+    return FORCED_BY[parser](tools, name, parallel=parallel, required=required, reasoning=reasoning)
 
 
 def is_inside(prompt: str) -> bool:
@@ -87,6 +89,7 @@ def _reasoning(name: str, summary: str, suits: Callable[[ParserFacts], bool], *,
         needs_special_tokens=True,
         is_inside=is_inside,
         close=close,
+        tags=("<think>", "</think>"),
     )
 
 

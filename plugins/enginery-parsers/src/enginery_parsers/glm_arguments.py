@@ -1,0 +1,146 @@
+"""The grammar of a call's arguments in GLM's format, where strings have no quotes and so no JSON schema can be applied to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from enginery.api import RequestError, Tool
+from enginery_parsers.glm import argument_types, json_of, resolved
+from enginery_parsers.lark import json_value, literal, up_to
+
+VALUE_END: Final = "</arg_value>"
+ANY_TEXT: Final = f"text[lazy]: {up_to(VALUE_END)}"
+ANY_KEY: Final = r"KEY: /[^<>\n]{1,64}/"
+ANY_ARGUMENTS: Final = r'("<arg_key>" KEY "</arg_key>" "\n"? "<arg_value>" text "\n"?)*'
+_DEFINITIONS: Final = ("$defs", "definitions")
+_NOTES: Final = {"title", "description", "default", "examples", "$comment", "deprecated"}
+_OF_TOOL: Final = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *_DEFINITIONS, *_NOTES}
+_OF_TEXT: Final = {"type", "enum", "const", "minLength", "maxLength", *_NOTES}
+_MIXABLE: Final = {"null", "boolean", "number"}  # with strings: what reads as one of these is one, and satisfies the bare type
+_MAX_LENGTH: Final = 100_000
+
+
+def argument_rules(tool: Tool, index: int) -> tuple[str, list[str]]:
+    """The arguments of the tool's call, in the schema's order, and rules with the tool's index in their names.
+
+    Of a string's schema only `enum` is kept to, unless the tool is strict. Raises `RequestError` for a strict one whose schema
+    cannot be kept to.
+    """
+    if tool.strict:
+        _check_tool(tool)
+    listed = tool.parameters.get("required")
+    required = listed if isinstance(listed, list) else []
+    arguments, rules = [], []
+    for place, (key, types) in enumerate(argument_types(tool.parameters).items()):
+        rule = f"argument_{index}_{place}"
+        if tool.strict:
+            value, more = _strict_value(tool, key, types, f"VALUE_{index}_{place}")
+            rules += more
+        else:
+            value = _value(tool.parameters["properties"][key], types, tool.parameters)
+        rules.append(f'{rule}: {literal(f"<arg_key>{key}</arg_key>")} "\\n"? "<arg_value>" {value} "\\n"?')
+        arguments.append(rule if key in required else f"{rule}?")
+    return " ".join(arguments), rules
+
+
+def _value(schema: Any, types: frozenset[str], parameters: Mapping[str, Any]) -> str:
+    whole = resolved(schema, parameters)
+    if types and "string" not in types:
+        return f"{_json(whole, parameters)} {literal(VALUE_END)}"
+    choices = whole.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        return f"({' | '.join(map(literal, choices))}) {literal(VALUE_END)}"
+    return "text"
+
+
+def _check_tool(tool: Tool) -> None:
+    """Refuse what no order of single arguments can satisfy."""
+    parameters = tool.parameters
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if parameters.get("type", "object") != "object" or not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise _refusal(tool, "they describe no object")
+    if odd := parameters.keys() - _OF_TOOL:
+        raise _refusal(tool, f"of {min(odd)!r}")
+    if missing := [key for key in required if not isinstance(key, str) or key not in properties]:
+        raise _refusal(tool, f"{missing[0]!r} is required and not among the properties")
+    if odd := {key for key in properties if not key or key != key.strip() or "<" in key}:
+        raise _refusal(tool, f"of the name {min(odd)!r}")
+    if odd := {ref for ref in _references(parameters) if not ref.startswith(tuple(f"#/{word}/" for word in _DEFINITIONS))}:
+        raise _refusal(tool, f"of the reference {min(odd)!r}")
+
+
+def _strict_value(tool: Tool, key: str, types: frozenset[str], name: str) -> tuple[str, list[str]]:
+    """name: of a terminal that may be needed."""
+    schema, end = tool.parameters["properties"][key], literal(VALUE_END)
+    alternatives = _alternatives(schema, tool.parameters)
+    texts = [each for each in alternatives if _may_be_text(each)]
+    if not texts:
+        return f"{_json(schema, tool.parameters)} {end}", []
+    bare = [each for each in alternatives if not _may_be_text(each)]
+    text = texts[0]
+    are_bare = all(isinstance(each.get("type"), str) and not each.keys() - {"type", *_NOTES} for each in bare)
+    if len(texts) > 1 or not {"string"} <= types <= {"string", *_MIXABLE} or not are_bare:
+        raise _refusal(tool, f"of the alternatives of {key!r}")
+    if odd := text.keys() - _OF_TEXT:
+        raise _refusal(tool, f"of {min(odd)!r} of the string {key!r}")
+    sizes = [text.get("minLength", 0), text.get("maxLength", "")]
+    if any(size != "" and not (type(size) is int and 0 <= size <= _MAX_LENGTH) for size in sizes):
+        raise _refusal(tool, f"of the length of {key!r}")
+    choices = [text["const"]] if "const" in text else text.get("enum")
+    if choices is None:
+        if sizes == [0, ""]:
+            return "text", []
+        return name, [rf"{name}: (/(?s:.{{{sizes[0]},{sizes[1]}}})/ & ~/(?s:.*)<\/arg_value>(?s:.*)/) {end}"]
+    if sizes != [0, ""] or not isinstance(choices, list) or not all(_is_read_back(each, types) for each in choices):
+        raise _refusal(tool, f"of the values of {key!r}")
+    written = [literal("null" if each is None else each) or '""' for each in choices]
+    written += [json_value({"type": each["type"]}) for each in bare]
+    return f"({' | '.join(written)}) {end}", []
+
+
+def _alternatives(schema: Any, parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of one argument, without references; one that says more than its alternatives is one itself."""
+    whole = resolved(schema, parameters)
+    if isinstance(schema, Mapping) and "$ref" in schema and schema.keys() - {"$ref", *_NOTES}:
+        return [schema]
+    for word in ("anyOf", "oneOf"):
+        if isinstance(parts := whole.get(word), list) and not whole.keys() - {word, *_NOTES}:
+            return [resolved(part, parameters) for part in parts]
+    return [whole]
+
+
+def _is_read_back(choice: Any, types: frozenset[str]) -> bool:
+    """Whether the parser reads the value that was written for it."""
+    if choice is None:
+        return "null" in types
+    return isinstance(choice, str) and (types == {"string"} or json_of(choice, types) == json.dumps(choice, ensure_ascii=False))
+
+
+def _may_be_text(schema: Mapping[str, Any]) -> bool:
+    kinds, values = schema.get("type"), [schema["const"]] if "const" in schema else schema.get("enum")
+    if kinds is not None:
+        return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    return not isinstance(values, list) or any(isinstance(value, str) for value in values)
+
+
+def _json(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+    return json_value({**{word: parameters[word] for word in _DEFINITIONS if word in parameters}, **schema})
+
+
+def _references(schema: Any) -> Iterator[str]:
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Mapping):
+            if isinstance(part.get("$ref"), str):
+                yield part["$ref"]
+            todo += part.values()
+        elif isinstance(part, list):
+            todo += part
+
+
+def _refusal(tool: Tool, why: str) -> RequestError:
+    advice = "change them, or leave strict out"
+    return RequestError(f"the parameters of {tool.name} cannot be kept to in GLM's format, because {why}; {advice}", param="tools")

@@ -1,0 +1,35 @@
+"""Pieces of Lark, in llguidance's dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from enginery.api import RequestError
+
+_SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def literal(text: str) -> str:
+    """Nothing for an empty text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def json_value(schema: Mapping[str, Any]) -> str:
+    """JSON text that satisfies a schema, spaced as in the models' templates. Raises `RequestError`."""
+    try:
+        return f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}"
+    except RecursionError as error:
+        raise RequestError("the parameters of a tool are nested too deeply", param="tools") from error
+
+
+def pattern(text: str) -> str:
+    """A text within a regular expression."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def up_to(marker: str) -> str:
+    """Any text that ends with the marker, for a lazy lexeme."""
+    return f"/(?s:.*){pattern(marker)}/"

@@ -160,7 +160,8 @@ def nested(depth: int) -> str:
 
 HOSTILE = {
     "no JSON": (GrammarKind.JSON_SCHEMA, "{bad", "no JSON"),
-    "no schema": (GrammarKind.JSON_SCHEMA, "[]", "object schema"),
+    "no schema": (GrammarKind.JSON_SCHEMA, "[]", "no JSON object"),
+    "true": (GrammarKind.JSON_SCHEMA, "true", "no JSON object"),
     "an unknown type": (GrammarKind.JSON_SCHEMA, '{"type": "banana"}', "banana"),
     "a keyword that is not supported": (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
     "a keyword hidden by the schema": (GrammarKind.JSON_SCHEMA, '{"not": {}, "x-guidance": {"lenient": true}}', "not"),

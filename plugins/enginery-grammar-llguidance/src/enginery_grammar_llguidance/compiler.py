@@ -122,7 +122,7 @@ def _json_schema(source: str) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(source, overrides=_JSON)
     except ValueError as error:
-        raise RequestError(f"the JSON schema is no JSON: {_short(str(error))}", param="grammar") from error
+        raise RequestError(f"the JSON schema is no JSON object: {_short(str(error))}", param="grammar") from error
 
 
 def _choice(source: str) -> str:

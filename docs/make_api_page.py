@@ -33,12 +33,13 @@ ABOUT: Final = {
     "/v1/completions": "Prompts in, texts out. `prompt`: a text, texts, token ids, or lists of token ids.",
     "/v1/chat/completions": (
         "A conversation in, the assistant's next message out. Tools need a parser (`--tool-parser`), and reasoning comes as "
-        "`reasoning_content` (`--reasoning-parser`). `strict` of a tool needs a call that is forced: `tool_choice` required or a "
-        "name. With `parallel_tool_calls` false the answer ends with the first call."
+        "`reasoning_content` (`--reasoning-parser`). Arguments of a tool with `strict` true satisfy its schema, whether the model "
+        "must call or is free to; a schema or a parser with which that cannot be promised is refused. With `parallel_tool_calls` "
+        "false the answer ends with the first call."
     ),
     "/v1/responses": (
         "OpenAI's later layout of the same. Nothing is stored: `store` is false whether it is sent or not, and a conversation goes "
-        "on by sending its items as `input`."
+        "on by sending its items as `input`. A tool is strict only if it says so."
     ),
     "/v1/messages": (
         "Anthropic's layout of the same. `cache_control` is accepted and without effect: prefixes are cached wherever they are "
@@ -61,7 +62,7 @@ EXTENSIONS: Final = {
     "/v1/completions": SAMPLING | {"response_format", "max_completion_tokens"},
     "/v1/chat/completions": SAMPLING | {"best_of", "add_generation_prompt"},
     "/v1/embeddings": {"normalize", "add_special_tokens", "cache_salt"},
-    "/v1/responses": {"top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"},
+    "/v1/responses": {"ignore_eos", "top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"},
 }
 
 

@@ -16,7 +16,7 @@ from enginery.serve.parsing import AnswerFormat, AnswerReader
 from enginery.serve.replies import CachedTokens, ReasoningTokens, Usage
 from enginery.serve.schemas import StreamOptions
 from enginery.serve.served_model import Job
-from enginery.serve.stream import DONE
+from enginery.serve.stream import DONE, json_event
 from enginery.text.detokenize import CompletionText
 from enginery.text.tokenizer import Tokenizer
 
@@ -210,7 +210,7 @@ async def stream_events(
     except EnginError as error:
         if not started:
             raise
-        yield b"data: " + Fault.of(error).body() + b"\n\n"
+        yield json_event(Fault.of(error).body())
     else:
         if options.include_usage:
             yield chunk([], tally.usage())

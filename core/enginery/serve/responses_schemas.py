@@ -37,7 +37,7 @@ NAMES: Final = {
 }  # of fields that errors name as /v1/chat/completions does
 _SAME: Final = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
-    *("top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"),
+    *("top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "cache_salt", "priority"),
 )
 
 
@@ -127,6 +127,7 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
     repetition_penalty: float | None = None
     seed: Int | None = None
     stop: StopString | list[StopString] | None = None
+    ignore_eos: bool | None = None
     cache_salt: Id | None = None
     priority: int | None = None
 

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 DONE: Final = b"data: [DONE]\n\n"
+# Unicode's own line ends are none in a stream of events, but httpx's `iter_lines` takes them for such.
+_LINE_ENDS: Final = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 ResultT = TypeVar("ResultT")
 
 
@@ -22,12 +24,20 @@ class ClientGone(Exception):
 
 def event(content: msgspec.Struct) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return json_event(msgspec.json.encode(content))
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
     """One server-sent event that also has its type as its name."""
-    return b"event: " + str(content["type"]).encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+    return b"event: " + str(content["type"]).encode() + b"\n" + json_event(msgspec.json.encode(content))
+
+
+def json_event(text: bytes) -> bytes:
+    """One server-sent event of JSON, which is one line for everyone."""
+    if not text.isascii():
+        for char, escaped in _LINE_ENDS.items():
+            text = text.replace(char, escaped)
+    return b"data: " + text + b"\n\n"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:

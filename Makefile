@@ -1,6 +1,7 @@
 # make serve, make test, make lint: each makes the virtual environment first if it is missing or out of date.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
@@ -11,7 +12,7 @@ sources := core/enginery $(sort $(wildcard plugins/*/src))
 .PHONY: help serve test lint venv clean
 help:
 	@echo "make serve [ARGS='-m MODEL --port 8000'] serve a model; the embedded one if none is named"
-	@echo "make test  [ARGS='-k words']            run the tests that need no GPU"
+	@echo "make test  [ARGS='-k words'] [JOBS=2]   run the tests that need no GPU, on so many cores"
 	@echo "make lint                               ruff and mypy over the core and every plugin"
 	@echo "make venv                               only set up $(VENV)"
 	@echo "make clean                              remove $(VENV) and the caches"
@@ -21,7 +22,7 @@ serve: $(stamp)
 	@exec $(bin)/engine serve $(ARGS)
 
 test: $(stamp)
-	$(bin)/pytest -m 'not gpu' $(ARGS)
+	OMP_NUM_THREADS=1 $(bin)/pytest -m 'not gpu' -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(stamp)
 	$(bin)/ruff check .

@@ -11,6 +11,7 @@ from enginery.config.decoder_shape import (
     read_decoder_shape,
     read_grouped_experts,
     required,
+    whole_number,
 )
 from enginery.contracts.attention import (
     AttnBackend,
@@ -200,4 +201,5 @@ __all__ = [
     "read_decoder_shape",
     "read_grouped_experts",
     "required",
+    "whole_number",
 ]

@@ -152,6 +152,9 @@ def test_row_19_admin_routes_need_the_admin_key(locked, tmp_path):
             assert httpx.post(locked.url + path, headers=headers).status_code == 401
     admin = httpx.Client(base_url=locked.url, headers={"x-api-key": "admin-key"})
     with admin:
+        for query in ("", "?num_steps=many"):
+            wrong = admin.post(f"/admin/profile{query}")
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "num_steps")
         assert "pages were freed" in admin.post("/admin/flush_prefix_cache").json()["told"]
         assert admin.post("/admin/abort", params={"request_id": "nobody"}).status_code == 400
         assert admin.post("/admin/profile", params={"num_steps": 0}).status_code == 400

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from enginery.bench import device_limits, workloads
 from enginery.bench import kernels as kernel_bench
 from enginery.bench.kernels import Sizes
+from enginery.bench.startup import start_once
 from enginery.bench.workloads import Workload
 from enginery.cli.main import build_app
 from enginery.config.schema import EngineOptions
-from enginery.errors import PluginError, Unsupported
+from enginery.errors import EnginError, PluginError, Unsupported
 from enginery.plugin.registry import Registry
 
 Bench = Callable[..., dict[str, Any]]
@@ -103,6 +104,14 @@ def test_startup_measures_fresh_processes(bench: Bench, tiny: Path) -> None:
     assert measured["first_token_s"] == pytest.approx(measured["ready_s"] + measured["first_token_after_ready_s"])
     assert {"imports", "plugins", "prompt", "second token"} <= phases.keys()
     assert 0.1 < sum(phases.values()) - phases["second token"] <= measured["first_token_s"]
+
+
+def test_a_start_that_fails_says_why_without_a_traceback() -> None:
+    with pytest.raises(EnginError) as failed:
+        start_once(EngineOptions(model="nonsuch"), input_len=1)
+    first, second = str(failed.value).splitlines()
+    assert first == "the process ended with exit status 1:"
+    assert second.startswith("'nonsuch' is no folder")
 
 
 def test_kernels_are_timed_for_every_backend_and_operation(bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

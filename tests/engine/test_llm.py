@@ -149,6 +149,14 @@ def test_a_chat_is_the_template_s_text_continued() -> None:
         assert answer.token_ids == model.generate(list(answer.prompt_token_ids), params)[0].token_ids
 
 
+def test_a_template_that_writes_nothing_is_an_error() -> None:
+    with LLM(num_pages=64) as model:
+        assert model.text is not None
+        model.text.template.source = ""
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            model.chat([{"role": "user", "content": "Hi"}])
+
+
 def test_wrong_use_says_what_to_do(echo: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean page_size"):
         LLM(pagesize=3)

@@ -143,6 +143,34 @@ def test_an_index_that_names_the_wrong_file_is_refused(folder: Path) -> None:
         build(folder)
 
 
+@pytest.mark.parametrize(
+    "content", ["{}", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', '{"weight_map": null}']
+)
+def test_an_index_without_its_map_is_named(folder: Path, content: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r'index.json has no "weight_map"'):
+        build(folder)
+
+
+def test_what_git_lfs_leaves_in_a_file_s_place_says_what_to_do(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        build(folder)
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: Is a directory"):
+        build(folder)
+
+
+def test_a_header_with_impossible_offsets_is_refused(folder: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="tensor 'a' is in bytes -8 to 0"):
+        build(folder)
+
+
 def test_a_folder_without_weights_says_that_dummy_would_do(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="--load-format dummy"):
         build(folder)
@@ -160,6 +188,43 @@ def test_an_incomplete_config_names_the_key(folder: Path, key: str) -> None:
     (folder / "config.json").write_text(json.dumps({name: value for name, value in CONFIG.items() if name != key}))
     with pytest.raises(CheckpointError, match=key):
         build(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "abc"),
+        ("hidden_size", -16),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 1.5),
+        ("num_attention_heads", [2]),
+        ("vocab_size", True),
+        ("rope_theta", "x"),
+        ("rms_norm_eps", -1e-5),
+        ("rope_scaling", "x"),
+        ("eos_token_id", "x"),
+    ],
+)
+def test_a_value_of_the_config_that_cannot_be_is_named(folder: Path, key: str, value: object) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {key: value}))
+    with pytest.raises(CheckpointError, match=rf"{key} .*must be"):
+        build(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("num_attention_heads", 1000, "leave a head no dims"), ("quantization_config", 5, "quantization_config 5; served are")],
+)
+def test_values_that_do_not_go_together_are_named(folder: Path, key: str, value: object, said: str) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {key: value, "num_key_value_heads": None}))
+    with pytest.raises(CheckpointError, match=said):
+        build(folder, load_format="dummy")
+
+
+def test_a_config_that_is_no_object_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"config\.json holds list where a JSON object is needed"):
+        build(folder)
 
 
 def test_random_weights_depend_on_the_name_and_the_seed_alone() -> None:

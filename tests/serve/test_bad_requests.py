@@ -147,5 +147,41 @@ def test_other_paths_and_methods_have_the_same_shape(shared_server):
     assert shared_server("/health", {}).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("chat/completions", {"store": True}, "store is true, but must be false"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "robot"}]},
+            "messages[0].role is 'robot', but must be 'assistant' or",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type is 'image_url', but must be 'text'",
+        ),
+        (
+            "messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "content[0].type is 'image', but must be 'text' or",
+        ),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search', but must be 'function'"),
+        ("embeddings", {"input": "x", "dimensions": 8}, "embeddings have the model's own length"),
+    ],
+)
+def test_what_is_none_of_a_few_choices_is_told_them(shared_server, path, body, told):
+    whole = {"messages": [{"role": "user", "content": "hi"}]} | body if path == "chat/completions" else body
+    response = shared_server(f"/v1/{path}", whole)
+    assert response.status_code == 400
+    assert told in response.json()["error"]["message"]
+
+
+def test_a_slash_too_many_is_no_way_round_a_proxy(shared_server):
+    response = shared_server("/v1/completions/", {"prompt": "hi"})
+    assert response.status_code == 404  # a redirect would name this server's own scheme and take the key there
+    assert "did you mean /v1/completions" in response.json()["error"]["message"]
+
+
 def test_after_all_that_a_good_request_is_answered(shared_server):
     assert shared_server("/v1/completions", {"prompt": "hello"}).json()["choices"][0]["text"] == "hello"

@@ -25,6 +25,7 @@ from enginery.errors import ConfigError
 from enginery.serve.logs import JsonLines, TextLines
 from enginery.serve.metrics import Histogram
 from enginery.serve.settings import ServeSettings, read_keys
+from enginery.serve.traces import Tracer
 
 NAMES = {
     "vllm:num_requests_running": "gauge",
@@ -242,6 +243,11 @@ def test_https_is_served_with_a_certificate(folder, tmp_path):
 def test_settings_that_cannot_work_end_the_start(settings, told):
     with pytest.raises(ConfigError, match=told):
         ServeSettings(**settings)
+
+
+def test_a_collector_without_a_scheme_ends_the_start():
+    with pytest.raises(ConfigError, match="--otlp-endpoint is 'collector:4318', but must be a URL"):
+        Tracer.open("collector:4318")
 
 
 def test_keys_come_from_a_file_too_and_are_never_shown(tmp_path):

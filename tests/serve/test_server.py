@@ -128,6 +128,31 @@ def test_garbage_on_the_port_hurts_nobody(url):
     assert httpx.get(f"{url}/health").json() == {"status": "ready"}
 
 
+def test_a_compressed_or_empty_body_is_told_apart_from_broken_json(url):
+    zipped = httpx.post(f"{url}/v1/completions", content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert (zipped.status_code, "Content-Encoding 'gzip'" in zipped.json()["error"]["message"]) == (400, True)
+    assert "the body is empty" in httpx.post(f"{url}/v1/completions").text
+
+
+def test_probes_and_models_answer_head_like_get_without_a_body(url):
+    for path in ("/health", "/health/live", "/v1/models", "/metrics"):
+        asked, told = httpx.head(url + path), httpx.get(url + path)
+        assert (asked.status_code, asked.content) == (200, b"")
+        assert asked.headers["content-type"] == told.headers["content-type"]
+    assert httpx.head(f"{url}/v1/completions").status_code == 405
+
+
+def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(url):
+    host, port = url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(head + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"not both" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_the_schema_names_the_fields(url):
     paths = httpx.get(f"{url}/openapi.json").json()["paths"]
     schema = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]

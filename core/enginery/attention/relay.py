@@ -28,6 +28,8 @@ class BackendRelay:
     """Registers `backend` and calls its hooks. Raises `PluginError` with every broken rule, before anything runs."""
 
     def __init__(self, backend: AttnBackend, source: str) -> None:
+        if "backend_id" not in dir(backend):
+            raise PluginError(f"{source} built {backend!r:.100}, which is no attention backend: it has no backend_id")
         self.backend = backend
         manager = StrictPluginManager(BackendHooks)
         manager.register(backend, name=backend.backend_id)

@@ -82,4 +82,7 @@ def main(started: str, options: str, input_len: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except EnginError as told:
+        sys.exit(str(told))

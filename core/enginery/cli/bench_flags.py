@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from enginery.bench.report import Report, compare, read_report
+from enginery.errors import ConfigError
 
 _FLAGS: Final = {
     "as_json": (Annotated[bool, typer.Option("--json", help="Print the report as JSON.")], False),
@@ -30,6 +32,8 @@ def with_report_flags(command: Callable[..., Report]) -> Callable[..., None]:
     def run(*first: Any, **given: Any) -> None:
         as_json, output, earlier, tolerance = (given.pop(name) for name in _FLAGS)
         before = None if earlier is None else read_report(earlier, bench=command.__name__)
+        if output is not None and (output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK)):
+            raise ConfigError(f"--output {output} cannot be written; name a file in a folder that is there and is yours to write")
         report = command(*first, **given)
         data = json.dumps(report, indent=1)
         if output is not None:

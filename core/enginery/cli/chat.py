@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
+import os
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -37,7 +39,10 @@ def chat(
     sampling: dict[str, Any],
     options: EngineOptions,
     *,
-    url: Annotated[str | None, typer.Option(help="Talk to this server, as http://127.0.0.1:8000, and build no engine.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to this server, as http://127.0.0.1:8000; its key is ENGINERY_API_KEY."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
 ) -> None:
     """Talk with a model."""
@@ -116,29 +121,44 @@ class ServerPartner:
         self._url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._sampling = sampling
         with self._open("/v1/models", None) as response:
-            self._model = model or str(json.load(response)["data"][0]["id"])
+            told = response.read()
+        try:
+            self._model = model or str(json.loads(told)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise EnginError(f"{self._url}/v1/models names no model; is it a server with OpenAI's API?") from error
 
     def reply(self, messages: Sequence[Message]) -> Generator[str, None, None]:
         body = {"model": self._model, "messages": list(messages), "stream": True, **self._sampling}
-        with self._open("/v1/chat/completions", body) as response:
-            for line in response:
-                data = line.decode().removeprefix("data:").strip()
-                if data in ("", "[DONE]"):
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise RequestError(str(event["error"]["message"]))
-                yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+        try:
+            with self._open("/v1/chat/completions", body) as response:
+                yield from self._pieces(response)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise RequestError(f"{self._url} broke off: {error}") from error
+
+    @staticmethod
+    def _pieces(response: Iterable[bytes]) -> Iterator[str]:
+        for line in response:
+            data = line.decode().removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            event = json.loads(data or '{"choices": []}')
+            if "error" in event:
+                raise RequestError(str(event["error"]["message"]))
+            yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+        raise ValueError("the end of the answer is missing")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("ENGINERY_API_KEY", "").partition(" ")[0]:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self._url + path, data=data, headers=headers)
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             with error:
                 raise RequestError(f"{self._url} answers {error.code}: {_message(error.read())}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise EnginError(f"{self._url} cannot be reached: {error}; is engine serve running there?") from error
 
 

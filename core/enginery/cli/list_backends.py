@@ -10,11 +10,10 @@ from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from enginery.cli.plugin_flags import BlockFlags, JsonFlag, NoPluginsFlag, load_registry
-from enginery.cli.plugins import print_reasons
+from enginery.cli.plugins import print_reasons, wide_console
 from enginery.config.checkpoint_folder import find_folder, read_config
 from enginery.config.needs import attn_needs, by_phase
 from enginery.config.resolve import DeviceFacts, resolve
@@ -126,10 +125,10 @@ def _status(registry: Registry, offer: Offer[AttnBackendSpec]) -> str:
 
 
 def _show(registry: Registry, candidates: Mapping[str, Sequence[Candidate]]) -> None:
-    console = Console(highlight=False)
+    console = wide_console()
     table = Table(box=None, pad_edge=False)
     for column in ("backend", "distribution", "status", "priority", "devices", "dtypes", "summary"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "backend")
     for row in _as_data(registry, {})["backends"]:
         texts = [f"{row['distribution']} {row['version']}", row["status"], str(row["priority"])]
         table.add_row(row["name"], *texts, " ".join(row["devices"]), " ".join(row["dtypes"]), row["summary"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Final
@@ -32,13 +33,19 @@ def plugins(*, as_json: JsonFlag = False, block: BlockFlags = None, no_plugins: 
         return
     table = Table(box=None, pad_edge=False)
     for column in ("plugin", "distribution", "version", "status", "offers"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "plugin")
     for record in records:
         status = f"[{COLOURS[record.status]}]{record.status}[/]"
         table.add_row(record.name, record.distribution, record.version, status, "\n".join(record.offers))
-    console = Console(highlight=False)
+    console = wide_console()
     console.print(table)
     print_reasons(console, records)
+
+
+def wide_console() -> Console:
+    """As wide as the terminal, or COLUMNS; else 200 columns, so that what reads a pipe finds names in one piece."""
+    console = Console(highlight=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=200)
 
 
 def print_reasons(console: Console, records: Iterable[PluginRecord]) -> None:

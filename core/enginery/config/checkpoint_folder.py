@@ -29,12 +29,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
-    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds {type(config).__name__} where a JSON object is needed; download the checkpoint again")
+    architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(
             f'{path} does not name its architecture; it needs "architectures": ["..."], and has {architectures!r}'
         )
-    return dict(config)
+    return config
 
 
 def find_folder(model: str, registry: Registry) -> Path:

@@ -141,20 +141,43 @@ def required(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
+def whole_number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """`config[key]`, of 1 or more; `default`, if one is given, for null and 0 too. Raises `CheckpointError` that names the key."""
+    value = config.get(key)
+    if not value and default is not None:
+        return default
+    if isinstance(value := required(config, key), bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json has {key} {value!r}, which must be a whole number of 1 or more; the file is damaged")
+    return value
+
+
+def _real(values: Mapping[str, Any], key: str, default: float) -> float:
+    """`values[key]`; `default` for none, null and 0."""
+    value = values.get(key) or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"config.json has {key} {value!r}, which must be a number above 0; the file is damaged")
+    return float(value)
+
+
 def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeShape:
     """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (hub files)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(stated, Mapping):
+        raise CheckpointError(f"config.json has rope_parameters or rope_scaling {stated!r}, which must be an object")
+    parameters = dict(stated)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    theta = _real(parameters, "rope_theta", _real(config, "rope_theta", 10000.0))
+    partial = _real(parameters, "partial_rotary_factor", _real(config, "partial_rotary_factor", 1.0))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        parameters.pop(key, None)
     if config.get("original_max_position_embeddings") is not None:  # Phi-style files state it outside, and it wins there
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return RopeShape(
         kind=kind,
-        theta=float(theta),
+        theta=theta,
         rotary_dim=int(head_dim * partial),
-        max_positions=int(required(config, "max_position_embeddings")),
+        max_positions=whole_number(config, "max_position_embeddings"),
         parameters=parameters,
     )
 
@@ -164,7 +187,11 @@ def stores_float8(config: Mapping[str, Any]) -> bool:
     stated = config.get("quantization_config")
     if not stated:
         return False
-    if stated.get("quant_method") != "fp8" or list(stated.get("weight_block_size") or ()) != [128, 128]:
+    if (
+        not isinstance(stated, Mapping)
+        or stated.get("quant_method") != "fp8"
+        or list(stated.get("weight_block_size") or ()) != [128, 128]
+    ):
         raise CheckpointError(
             f"config.json has quantization_config {stated!r}; served are plain weights, and float8 ones in blocks: quant_method "
             "'fp8' with weight_block_size [128, 128]"
@@ -187,23 +214,25 @@ def read_decoder_shape(
     if activation != "silu":
         raise CheckpointError(f"config.json asks for hidden_act {activation!r}; this architecture is served with 'silu' only")
     float8 = stores_float8(config)
-    num_heads = int(required(config, "num_attention_heads"))
-    hidden_size = int(required(config, "hidden_size"))
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    num_heads = whole_number(config, "num_attention_heads")
+    hidden_size = whole_number(config, "hidden_size")
+    num_kv_heads = whole_number(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"config.json has {num_heads=} that is no multiple of {num_kv_heads=}")
-    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
-    num_layers = int(required(config, "num_hidden_layers"))
+    head_dim = whole_number(config, "head_dim", hidden_size // num_heads)
+    if head_dim < 1:
+        raise CheckpointError(f"config.json has {hidden_size=} and {num_heads=}, which leave a head no dims; the file is damaged")
+    num_layers = whole_number(config, "num_hidden_layers")
     return DecoderShape(
-        vocab_size=int(required(config, "vocab_size")),
+        vocab_size=whole_number(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=int(required(config, "intermediate_size")),
+        intermediate_size=whole_number(config, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_eps=float(config.get("rms_norm_eps") or 1e-6),
+        rms_eps=_real(config, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=int(required(config, "max_position_embeddings")),
+        max_positions=whole_number(config, "max_position_embeddings"),
         windows=windows or (None,) * num_layers,
         rope=read_rope(config, head_dim),
         qkv_bias=qkv_bias,
@@ -219,7 +248,7 @@ def read_grouped_experts(config: Mapping[str, Any], *, scoring: Literal["softmax
 
     What transformers and the files' own code compute differently, or only one of them does, is refused.
     """
-    first, count = int(config.get("first_k_dense_replace") or 0), int(required(config, "num_hidden_layers"))
+    first, count = whole_number(config, "first_k_dense_replace", 0), whole_number(config, "num_hidden_layers")
     if config.get("n_routed_experts") is None or first >= count:
         return None
     sigmoid = scoring == "sigmoid"
@@ -235,21 +264,21 @@ def read_grouped_experts(config: Mapping[str, Any], *, scoring: Literal["softmax
                 f"config.json has {key} {config[key]!r}; this architecture is served with {' or '.join(map(repr, served))} only"
             )
     grouped = method != "greedy"
-    inner = int(required(config, "moe_intermediate_size"))
+    inner = whole_number(config, "moe_intermediate_size")
     return ExpertsShape(
         layers=frozenset(range(first, count)),
-        num_experts=int(config["n_routed_experts"]),
+        num_experts=whole_number(config, "n_routed_experts"),
         inner_size=inner,
         routing=Routing(
-            top_k=int(required(config, "num_experts_per_tok")),
+            top_k=whole_number(config, "num_experts_per_tok"),
             scoring=scoring,
-            num_groups=int(config.get("n_group") or 1) if grouped else 1,
-            top_groups=int(config.get("topk_group") or 1) if grouped else 1,
+            num_groups=whole_number(config, "n_group", 1) if grouped else 1,
+            top_groups=whole_number(config, "topk_group", 1) if grouped else 1,
             group_score="top2" if sigmoid else "max",
             renormalise=sigmoid and bool(config.get("norm_topk_prob", True)),
-            scale=float(config.get("routed_scaling_factor") or 1.0),
+            scale=_real(config, "routed_scaling_factor", 1.0),
         ),
-        shared_size=inner * int(config.get("n_shared_experts") or 0),
+        shared_size=inner * whole_number(config, "n_shared_experts", 0),
         correction_bias=sigmoid,
         wide_router=True,
     )

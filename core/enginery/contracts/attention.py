@@ -278,8 +278,8 @@ def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
 
     def member(rule: str, value: object, allowed: frozenset[Any] | None) -> None:
         if allowed is not None and value not in allowed:
-            names = ", ".join(sorted(str(item) for item in allowed)) or "nothing"
-            reasons.append(Reason(rule=rule, text=f"{rule} {value} is not among {names}"))
+            names = ", ".join(sorted(str(item) for item in allowed))
+            reasons.append(Reason(rule=rule, text=f"{rule} {value} is not among {names}" if names else f"no {rule} is offered"))
 
     member("device", needs.device, can.devices)
     member("dtype", needs.dtype, can.dtypes)
@@ -318,7 +318,8 @@ def _compute_capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Re
     rule, has = "compute capability", needs.compute_capability
     low, high = can.min_compute_capability, can.max_compute_capability
     if has is None and low is not None:
-        return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, the device is no CUDA device")]
+        why = "that of the device is not known" if needs.device == "cuda" else "the device is no CUDA device"
+        return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, {why}")]
     if has is not None and low is not None and has < low:
         return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, the device has {has[0]}.{has[1]}")]
     if has is not None and high is not None and has > high:

@@ -4,11 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+from enginery.contracts.offers import SchedulePolicySpec
+from enginery.contracts.parsers import ParserEvent, ParserSetup, ParserSpec
+from enginery.contracts.schedule import QueuedFacts
 from enginery.errors import EnginError, PluginError
 from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer
+
+
+def guarded_policy(offer: Offer[SchedulePolicySpec]) -> SchedulePolicySpec:
+    """The policy, with a key that is numbers and whose failure names the plugin."""
+
+    def key(request: QueuedFacts) -> tuple[float, ...]:
+        with inside(offer, "give a request its place"):
+            return tuple(map(float, offer.spec.key(request)))
+
+    return replace(offer.spec, key=key)
+
+
+def guarded_parser(offer: Offer[ParserSpec]) -> ParserSpec:
+    """The parser, whose failure names the plugin."""
+    spec = offer.spec
+
+    def is_inside(prompt: str) -> bool:
+        with inside(offer, "tell where a prompt ends"):
+            return spec.is_inside is not None and spec.is_inside(prompt)
+
+    return replace(spec, make=lambda setup: _GuardedParser(offer, setup), is_inside=None if spec.is_inside is None else is_inside)
+
+
+class _GuardedParser:
+    def __init__(self, offer: Offer[ParserSpec], setup: ParserSetup) -> None:
+        self._offer = offer
+        with inside(offer, "make a parser"):
+            self._parser = offer.spec.make(setup)
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        with inside(self._offer, "read an answer"):
+            return self._parser.feed(text)
+
+    def finish(self) -> list[ParserEvent]:
+        with inside(self._offer, "read an answer"):
+            return self._parser.finish()
 
 
 @contextmanager

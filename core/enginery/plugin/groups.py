@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from enginery.contracts.attention import AttnBackendSpec, Capabilities
-from enginery.contracts.grammars import GrammarSpec
+from enginery.contracts.grammars import GrammarKind, GrammarSpec
 from enginery.contracts.model import ModelSpec
 from enginery.contracts.offers import (
     CheckpointSpec,
@@ -24,6 +24,9 @@ from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.options import options_problems, options_type
 
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+_KNOWN: Final = {"devices": ("cpu", "cuda"), "dtypes": _DTYPES, "kv_dtypes": (*_DTYPES, "float8_e4m3fn")}
+_FUNCTIONS: Final = frozenset({"build", "describe", "key", "load", "make", "refuse", "refuse_also", "suits"})
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -64,14 +67,15 @@ def descriptor_problems(group: HookGroup, spec: Any) -> list[str]:
         problems.append(f"{where}: the name must be letters, digits, '.', '_' and '-', and not auto")
     if not _is_version(spec.api):
         problems.append(f"{where}: api is {spec.api!r}, but must be two numbers, for instance {CONTRACT_VERSIONS[group]}")
+    problems += [f"{where}: {problem}" for problem in _type_problems(vars(spec))]
     if (options := options_type(spec)) is not None:
         problems += [f"{where}: {problem}" for problem in options_problems(options)]
     if isinstance(spec, AttnBackendSpec):
         problems += [f"{where}: {problem}" for problem in _capability_problems(spec.capabilities)]
     if isinstance(spec, ModelSpec) and (not spec.architectures or isinstance(spec.architectures, str)):
         problems.append(f"{where}: architectures is {spec.architectures!r}, but must be a tuple of at least one name")
-    if isinstance(spec, GrammarSpec) and not isinstance(spec.kinds, frozenset):
-        problems.append(f"{where}: kinds is {spec.kinds!r}, but must be a frozenset")
+    if isinstance(spec, GrammarSpec) and not (isinstance(spec.kinds, frozenset) and spec.kinds <= set(GrammarKind)):
+        problems.append(f"{where}: kinds is {spec.kinds!r}, but must be a frozenset of {', '.join(GrammarKind)}")
     if isinstance(spec, ParserSpec) and (spec.kind not in ("tools", "reasoning") or spec.name == "none"):
         problems.append(f"{where}: kind is {spec.kind!r}, but must be tools or reasoning, and none is no name for a parser")
     if isinstance(spec, OpSpec):
@@ -105,12 +109,32 @@ def _is_version(api: object) -> bool:
     return isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)
 
 
+def _type_problems(given: Mapping[str, Any]) -> list[str]:
+    """Of the fields that have the same type in all descriptors."""
+    problems = []
+    for name, value in given.items():
+        if name == "priority" and (isinstance(value, bool) or not isinstance(value, int)):
+            problems.append(f"{name} is {value!r}, but must be a whole number")
+        if name in ("summary", "note") and not isinstance(value, str):
+            problems.append(f"{name} is {value!r}, but must be text")
+        if name in _FUNCTIONS and value is not None and not callable(value):
+            problems.append(f"{name} is {value!r}, but must be a function")
+    return problems
+
+
 def _capability_problems(capabilities: object) -> list[str]:
     if not isinstance(capabilities, Capabilities):
         return [f"capabilities is {capabilities!r}, which is no Capabilities"]
     sets = ("devices", "dtypes", "kv_dtypes", "phases", "head_dims", "page_sizes")
     values = {name: vars(capabilities)[name] for name in sets}
-    return [f"capabilities.{name} is {value!r}, but must be a frozenset" for name, value in values.items() if not _is_set(value)]
+    problems = [
+        f"capabilities.{name} is {value!r}, but must be a frozenset" for name, value in values.items() if not _is_set(value)
+    ]
+    return problems or [
+        f"capabilities.{name} is {sorted(map(str, values[name]))}, of which the engine knows none; it knows {', '.join(known)}"
+        for name, known in _KNOWN.items()
+        if values[name].isdisjoint(known)
+    ]
 
 
 def _is_set(value: object) -> bool:

@@ -130,7 +130,7 @@ def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -
         return []
     for answer in manager.only(record.name, hook)() or [None]:  # pluggy leaves a None out
         if not isinstance(answer, list | tuple):
-            raise PluginError(f"{record}: {hook} returned {answer!r}, but must return a list")
+            raise PluginError(f"{record}: {hook} returned {answer!r:.100}, but must return a list")
         for spec in answer:
             name = str(vars(spec).get("name")) if isinstance(spec, GROUPS[group].descriptor) else repr(spec)
             offers.append(

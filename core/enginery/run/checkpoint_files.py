@@ -42,7 +42,7 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
     """All tensors of `folder` by name. Raises `CheckpointError` with the file and the tensor that is missing or cut off."""
     stored: dict[str, StoredTensor] = {}
     index = folder / "model.safetensors.index.json"
-    weight_map: dict[str, str] = read_json(index)["weight_map"] if index.exists() else {}
+    weight_map = _weight_map(index) if index.exists() else {}
     files = sorted({folder / name for name in weight_map.values()}) or [folder / "model.safetensors"]
     for file in files:
         if not file.exists():
@@ -57,6 +57,14 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
         if name not in stored or stored[name].file.name != file_name:
             raise CheckpointError(f"{index} says that tensor {name!r} is in {file_name}, but it is not; fetch that file again")
     return stored
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensors to the names of their files."""
+    stated = read_json(index).get("weight_map")
+    if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
+        raise CheckpointError(f'{index} has no "weight_map" from tensors to files, which is all it is for; fetch it again')
+    return stated
 
 
 def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str, ...]]) -> Mapping[str, StoredTensor]:
@@ -88,17 +96,23 @@ def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str,
 
 
 def _scan_file(file: Path) -> dict[str, StoredTensor]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{file} is cut off or no safetensors file: its header needs {length:,} bytes, it has {size:,} in all"
-            )
-        try:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            first = stream.read(8)
+            length = int.from_bytes(first, "little")
+            if first == b"version ":
+                raise CheckpointError(f"{file} is what git keeps in the file's place; fetch the file itself with `git lfs pull`")
+            if size < 8 or length > size - 8:
+                header_end = f"its header ends at byte {8 + length:,}, " if len(first) == 8 else ""
+                raise CheckpointError(
+                    f"{file} is cut off or no safetensors file: {header_end}the file has {size:,}; fetch it again"
+                )
             header: dict[str, Any] = dict(json.loads(stream.read(length)))
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{file} has a damaged header ({error}); fetch it again") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} has a damaged header ({error}); fetch it again") from error
     return {
         name: _stored(name, entry, file=file, base=8 + length, size=size)
         for name, entry in header.items()
@@ -112,6 +126,8 @@ def _stored(name: str, entry: Mapping[str, Any], *, file: Path, base: int, size:
         dtype, shape, (start, end) = str(entry["dtype"]), tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} has a damaged header ({error!r} at tensor {name!r}); fetch it again") from error
+    if start < 0 or end < start:
+        raise CheckpointError(f"{file} has a damaged header: tensor {name!r} is in bytes {start:,} to {end:,}; fetch it again")
     if base + end > size:
         raise CheckpointError(
             f"{file} is cut off: tensor {name!r} ends at byte {base + end:,}, the file has {size:,}; fetch it again"

@@ -20,6 +20,7 @@ from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.offers import SparseCoordinatorSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
+from enginery.errors import CheckpointError
 from enginery.memory.pool import TORCH_DTYPES
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
@@ -185,4 +186,7 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     stated = config.get("eos_token_id") if stated is None else stated
     if stated is None:
         return frozenset()
-    return frozenset(stated if isinstance(stated, list) else [stated])
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(isinstance(one, int) for one in ids):
+        raise CheckpointError(f"eos_token_id of {folder} is {stated!r}, which must be a token id or a list of them")
+    return frozenset(ids)

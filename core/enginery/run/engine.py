@@ -19,6 +19,7 @@ from enginery.contracts.request import GenerationRequest, RequestOutput, TokenLo
 from enginery.errors import RequestError
 from enginery.memory.pages import PageAllocator
 from enginery.memory.prefix import NoPrefixCache, RadixPrefixCache
+from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
 from enginery.run.build import BuiltParts, build_parts
 from enginery.run.grammars import Compilers, GrammarDesk, Vocabulary
@@ -61,7 +62,7 @@ class Engine:
                 max_queued_requests=asked.max_queued_requests,
                 prefix_cache=settings.prefix_cache,
             ),
-            registry.schedule_policy(asked.schedule_policy).spec,
+            guarded_policy(registry.schedule_policy(asked.schedule_policy)),
             cache=self._cache,
             allocator=allocator,
             eos_token_ids=eos_token_ids,

@@ -144,7 +144,7 @@ class LLM:
         if self.text is None:
             raise CheckpointError(f"{self.facts.folder} has no tokenizer.json, which chats need; use generate with token ids")
         prompt = self.text.tokenizer.encode(self.text.template.render(messages), add_special_tokens=False)
-        return self.generate(prompt, params, progress=progress)[0]
+        return self.generate([prompt], params, progress=progress)[0]
 
     def generate(
         self,

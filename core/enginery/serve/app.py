@@ -9,13 +9,15 @@ from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from enginery import __version__
-from enginery.errors import EnginError
+from enginery.errors import EnginError, RequestError
+from enginery.plugin.near import did_you_mean
 from enginery.serve.anthropic import PATHS as ANTHROPIC_PATHS
 from enginery.serve.anthropic import anthropic_error, count_tokens, create_message
 from enginery.serve.anthropic_schemas import CountTokensRequest, MessagesRequest
@@ -51,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 def build_app(service: Service, *, plugin_routes: APIRouter | None = None) -> FastAPI:
     """The application over a service. plugin_routes: added last, so that they replace nothing."""
-    app = FastAPI(title="Enginery", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Enginery", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     started_s = int(time.time())
 
     for path, (handler, body) in ENDPOINTS.items():
@@ -116,10 +118,21 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         headers = error.headers or {}
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        return _answer(request, Fault(status=error.status_code, message=str(error.detail), type=kind, headers=headers))
+        message, path = str(error.detail), request.url.path[:200]
+        if error.status_code == 404:
+            message = f"there is no path {path} here{did_you_mean(path, app.openapi()['paths'])}"
+        elif error.status_code == 405:
+            message = f"{path} does not answer {request.method[:16]}; it answers {headers.get('Allow')}"
+        return _answer(request, Fault(status=error.status_code, message=message, type=kind, headers=headers))
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_query(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return _answer(request, Fault.of(RequestError(f"{name} of the URL's query: {first['msg']}", param=name)))
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        message = f"{type(error).__name__}, a bug of the server; its log has the traceback"
+        message = f"{type(error).__name__}, a bug of the server or of a plugin's route; the log has the traceback"
         return _answer(request, Fault(status=500, message=message, type="server_error"))

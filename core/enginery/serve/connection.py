@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +16,6 @@ from enginery.serve.faults import Fault
 
 _LINGER_S: Final = 1.0
 _WRITE_BUFFER_BYTES: Final = 64 << 10
-_KERNEL_BUFFER_BYTES: Final = 256 << 10  # Linux grows it to 4 MiB otherwise: seconds of tokens for a client that is gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,6 @@ class Connection(H11Protocol):
         """Start the time for the first request."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER_BYTES)
         if len(self.connections) > self._limits.num_connections:
             self._refuse(503, "too_many_connections", f"{self._limits.num_connections:,} connections are open; try again later")
         else:

@@ -21,6 +21,7 @@ from enginery.contracts.parsers import (
     ToolCallBegun,
     ToolCallEnded,
 )
+from enginery.plugin.boundary import guarded_parser
 from enginery.plugin.parser_choice import choose_parser
 from enginery.text.template import read_template
 
@@ -46,7 +47,7 @@ class Parsers:
         )
         asked: dict[ParserKind, str] = {"tools": tools, "reasoning": reasoning}
         chosen = [choose_parser(*each, facts, offers=registry.parsers, records=registry.records) for each in asked.items()]
-        found_tools, found_reasoning = (None if offer is None else offer.spec for offer in chosen)
+        found_tools, found_reasoning = (None if offer is None else guarded_parser(offer) for offer in chosen)
         return cls(tools=found_tools, reasoning=found_reasoning)
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from enginery.contracts.request import MAX_STOP_STRINGS
 from enginery.errors import RequestError
@@ -137,6 +138,7 @@ _UNSUPPORTED: Final = {
     "reasoning_effort": "how much the model reasons cannot be set",
     "thinking": "how much the model reasons cannot be set",
     "verbosity": "how much the model writes cannot be set",
+    "dimensions": "embeddings have the model's own length",
     "input_type": "texts are embedded as they are",
 }
 
@@ -146,6 +148,8 @@ RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
     """Raises `RequestError` for whatever is wrong with a body, with the name of the field."""
+    if not body:
+        raise RequestError("the body is empty, but must be a JSON object")
     try:
         given = msgspec.json.decode(body)
         if not isinstance(given, dict):
@@ -161,7 +165,7 @@ def decode_request(body: bytes, kind: type[RequestT]) -> RequestT:
                 raise RequestError(f"{name} has a whole number of more than 64 bits", param=name)
         return request
     except msgspec.ValidationError as error:
-        raise RequestError(str(error), param=_param(str(error))) from error
+        raise RequestError(_with_choices(str(error), kind), param=_param(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
@@ -195,6 +199,45 @@ def _refuse_unknown(given: dict[str, Any], kind: type[msgspec.Struct]) -> None:
 def _without_nulls(item: object) -> object:
     """Clients send back what they received, with null where there was nothing."""
     return {name: value for name, value in item.items() if value is not None} if isinstance(item, dict) else item
+
+
+def _with_choices(message: str, kind: type[msgspec.Struct]) -> str:
+    """msgspec's message; of a value that is none of a few, which these are."""
+    found = re.fullmatch(r"Invalid (?:enum )?value (.+) - at `\$\.(.+)`", message, re.DOTALL)
+    if found is None:
+        return message
+    types = [msgspec.inspect.type_info(kind)]
+    for step in re.findall(r"\[|[^.\[\]]+", re.sub(r"\[[^\]]*\]", "[", found[2])):
+        types = [inner for outer in types for inner in _inside(outer, step)]
+    choices = dict.fromkeys(repr(value) for outer in types for value in _values(outer))
+    told = f"{found[2]} is {found[1]}, but must be {' or '.join(choices)}".replace(" True", " true").replace(" False", " false")
+    return told if choices else message
+
+
+def _inside(outer: msgspec.inspect.Type, step: str) -> list[msgspec.inspect.Type]:
+    """The types of a field of that name, or of items where the step is a bracket."""
+    match outer:
+        case msgspec.inspect.UnionType():
+            return [inner for each in outer.types for inner in _inside(each, step)]
+        case msgspec.inspect.Metadata():
+            return _inside(outer.type, step)
+        case msgspec.inspect.ListType() if step == "[":
+            return [outer.item_type]
+        case msgspec.inspect.StructType() if step == outer.tag_field:
+            return [msgspec.inspect.LiteralType((outer.tag,))]
+        case msgspec.inspect.StructType():
+            return [field.type for field in outer.fields if field.encode_name == step]
+    return []
+
+
+def _values(outer: msgspec.inspect.Type) -> list[Any]:
+    """All that a literal type allows."""
+    match outer:
+        case msgspec.inspect.UnionType():
+            return [value for each in outer.types for value in _values(each)]
+        case msgspec.inspect.LiteralType():
+            return list(outer.values)
+    return []
 
 
 def _param(message: str) -> str | None:

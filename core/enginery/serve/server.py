@@ -24,6 +24,7 @@ from enginery.serve.app import build_app
 from enginery.serve.connection import LimitedConfig
 from enginery.serve.engine_client import EngineClient
 from enginery.serve.faults import ShuttingDown
+from enginery.serve.framing import Framing
 from enginery.serve.keys import KeyGuard, Keys
 from enginery.serve.logs import configure
 from enginery.serve.operations import administration
@@ -127,13 +128,13 @@ async def _drain(http: _Http, engine: EngineClient, hurrying: asyncio.Future[Non
 
 
 def _guarded(service: Service, routes: APIRouter, settings: ServeSettings, tracer: Tracer | None) -> ASGIApp:
-    """The application behind what looks at every request first: the log, then origins, then keys."""
+    """The application behind what looks at every request first: the log, then its framing, then origins, then keys."""
     app: ASGIApp = build_app(service, plugin_routes=routes)
     if settings.api_keys:
         app = KeyGuard(app, Keys(settings.api_keys + settings.admin_keys))
     if settings.allow_origins:
         app = CORSMiddleware(app, allow_origins=settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    return AccessLog(app, answered=service.answered, tracer=tracer)
+    return AccessLog(Framing(app), answered=service.answered, tracer=tracer)
 
 
 def _http(app: ASGIApp, settings: ServeSettings) -> _Http:

@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from enginery.errors import RequestError
 from enginery.serve.engine_client import EngineClient, EngineState
 from enginery.serve.faults import BodyTooLarge, NotReady, ShuttingDown
 from enginery.serve.schemas import MAX_BODY_BYTES, RequestT, decode_request
@@ -65,6 +66,8 @@ class Heading:
 
 async def read_request(http: Request, kind: type[RequestT]) -> RequestT:
     """The body, checked. Raises `RequestError`, `BodyTooLarge` before more than that is in memory."""
+    if (encoding := http.headers.get("content-encoding", "identity")) != "identity":
+        raise RequestError(f"the body has the Content-Encoding {encoding[:50]!r}; send it as it is, without one")
     body = bytearray()
     announced = http.headers.get("content-length", "0")
     async for part in http.stream():

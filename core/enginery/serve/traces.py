@@ -37,6 +37,8 @@ class Tracer:
         """None without an endpoint. Raises `ConfigError` if OpenTelemetry is not installed."""
         if endpoint is None:
             return None
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-endpoint is {endpoint!r}, but must be a URL such as http://collector:4318/v1/traces")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource

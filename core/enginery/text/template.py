@@ -92,7 +92,7 @@ class ChatTemplate:
         with self._turn:
             rendered = self._exchange(self.source, rendering)
         if rendered.text is None:
-            raise RequestError(f"the model's chat template refuses these messages: {rendered.error}", param="messages")
+            raise RequestError(f"the model's chat template {rendered.error}", param="messages")
         return rendered.text
 
     def close(self) -> None:

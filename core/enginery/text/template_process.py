@@ -51,7 +51,7 @@ class Rendering:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """The answer: a text, or why there is none."""
+    """The answer: a text, or why there is none, to go on from "the model's chat template"."""
 
     text: str | None = None
     error: str | None = None
@@ -114,11 +114,13 @@ def render(template: Callable[[], jinja2.Template], start: Start, asked: Renderi
         for part in template().generate(messages=asked.messages, **start.variables, **given):
             num_chars += len(part)
             if num_chars > start.limits.num_chars:
-                return Rendered(error=f"it made more than {start.limits.num_chars:,} characters of them")
+                return Rendered(error=f"made more than {start.limits.num_chars:,} characters of these messages")
             parts.append(part)
         return Rendered(text="".join(parts))
+    except jinja2.TemplateSyntaxError as error:
+        return Rendered(error=f"is broken in line {error.lineno}: {error.message}; correct it in the checkpoint's folder")
     except Exception as error:  # a template may raise anything
-        return Rendered(error=str(error) or type(error).__name__)
+        return Rendered(error=f"refuses these messages: {str(error) or type(error).__name__}")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PretrainedConfig
 
-from enginery.api import ForwardBatch, LayerSpec, LocalLayerId, ModelContext, ParallelFacts, Phase
+from enginery.api import ForwardBatch, LayerKV, LayerSpec, LocalLayerId, ModelContext, ParallelFacts, Phase
 from enginery.nn.reference_ops import reference_ops
 from enginery_model_deepseek.spec import build, describe
 
@@ -54,8 +54,9 @@ class Latents:
     def __init__(self, layers: int, width: int) -> None:
         self.rows = torch.full((layers, LENGTH, width), float("nan"), dtype=torch.float64)
 
-    def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        self.rows[layer, slots] = k[:, 0]
+    def by_slot(self, layer: LocalLayerId) -> LayerKV:
+        rows = self.rows[layer][:, None]  # [LENGTH, 1, R + P]
+        return LayerKV(rows, rows)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor

@@ -147,7 +147,7 @@ def test_layers_are_dense_where_there_are_no_experts(dense: dict[str, object]) -
         (LITE, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         (LITE, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         (LITE, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        (LITE, {"n_routed_experts": 0}, "0 experts"),
+        (LITE, {"n_routed_experts": 0}, "n_routed_experts 0, which must be"),
         (LITE, {"moe_intermediate_size": None}, "'moe_intermediate_size'"),
         (V2, {"n_group": 7}, "160 experts in 7 groups"),
         (V2, {"topk_group": 9}, "of which 9 are chosen"),

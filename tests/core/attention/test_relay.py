@@ -42,6 +42,11 @@ def test_hook_init_mha_chunk_metadata_takes_as_many_arguments_as_the_backend_wan
     assert answers == [("batch",), ("batch", True), None]
 
 
+def test_what_is_no_backend_is_refused_with_the_plugin_s_name() -> None:
+    with pytest.raises(PluginError, match="plugin bad built 1, which is no attention backend: it has no backend_id"):
+        BackendRelay(1, "plugin bad")  # type: ignore[arg-type]
+
+
 def test_a_backend_that_does_not_plan_is_refused() -> None:
     class Forgot:
         backend_id = "forgot#0"

@@ -81,6 +81,14 @@ def test_a_report_that_cannot_be_compared_with_is_still_written(bench: Callable[
     assert not (tmp_path / "never.json").exists()
 
 
+@pytest.mark.parametrize("place", ["none/out.json", "."])
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
+    bench: Callable[..., Result], tmp_path: Path, place: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"--output .* cannot be written"):
+        bench(2, "--output", tmp_path / place)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

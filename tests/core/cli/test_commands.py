@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from fake_engine import FAIL
@@ -129,6 +131,58 @@ def test_chat_with_an_absent_server_is_an_error(console):
     assert (out, code) == ("", 1)
     assert "http://127.0.0.1:9 cannot be reached" in err
     assert "engine serve" in err
+
+
+@pytest.fixture
+def server():
+    """Answers GET and POST with what its `bodies` say for a path, and keeps the keys that it was sent."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body, cut = self.server.bodies[self.path]
+            self.server.keys.append(self.headers.get("Authorization"))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body) + cut))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.keys, made.bodies = [], {"/v1/models": (b'{"data": [{"id": "m"}]}', 0)}
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def test_chat_sends_the_key_of_the_environment(console, server, monkeypatch):
+    monkeypatch.setenv("ENGINERY_API_KEY", "one two")
+    server.bodies["/v1/chat/completions"] = (b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: [DONE]\n\n', 0)
+    out, _, code = console("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
+    assert (out.splitlines()[1:], code) == (["yes"], 0)
+    assert server.keys == ["Bearer one"] * 2
+
+
+def test_a_server_that_is_none_of_ours_is_an_error(console, server):
+    server.bodies["/v1/models"] = (b"<html>", 0)
+    out, err, code = console("chat", "--url", f"127.0.0.1:{server.server_port}")
+    assert (out, code) == ("", 1)
+    assert "/v1/models names no model; is it a server with OpenAI's API?" in err
+
+
+def test_an_answer_that_breaks_off_leaves_the_conversation_going(console, server):
+    whole = b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\n'
+    for body in (whole, whole[:-12]):
+        server.bodies["/v1/chat/completions"] = (body, 9)
+        out, _, code = console("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
+        assert code == 0
+        assert "broke off" in out
 
 
 def test_a_server_s_words_reach_the_terminal():

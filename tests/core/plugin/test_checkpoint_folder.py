@@ -70,7 +70,7 @@ def test_a_hub_id_that_cannot_be_had_offline_says_what_to_do(site, monkeypatch, 
     [
         (None, "has no config.json"),
         ("{", "is not JSON"),
-        ("[]", "does not name its architecture"),
+        ("[]", "holds list where a JSON object is needed"),
         ("{}", "does not name its architecture"),
         ('{"architectures": []}', "and has \\[\\]"),
         ('{"architectures": "Llama"}', "and has 'Llama'"),

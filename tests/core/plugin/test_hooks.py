@@ -138,13 +138,13 @@ def test_hook_register_weight_formats(site) -> None:
 
 
 def test_hook_register_grammars(site) -> None:
-    fields = dict(priority="1", summary="''", kinds="frozenset({'regex'})", refuse="None", load="None")
+    fields = dict(priority="1", summary="''", kinds="frozenset({'regex'})", refuse="list", load="list")
     site.install("p", registering("register_grammars", "GrammarSpec", **fields))
     assert [offer.name for offer in Registry.load().grammars] == ["x"]
 
 
 def test_hook_register_grammars_checks_the_kinds(site) -> None:
-    fields = dict(priority="1", summary="''", kinds="['regex']", refuse="None", load="None")
+    fields = dict(priority="1", summary="''", kinds="['regex']", refuse="list", load="list")
     site.install("p", registering("register_grammars", "GrammarSpec", **fields))
     registry = Registry.load()
     assert registry.grammars == ()

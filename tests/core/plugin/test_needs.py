@@ -29,6 +29,7 @@ def test_what_a_model_needs_and_a_backend_lacks_is_a_reason() -> None:
         num_heads=2, num_kv_heads=1, head_dim=24, latent=LatentFacts(rank=16, rope_dim=8, nope_dim=8, value_dim=8)
     )
     linear = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=8, recurrent=RecurrentFacts(value_dim=8))
+    softmax = dataclasses.replace(linear, recurrent=None)
     sets = dict(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
     where = dict(device="cpu", dtype="float32", kv_dtype="float32", page_size=16)
 
@@ -42,5 +43,19 @@ def test_what_a_model_needs_and_a_backend_lacks_is_a_reason() -> None:
     assert rules(latent, ragged=True, mla=True) == ["ragged MLA prefill", "a log-sum-exp"]
     assert rules(latent, ragged=True, mla=True, mla_ragged=True, lse_base="2") == []
     assert rules(linear) == ["linear attention"]
+    no_head_dim = capability_refusals(Capabilities(**sets, head_dims=frozenset()), AttnNeeds(**where, layers=(softmax,)))
+    assert [reason.text for reason in no_head_dim] == ["no head dim is offered"]
     assert rules(linear, linear=True, causal=False) == []
-    assert rules(dataclasses.replace(linear, recurrent=None), linear=True, causal=False) == ["softmax attention"]
+    assert rules(softmax, linear=True, causal=False) == ["softmax attention"]
+
+
+def test_a_card_whose_capability_nobody_knows_is_not_called_no_card() -> None:
+    can = Capabilities(devices=frozenset({"cuda", "cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
+    can = dataclasses.replace(can, min_compute_capability=(8, 0))
+    layer = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=8)
+    texts = {}
+    for device in ("cuda", "cpu"):
+        needs = AttnNeeds(device=device, dtype="float32", kv_dtype="float32", page_size=16, layers=(layer,))
+        texts[device] = [reason.text for reason in capability_refusals(can, needs)]
+    assert texts["cuda"] == ["needs compute capability 8.0 or more, that of the device is not known"]
+    assert texts["cpu"] == ["needs compute capability 8.0 or more, the device is no CUDA device"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from enginery.api import ParserFacts, ParserSpec, PluginError
+from enginery.api import ParserFacts, ParserSetup, ParserSpec, PluginError
+from enginery.plugin.boundary import guarded_parser
 from enginery.plugin.parser_choice import choose_parser
 from enginery.plugin.registry import Registry
 
@@ -76,3 +77,32 @@ def test_a_parser_whose_rule_fails_is_named(site) -> None:
     with pytest.raises(PluginError, match=r"plugin p-odd \(p-odd==1.0\) failed when asked whether parser odd suits") as caught:
         chosen("auto")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+FAILING = """
+from enginery.api import ParserSpec, hookimpl
+
+class Parser:
+    def __init__(self, setup):
+        if not setup.tools:
+            1 / 0
+    def feed(self, text):
+        1 / 0
+    finish = None
+
+@hookimpl
+def register_parsers():
+    suits = lambda facts: True
+    is_inside = lambda prompt: 1 / 0
+    return [ParserSpec(name="x", api=(1, 0), kind="reasoning", summary="", suits=suits, make=Parser, is_inside=is_inside)]
+"""
+
+
+def test_a_parser_that_fails_is_named_with_its_plugin(site) -> None:
+    site.install("p-x", FAILING)
+    spec = guarded_parser(Registry.load().parsers[0])
+    assert spec.is_inside is not None
+    parser = spec.make(ParserSetup(tools=("a tool",), new_id=str))
+    for fails in (lambda: spec.make(ParserSetup(new_id=str)), lambda: spec.is_inside("x"), lambda: parser.feed("x"), parser.finish):
+        with pytest.raises(PluginError, match=r"plugin p-x \(p-x==1.0\) could not .*: (ZeroDivision|Type)Error"):
+            fails()

@@ -16,10 +16,12 @@ from enginery.api import (
     HookGroup,
     OpNeeds,
     PluginError,
+    QueuedFacts,
     Reason,
     Unsupported,
 )
 from enginery.config.needs import by_phase
+from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.records import Offer, PluginRecord, Status
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import select, weigh
@@ -162,6 +164,16 @@ def test_schedule_policies_are_found_by_name_and_auto_is_first_come_first_served
     assert registry.schedule_policy("auto").name == "fcfs"
     with pytest.raises(PluginError, match=r"no schedule policy 'fcsf'; did you mean fcfs\?"):
         registry.schedule_policy("fcsf")
+
+
+@pytest.mark.parametrize("key", ["lambda request: 1 / 0", "lambda request: 'first'", "lambda request: None"])
+def test_a_schedule_policy_that_fails_is_named(site, key: str) -> None:
+    code = f"return [SchedulePolicySpec(name='odd', api=(1, 0), key={key}, summary='')]"
+    code = f"from enginery.api import SchedulePolicySpec, hookimpl\n@hookimpl\ndef register_schedule_policies():\n    {code}\n"
+    site.install("policy-odd", code)
+    policy = guarded_policy(Registry.load().schedule_policy("odd"))
+    with pytest.raises(PluginError, match=r"plugin policy-odd \(policy-odd==1.0\) could not give a request its place: \w+Error"):
+        policy.key(QueuedFacts(request_id="a", priority=0, arrival_s=0.0, num_tokens=1))
 
 
 OPTIONS = """

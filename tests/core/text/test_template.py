@@ -107,6 +107,11 @@ def test_an_error_of_a_template_is_the_request_s(template, why, rendered):
         rendered(template)
 
 
+def test_a_template_that_is_no_jinja_blames_the_template_and_not_the_messages(rendered):
+    with pytest.raises(RequestError, match=r"chat template is broken in line 2: unexpected '\}'; correct it"):
+        rendered("hi\n{{ messages }")
+
+
 @pytest.mark.parametrize(
     "template",
     [

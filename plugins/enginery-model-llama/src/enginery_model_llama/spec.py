@@ -14,7 +14,7 @@ from enginery.api import (
     ModelFacts,
     Routing,
     read_decoder_shape,
-    required,
+    whole_number,
 )
 
 MISTRAL: Final = {"sliding_window": 4096}  # for files that leave it out: the defaults of transformers' MistralConfig
@@ -37,15 +37,15 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
     """The same on every layer."""
     window = config.get("sliding_window")
-    return (int(window),) * int(required(config, "num_hidden_layers")) if window else None
+    return (whole_number(config, "sliding_window"),) * whole_number(config, "num_hidden_layers") if window else None
 
 
 def _experts(config: Mapping[str, Any]) -> ExpertsShape:
     return ExpertsShape(
-        layers=frozenset(range(int(required(config, "num_hidden_layers")))),
-        num_experts=int(required(config, "num_local_experts")),
-        inner_size=int(required(config, "intermediate_size")),
-        routing=Routing(top_k=int(required(config, "num_experts_per_tok")), renormalise=True),
+        layers=frozenset(range(whole_number(config, "num_hidden_layers"))),
+        num_experts=whole_number(config, "num_local_experts"),
+        inner_size=whole_number(config, "intermediate_size"),
+        routing=Routing(top_k=whole_number(config, "num_experts_per_tok"), renormalise=True),
         names=MIXTRAL_NAMES,
     )
 

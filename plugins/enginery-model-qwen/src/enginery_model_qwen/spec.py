@@ -15,6 +15,7 @@ from enginery.api import (
     Routing,
     read_decoder_shape,
     required,
+    whole_number,
 )
 
 QWEN3_HEAD_DIM = 128  # transformers' Qwen3Config, for files that leave it out
@@ -38,15 +39,15 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
 def _experts(config: Mapping[str, Any], *, shared_size: int) -> ExpertsShape | None:
     """Every `decoder_sparse_step`-th layer has experts but for `mlp_only_layers`. None: all is dense."""
     step, dense = int(config.get("decoder_sparse_step") or 1), config.get("mlp_only_layers") or ()
-    layers = frozenset(range(step - 1, int(required(config, "num_hidden_layers")), step)) - frozenset(dense)
+    layers = frozenset(range(step - 1, whole_number(config, "num_hidden_layers"), step)) - frozenset(dense)
     key = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers writes the second
     if not layers or config.get(key) == 0:
         return None
     return ExpertsShape(
         layers=layers,
-        num_experts=int(required(config, key)),
-        inner_size=int(required(config, "moe_intermediate_size")),
-        routing=Routing(top_k=int(required(config, "num_experts_per_tok")), renormalise=bool(config.get("norm_topk_prob", False))),
+        num_experts=whole_number(config, key),
+        inner_size=whole_number(config, "moe_intermediate_size"),
+        routing=Routing(top_k=whole_number(config, "num_experts_per_tok"), renormalise=bool(config.get("norm_topk_prob", False))),
         shared_size=shared_size,
         shared_gate=shared_size > 0,
         names=ExpertNames(shared="shared_expert"),
@@ -57,7 +58,7 @@ def _expert_windows(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
     """If it is switched on, Qwen2-MoE has the window where `layer_types` says so, Qwen3-MoE on all layers."""
     if not config.get("use_sliding_window", False):
         return None
-    window, num_layers = int(required(config, "sliding_window")), int(required(config, "num_hidden_layers"))
+    window, num_layers = whole_number(config, "sliding_window"), whole_number(config, "num_hidden_layers")
     if "Qwen3MoeForCausalLM" in config["architectures"]:
         return (window,) * num_layers
     return tuple(window if kind == "sliding_attention" else None for kind in required(config, "layer_types"))

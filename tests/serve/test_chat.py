@@ -86,7 +86,7 @@ def test_logprobs_have_the_bytes_of_each_token(with_server):
         ({"messages": [{"role": "user", "content": "x"}] * 9000}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 10**9}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),

@@ -157,6 +157,19 @@ def record(message, **more):
     return made
 
 
+def test_an_answer_has_the_id_that_its_client_gave_it_or_a_new_one_and_so_has_the_log(folder):
+    with started(folder, log_format="json") as (process, url):
+        given = []
+        for headers, expected in (({"x-request-id": "mine-1"}, "mine-1"), ({"x-request-id": "a b"}, "req_"), ({}, "req_")):
+            for path, status in (("/v1/models", 200), ("/none", 404)):
+                answer = httpx.get(url + path, headers=headers)
+                given.append(answer.headers["x-request-id"])
+                assert (answer.status_code, given[-1].startswith(expected)) == (status, True)
+        process.terminate()
+        lines = [json.loads(line) for line in process.communicate(timeout=10)[1].splitlines()]
+    assert [line["x_request_id"] for line in lines if "x_request_id" in line] == given
+
+
 def test_a_line_of_text_cannot_be_broken():
     line = TextLines().format(record("a\nb\r\x1b[31m\u2028c", fields={"path": "/x", "status": 200}))
     assert line.endswith("INFO enginery.test a\\nb\\r\\x1b[31m\\x2028c status=200")

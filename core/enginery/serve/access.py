@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -16,6 +18,8 @@ from enginery.serve.traces import Tracer
 
 _MAX_PATH_CHARS: Final = 200
 _QUIET: Final = ("/health", "/metrics")
+_ID: Final = b"x-request-id"
+_FIT_FOR_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _SERVED: Final[ContextVar[list[RequestTimes] | None]] = ContextVar("served", default=None)
 _log: Final = logging.getLogger(__name__)
 
@@ -28,7 +32,10 @@ def note_requests(times: Iterable[RequestTimes]) -> None:
 
 
 class AccessLog:
-    """ASGI middleware. answered: how often, by route and status; what matches no route is counted as one."""
+    """ASGI middleware, which also answers with the client's `x-request-id`, or one of ours.
+
+    answered: how often, by route and status; what matches no route is counted as one.
+    """
 
     def __init__(self, app: ASGIApp, *, answered: Counter[tuple[str, int]], tracer: Tracer | None = None) -> None:
         self._app = app
@@ -41,11 +48,13 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         began_s, began_ns, status = time.monotonic(), time.time_ns(), 499  # what it stays if nobody waits for the answer
+        name = _name(scope)
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (_ID, name)]}
             await send(message)
 
         requests: list[RequestTimes] = []
@@ -56,11 +65,16 @@ class AccessLog:
             _SERVED.reset(token)
             route = scope.get("route")
             self._answered[route.path if route is not None else "other", status] += 1
-            told = _told(scope, status, requests, seconds=time.monotonic() - began_s)
+            told = _told(scope, status, requests, seconds=time.monotonic() - began_s) | {"x_request_id": name.decode()}
             quiet = scope["path"].startswith(_QUIET)
             _log.log(logging.DEBUG if quiet else logging.INFO, "%s %s", told["method"], told["path"], extra={"fields": told})
             if self._tracer is not None and not quiet:
                 self._tracer.add(told, began_ns=began_ns, headers=scope["headers"])
+
+
+def _name(scope: Scope) -> bytes:
+    given = next((value for name, value in scope["headers"] if name == _ID and _FIT_FOR_ID.fullmatch(value)), None)
+    return given or f"req_{uuid.uuid4().hex}".encode()
 
 
 def _told(scope: Scope, status: int, requests: list[RequestTimes], *, seconds: float) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from enginery.contracts.request import MAX_TOP_LOGPROBS
 from enginery.errors import RequestError
-from enginery.serve.schemas import MAX_MESSAGES, CommonRequest, Int, decode_json
+from enginery.serve.schemas import MAX_MESSAGES, CommonRequest, decode_json
 
 MAX_TOOLS: Final = 256
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -114,7 +115,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -210,7 +210,7 @@ def test_leaving_a_group_aborts_what_is_open(folder):
                 finished = output.finish_reason is not None
             assert outputs.open == {"b"}
         async with client.generate([request("c", max_tokens=2)]) as outputs:
-            assert [output.token_ids async for output in outputs] == [(5,), (6,)]
+            assert [token_id async for output in outputs for token_id in output.token_ids] == [5, 6]
 
     with_client(scenario, folder)
 

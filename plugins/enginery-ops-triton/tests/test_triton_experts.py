@@ -89,8 +89,8 @@ def test_logits_that_are_not_numbers_still_give_experts_that_exist_and_are_diffe
     for _, routing in ROUTERS.values():
         if routing.top_k <= 8 and 24 % routing.num_groups == 0 and routing.num_groups <= 8:
             ids = route(logits, None, routing, dependent_launch=chained(device)).ids.cpu()
-            assert ((ids >= 0) & (ids < 24)).all()
-            assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+            assert ((ids >= 0) & (ids < 24 + routing.num_shared)).all()
+            assert all(len(set(row)) == routing.top_k + routing.num_shared for row in ids.tolist())
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

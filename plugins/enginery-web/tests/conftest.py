@@ -133,7 +133,7 @@ def fake() -> Iterator[Fake]:
     fake.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer, since playwright's event loop would run on under the tests of other files
 def browser():
     """Chromium. Where REQUIRE_BROWSER is set it must be there; elsewhere its tests are skipped without it."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)

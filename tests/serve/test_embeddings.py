@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -47,3 +49,20 @@ def test_the_official_client_reads_both_encodings(url):
 def test_a_wrong_field_is_refused_by_name(shared_server, body, param):
     response = shared_server("/v1/embeddings", {"input": "x"} | body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+@pytest.mark.parametrize(("mode", "status"), [("mean_tokens", 400), ("lasttoken", 200)])
+def test_a_checkpoint_whose_embeddings_are_pooled_otherwise_is_refused(with_server, folder, mode, status):
+    pooling = folder / "1_Pooling" / "config.json"
+    pooling.parent.mkdir(exist_ok=True)
+    pooling.write_text(json.dumps({"word_embedding_dimension": 2, "pooling_mode_cls_token": False, f"pooling_mode_{mode}": True}))
+
+    async def scenario(live):
+        answer = await live.post("/v1/embeddings", input="x")
+        assert answer.status_code == status
+        assert status == 200 or mode in answer.json()["error"]["message"]
+
+    try:
+        with_server(scenario)
+    finally:
+        pooling.unlink()

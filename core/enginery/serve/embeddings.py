@@ -40,6 +40,11 @@ async def embed(service: Service, http: Request) -> Response:
     model = service.model()
     asked = await read_request(http, EmbeddingsRequest)
     model.check_name(asked.model)
+    if model.text.pooling not in (None, "lasttoken"):
+        message = (
+            f"this checkpoint's embeddings are its {model.text.pooling} (1_Pooling/config.json), but only the last token's is given"
+        )
+        raise RequestError(message, param="model")
     prompts = await model.prompts(asked.input, add_special_tokens=asked.add_special_tokens is not False, field="input")
     try:
         one = CompletionRequest(prompt="", max_tokens=1, temperature=0.0, cache_salt=asked.cache_salt)

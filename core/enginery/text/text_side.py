@@ -1,4 +1,4 @@
-"""All that a checkpoint says about text: its tokenizer, its chat template, and the sampling its authors recommend."""
+"""All that a checkpoint says about text: its tokenizer, its chat template, the sampling its authors recommend, its pooling."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ from pathlib import Path
 
 from enginery.text.generation_defaults import GenerationDefaults
 from enginery.text.template import ChatTemplate
-from enginery.text.tokenizer import Tokenizer
+from enginery.text.tokenizer import Tokenizer, read_json
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextSide:
-    """Owns the template's process; close the template when done."""
+    """Owns the template's process; close the template when done.
+
+    pooling: what an embedding is made of, by the checkpoint's sentence-transformers file (`lasttoken`, `mean_tokens`); None: it has none.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: GenerationDefaults
+    pooling: str | None = None
 
     @classmethod
     def load(cls, folder: Path | str, *, use_generation_config: bool = True) -> TextSide:
         """Read it. Raises `CheckpointError`."""
         tokenizer = Tokenizer.from_folder(folder)
         defaults = GenerationDefaults.from_folder(folder) if use_generation_config else GenerationDefaults()
-        return cls(tokenizer=tokenizer, template=ChatTemplate.from_folder(folder, tokenizer), defaults=defaults)
+        template = ChatTemplate.from_folder(folder, tokenizer)
+        return cls(tokenizer=tokenizer, template=template, defaults=defaults, pooling=_pooling(Path(folder)))
+
+
+def _pooling(folder: Path) -> str | None:
+    modes = read_json(folder / "1_Pooling" / "config.json")
+    return next(
+        (name.removeprefix("pooling_mode_") for name, is_on in modes.items() if name.startswith("pooling_") and is_on is True), None
+    )

@@ -41,10 +41,8 @@ async def embed(service: Service, http: Request) -> Response:
     asked = await read_request(http, EmbeddingsRequest)
     model.check_name(asked.model)
     if model.text.pooling not in (None, "lasttoken"):
-        message = (
-            f"this checkpoint's embeddings are its {model.text.pooling} (1_Pooling/config.json), but only the last token's is given"
-        )
-        raise RequestError(message, param="model")
+        asks = f"1_Pooling/config.json of this checkpoint asks for {model.text.pooling}"
+        raise RequestError(f"{asks}, but only the last token's hidden state is given", param="model")
     prompts = await model.prompts(asked.input, add_special_tokens=asked.add_special_tokens is not False, field="input")
     try:
         one = CompletionRequest(prompt="", max_tokens=1, temperature=0.0, cache_salt=asked.cache_salt)

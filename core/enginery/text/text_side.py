@@ -14,7 +14,7 @@ from enginery.text.tokenizer import Tokenizer, read_json
 class TextSide:
     """Owns the template's process; close the template when done.
 
-    pooling: what an embedding is made of, by the checkpoint's sentence-transformers file (`lasttoken`, `mean_tokens`); None: it has none.
+    pooling: what an embedding is made of, as sentence-transformers names it: `lasttoken`, `mean_tokens`; None: no file says it.
     """
 
     tokenizer: Tokenizer
@@ -33,6 +33,5 @@ class TextSide:
 
 def _pooling(folder: Path) -> str | None:
     modes = read_json(folder / "1_Pooling" / "config.json")
-    return next(
-        (name.removeprefix("pooling_mode_") for name, is_on in modes.items() if name.startswith("pooling_") and is_on is True), None
-    )
+    on = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
+    return on[0].removeprefix("pooling_mode_") if on else None

@@ -249,7 +249,7 @@ def test_a_malformed_frame_is_dropped_on_both_sides(folder, capfd, caplog):
         for frame in (b"", b"\xc1", os.urandom(64), msgspec.msgpack.encode({"type": "submit", "request": 5})):
             await client._link.send(frame)
         async with client.generate([request()]) as outputs:
-                assert sum([len(output.token_ids) async for output in outputs]) == 4
+            assert sum([len(output.token_ids) async for output in outputs]) == 4
         assert client.state is EngineState.READY
 
     with_client(scenario, folder)

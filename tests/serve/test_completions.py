@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import SLOW
 
 from enginery.contracts.request import SamplingParams
 
@@ -131,7 +132,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(with_server, text):
 def test_usage_may_come_with_every_chunk(with_server):
     async def scenario(live):
         options = {"include_usage": True, "continuous_usage_stats": True}
-        events = await live.events("/v1/completions", prompt="a b c d", stream_options=options)
+        events = await live.events("/v1/completions", prompt="a b c d", stream_options=options, seed=SLOW)
         counts = [event["usage"]["completion_tokens"] for event in events]
         assert counts == sorted(counts)
         assert 0 < counts[0] < counts[-1]
@@ -141,24 +142,26 @@ def test_usage_may_come_with_every_chunk(with_server):
 
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_with_logprobs_covers_the_prompt_as_lm_eval_needs_it(with_server, stream, as_ids):
+@pytest.mark.parametrize("max_tokens", [1, 0])
+def test_echo_with_logprobs_covers_the_prompt_as_lm_eval_needs_it(with_server, stream, as_ids, max_tokens):
     async def scenario(live):
         ids = live.service.model().text.tokenizer.encode("hello world", add_special_tokens=True)
         prompt = ids if as_ids else "hello world"
-        body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}
+        body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
         if stream:
             choices = [event["choices"][0] for event in await live.events("/v1/completions", **body)]
             text = "".join(choice["text"] for choice in choices)
             parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
             logprobs = {name: [value for part in parts for value in part[name]] for name in parts[0]}
         else:
-            choice = (await live.post("/v1/completions", **body)).json()["choices"][0]
-            text, logprobs = choice["text"], choice["logprobs"]
+            reply = (await live.post("/v1/completions", **body)).json()
+            assert (reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", max_tokens)
+            text, logprobs = reply["choices"][0]["text"], reply["choices"][0]["logprobs"]
         assert text.endswith("hello world")
-        assert len(logprobs["tokens"]) == len(ids) + 1
+        assert len(logprobs["tokens"]) == len(ids) + max_tokens
         assert logprobs["tokens"][:3] == ["<s>", "he", "llo"]
         assert logprobs["text_offset"][:4] == [0, 3, 5, 8]
-        assert logprobs["token_logprobs"] == [None] + [-0.5] * len(ids)
+        assert logprobs["token_logprobs"] == [None] + [-0.5] * (len(ids) - 1 + max_tokens)
         assert logprobs["top_logprobs"][0] is None
         assert all(token in top for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True))
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.contracts.request import TokenLogprob
+from enginery.contracts.request import FinishReason, TokenLogprob
 from enginery.serve.generation import ChoiceDelta, Collected, PromptLogprobs, Tally, choice_deltas, collect, stream_events
 from enginery.serve.logprobs import LegacyLayout, by_token_id
 from enginery.serve.replies import CompletionChoice, CompletionReply, LegacyLogprobs, Usage
@@ -28,6 +29,9 @@ async def complete(service: Service, http: Request) -> Response:
     model = service.model()
     asked = await read_request(http, CompletionRequest)
     model.check_name(asked.model)
+    scores = asked.echo is True and asked.max_tokens == 0  # of the prompt; the engine makes a token all the same
+    if scores:
+        asked = msgspec.structs.replace(asked, max_tokens=1)
     params = model.params(
         asked,
         default_max_tokens=_DEFAULT_MAX_TOKENS,
@@ -39,6 +43,8 @@ async def complete(service: Service, http: Request) -> Response:
     prompts = await model.prompts(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     jobs = model.jobs(asked, prompts, params, heading.id, grammar=asked_grammar(asked))
     deltas = choice_deltas(service.engine, model.text.tokenizer, jobs)
+    if scores:
+        deltas = _without_output(deltas)
     layouts = [_ChoiceLayout(job, asked, model.text.tokenizer) for job in jobs]
 
     def chunk(choices: list[CompletionChoice], usage: Usage | None) -> bytes:
@@ -57,6 +63,13 @@ async def complete(service: Service, http: Request) -> Response:
         usage=usage,
     )
     return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+async def _without_output(deltas: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[ChoiceDelta, None]:
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            reason = delta.finish_reason and FinishReason.LENGTH
+            yield dataclasses.replace(delta, text="", events=(), num_tokens=0, logprobs=(), finish_reason=reason)
 
 
 def _prompt_logprobs(asked: CompletionRequest) -> int | None:

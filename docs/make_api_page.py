@@ -31,8 +31,8 @@ Without a body: `GET /v1/models`, `GET /v1/models/{model}`, `GET /tokenizer_info
 
 ABOUT: Final = {
     "/v1/completions": (
-        "Prompts in, texts out. `prompt`: a text, texts, token ids, or lists of token ids. With `echo` and `max_tokens` 0 prompts are "
-        "only scored."
+        "Prompts in, texts out. `prompt`: a text, texts, token ids, or lists of token ids. With `echo` and `max_tokens` 0 "
+        "prompts are only scored."
     ),
     "/v1/chat/completions": (
         "A conversation in, the assistant's next message out. Tools need a parser (`--tool-parser`), and reasoning comes as "

@@ -1,6 +1,7 @@
 """An engine without a model: it repeats the prompt, token by token, and ends. Also runs as the engine's process.
 
-Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up, SLOW takes 20 ms for a step.
+Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up, SLOW takes 20 ms for a step, PLUGIN is
+refused by a plugin's bug.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
-from enginery.errors import CheckpointError, QueueFull, RequestError
+from enginery.errors import CheckpointError, PluginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 
 COMMAND = (sys.executable, __file__)
-BREAK, FAIL, SLOW = 666, 667, 668
+PLUGIN, BREAK, FAIL, SLOW = 600, 666, 667, 668
 VOCAB_SIZE = 600
 EOS = 1
 
@@ -77,6 +78,8 @@ class FakeEngine:
     def submit(self, request: GenerationRequest) -> None:
         if len(self._requests) >= self._options.max_queued_requests:
             raise QueueFull(f"{len(self._requests)} requests are waiting, and no more may; try again")
+        if request.params.seed == PLUGIN:
+            raise PluginError("odd-policy could not give a request its place: ZeroDivisionError: division by zero")
         if len(request.prompt_token_ids) + request.params.max_tokens > self.facts.max_model_len:
             raise RequestError("the prompt is too long", param="prompt")
         if request.params.grammar is not None:

@@ -12,7 +12,7 @@ import time
 
 import msgspec
 import pytest
-from fake_engine import BREAK, COMMAND, FAIL, SLOW
+from fake_engine import BREAK, COMMAND, FAIL, PLUGIN, SLOW
 from process_table import is_running, wait_until_gone
 
 from enginery.config.schema import EngineOptions
@@ -170,6 +170,16 @@ def test_a_request_to_an_engine_that_just_died_is_answered(with_server, after_s)
         await asyncio.sleep(after_s)
         async with asyncio.timeout(5):
             assert (await live.complete("x", n=3)).status_code == 503
+
+    with_server(scenario)
+
+
+def test_a_request_over_which_a_plugin_fails_is_refused_alone(with_server):
+    async def scenario(live):
+        refused, fine = await asyncio.gather(live.complete("hello world", seed=PLUGIN), live.complete("hello world"))
+        assert (refused.status_code, fine.status_code) == (500, 200)
+        assert refused.json()["error"]["message"].startswith("odd-policy could not give a request its place")
+        assert live.engine.meter.num_open == 0
 
     with_server(scenario)
 

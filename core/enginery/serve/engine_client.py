@@ -23,7 +23,7 @@ import zmq.asyncio
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput
-from enginery.errors import ConfigError, EngineDied, EnginError, QueueFull, RequestError
+from enginery.errors import ConfigError, EngineDied, EnginError, PluginError, QueueFull, RequestError
 from enginery.plugin.manifest import Manifest
 from enginery.serve import messages
 from enginery.serve.access import note_requests
@@ -282,8 +282,7 @@ class EngineClient:
                 if group := self._groups.get(request_id):
                     group.open.discard(request_id)
                     self.meter.reject(group.times[request_id])
-                    kind = QueueFull if message.is_queue_full else RequestError
-                    group.answers.put_nowait(kind(message.message, param=message.param))
+                    group.answers.put_nowait(_rejection(message))
             case messages.Done(told):
                 answer = self._asked.popleft()
                 if not answer.done():  # as it is when nobody waits any more
@@ -306,6 +305,12 @@ class EngineClient:
         error = EngineDied(self.died.result())
         error.exit_code = self._failed.exit_code if self._failed else 1
         return error
+
+
+def _rejection(said: messages.Rejected) -> EnginError:
+    if said.is_fault:
+        return PluginError(said.message)
+    return (QueueFull if said.is_queue_full else RequestError)(said.message, param=said.param)
 
 
 def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:

@@ -23,7 +23,7 @@ import zmq
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
 from enginery.contracts.request import RequestOutput
-from enginery.errors import EnginError, QueueFull, RequestError
+from enginery.errors import EnginError, PluginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve import messages
 
@@ -93,6 +93,9 @@ class EngineLoop:
         except RequestError as error:
             full = isinstance(error, QueueFull)
             self._tell(messages.Rejected(request_id=request_id, message=str(error), param=error.param, is_queue_full=full))
+        except PluginError as error:
+            _log.exception("a request was refused")
+            self._tell(messages.Rejected(request_id=request_id, message=str(error), param=None, is_fault=True))
         else:
             if message.request.params.grammar is None:
                 self._tell(messages.Accepted(request_id))
@@ -103,10 +106,7 @@ class EngineLoop:
             if output.is_answer and output.error is None:
                 self._tell(messages.Accepted(output.request_id))
             elif output.is_answer:
-                rejected = messages.Rejected(
-                    request_id=output.request_id, message=str(output.error), param=output.param, is_queue_full=False
-                )
-                self._tell(rejected)
+                self._tell(messages.Rejected(request_id=output.request_id, message=str(output.error), param=output.param))
         return [output for output in outputs if not output.is_answer]
 
     def _tell(self, message: messages.FromEngine) -> None:

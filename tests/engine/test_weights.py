@@ -213,7 +213,14 @@ def test_a_value_of_the_config_that_cannot_be_is_named(folder: Path, key: str, v
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [("num_attention_heads", 1000, "leave a head no dims"), ("quantization_config", 5, "quantization_config 5; served are")],
+    [
+        ("num_attention_heads", 1000, "leave a head no dims"),
+        ("quantization_config", 5, "quantization_config 5; served are"),
+        ("rope_scaling", {"rope_type": "linear"}, "without its parameter 'factor'"),
+        ("rope_scaling", {"rope_type": "linear", "factor": "x"}, "rope parameters {'factor': 'x'}, which are not usable"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 0.0, "original_max_position_embeddings": -4}, "are not usable"),
+        ("rope_scaling", {"rope_type": ["x"]}, r"rope type \['x'\]; known are"),
+    ],
 )
 def test_values_that_do_not_go_together_are_named(folder: Path, key: str, value: object, said: str) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {key: value, "num_key_value_heads": None}))

@@ -21,11 +21,18 @@ Frequencies = tuple[torch.Tensor, float]
 
 
 def rotary_table(rope: RopeShape, num_positions: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[num_positions, R]: the cosines of each position's R/2 angles, then their sines, times the method's attention factor."""
-    if rope.kind not in _METHODS:
+    """[num_positions, R]: the cosines of each position's R/2 angles, then their sines, times the method's attention factor.
+
+    Raises `CheckpointError`.
+    """
+    if not isinstance(rope.kind, str) or rope.kind not in _METHODS:
         raise CheckpointError(f"config.json asks for rope type {rope.kind!r}; known are {', '.join(sorted(_METHODS))}")
     positions = torch.arange(num_positions, dtype=torch.float32)
-    inv_freq, attention_factor = _METHODS[rope.kind](rope, num_positions)  # [R/2], or [num_positions, R/2]
+    try:
+        inv_freq, attention_factor = _METHODS[rope.kind](rope, num_positions)  # [R/2], or [num_positions, R/2]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        stated = dict(rope.parameters)
+        raise CheckpointError(f"config.json has rope parameters {stated!r}, which are not usable: {error}") from error
     angles = positions[:, None] * inv_freq
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor  # [num_positions, R]
     return table.to(device=device, dtype=dtype)

@@ -22,7 +22,7 @@ from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import EnginError, RequestError
 
 Message = dict[str, str]
-_HELP = "/exit ends, /reset begins a new conversation, Ctrl-C stops an answer"
+_HELP = "/exit ends, /reset begins a new conversation, /help says this, Ctrl-C stops an answer"
 
 
 class Partner(Protocol):
@@ -66,8 +66,11 @@ def converse(partner: Partner, opening: Sequence[Message]) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if said == "/exit":
+        if said in ("/exit", "/quit"):
             return
+        if said == "/help":
+            print(_HELP)
+            continue
         if said == "/reset":
             messages = list(opening)
             continue

@@ -254,19 +254,14 @@ class WithShared:
         self.shared_gate_up = ops.bind_linear(torch.cat((gate, up)), None)
         self.shared_down = ops.bind_linear(down.transpose(0, 1).flatten(1).contiguous(), None)
         self.gated_silu = ops.gated_silu
-        self.router = ops.bind_linear(torch.randn((count, shape.columns), device=DEVICE) * shape.columns**-0.5, None)
-        self.more = torch.arange(count, count + shape.shared, dtype=torch.int32, device=DEVICE)
-        self.ones = torch.ones(shape.shared, device=DEVICE)
+        self.router = (torch.randn((shape.columns, count), device=DEVICE) * shape.columns**-0.5).to(DTYPE)
 
-    def routed(self, x: torch.Tensor) -> Routed:
-        return route(self.router(x.float()).float(), None, self.shape.routing, dependent_launch=True)
-
-    def extended(self, routed: Routed) -> Routed:
-        more, ones = (each.expand(len(routed.ids), -1) for each in (self.more, self.ones))
-        return Routed(torch.cat((routed.ids, more), dim=1), torch.cat((routed.weights, ones), dim=1))
+    def routed(self, x: torch.Tensor, num_shared: int = 0) -> Routed:
+        routing = replace(self.shape.routing, num_shared=num_shared)
+        return route(torch.mm(x, self.router, out_dtype=torch.float32), None, routing, dependent_launch=True)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:
-        return self.joined_experts(x, self.extended(self.routed(x)))
+        return self.joined_experts(x, self.routed(x, self.shape.shared))
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         out = self.routed_experts(x, self.routed(x))
@@ -284,14 +279,14 @@ class WithShared:
 def layers(models: Sequence[str], counts: Sequence[int]) -> Iterator[dict[str, Any]]:
     for name, (label, weight_dtype) in itertools.product([name for name in models if SHAPES[name].shared], WEIGHTS.items()):
         layer = WithShared(SHAPES[name], weight_dtype)
-        for num_tokens in TOKENS:
+        for num_tokens in counts:
             inputs = [
                 torch.randn((num_tokens, layer.shape.columns), dtype=DTYPE, device=DEVICE) for _ in range(num_calls(num_tokens))
             ]
             expected = layer.apart(inputs[0]).double()
             error = max(relative_error(found, expected) for found in (layer.joined(inputs[0]), layer.added(inputs[0])))
             assert error < 1e-2, error
-            known = [partial(layer.joined_experts, x, layer.extended(layer.routed(x))) for x in inputs]
+            known = [partial(layer.joined_experts, x, layer.routed(x, layer.shape.shared)) for x in inputs]
             times = {
                 "joined_us": [partial(layer.joined, x) for x in inputs],
                 "apart_us": [partial(layer.apart, x) for x in inputs],

@@ -203,8 +203,11 @@ def test_random_use_breaks_no_promise(depth, monkeypatch):
             use.act()
         use.finish()
 
-    run()
     seldom = ["preempted", "sat out", "prefix hit", "aborted while RUNNING, 1 in flight", "aborted while WAITING, 0 in flight"]
     if depth > 1:
         seldom += ["input pending", "preempted with a step in flight", "results dropped"]
-    assert all(SEEN[what] for what in seldom), SEEN
+    for _ in range(5):  # chance may leave one of them out
+        run()
+        if all(SEEN[what] for what in seldom):
+            return
+    pytest.fail(f"not all of {seldom} came about: {SEEN}")

@@ -22,21 +22,36 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; `architectures` is in it. Raises `CheckpointError`."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds {type(config).__name__} where a JSON object is needed; download the checkpoint again")
-    architectures = config.get("architectures")
+    architectures = _json_object(config, path).get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(
             f'{path} does not name its architecture; it needs "architectures": ["..."], and has {architectures!r}'
         )
     return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint, empty if there is no such file. Raises `CheckpointError` that names the file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+    return _json_object(content, path)
+
+
+def _json_object(content: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__} where a JSON object is needed; download the checkpoint again")
+    return content
 
 
 def find_folder(model: str, registry: Registry) -> Path:

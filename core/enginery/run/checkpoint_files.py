@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from enginery.config.checkpoint_folder import read_json
 from enginery.errors import CheckpointError
-from enginery.text.tokenizer import read_json
 
 READABLE: Final = {
     "F64": torch.float64,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from enginery.config.checkpoint_folder import find_folder, read_config
+from enginery.config.checkpoint_folder import find_folder, read_config, read_json
 from enginery.config.needs import attn_needs, by_phase
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
@@ -26,7 +26,6 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.run.device import device_facts, torch_device
-from enginery.text.tokenizer import read_json
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from enginery.config.checkpoint_folder import read_json
 from enginery.errors import CheckpointError
-from enginery.text.tokenizer import read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

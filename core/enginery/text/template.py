@@ -19,9 +19,10 @@ from typing import Any, Final
 
 import msgspec
 
+from enginery.config.checkpoint_folder import read_json
 from enginery.errors import CheckpointError, RequestError
 from enginery.text.template_process import Limits, Rendered, Rendering
-from enginery.text.tokenizer import Tokenizer, read_json
+from enginery.text.tokenizer import Tokenizer
 
 _COMMAND: Final = (sys.executable, "-P", "-m", "enginery.text.template_process")
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? is none")

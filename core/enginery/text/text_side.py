@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from enginery.config.checkpoint_folder import read_json
 from enginery.text.generation_defaults import GenerationDefaults
 from enginery.text.template import ChatTemplate
-from enginery.text.tokenizer import Tokenizer, read_json
+from enginery.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,25 +13,13 @@ from typing import Any, Final, TypeGuard
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from enginery.config.checkpoint_folder import read_json
 from enginery.errors import CheckpointError, RequestError
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_KEYS: Final = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _CLEANED: Final = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
 _CLEANED_ENDINGS: Final = ((" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a checkpoint, empty if there is no such file. Raises `CheckpointError` that names the file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__} where a JSON object is needed; download the checkpoint again")
-    return content
 
 
 class Tokenizer:

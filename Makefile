@@ -22,7 +22,7 @@ serve: $(stamp)
 	@exec $(bin)/engine serve $(ARGS)
 
 test: $(stamp)
-	OMP_NUM_THREADS=1 $(bin)/pytest -m 'not gpu' -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(bin)/pytest -rfER -m 'not gpu' -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(stamp)
 	$(bin)/ruff check .

@@ -1,7 +1,11 @@
-"""Triton compiles its kernels or interprets them, and decides that once, when it is first imported.
+"""For all tests: whether Triton compiles, and what is run again when it fails.
 
-Machines without a CUDA device interpret them. torch imports Triton too, so this comes before any test does. The variable must not
-stay set: the engine would choose the interpreted plugins for every other test.
+Triton compiles its kernels or interprets them, and decides that once, when it is first imported. Machines without a CUDA device
+interpret them. torch imports Triton too, so this comes before any test does. The variable must not stay set: the engine would
+choose the interpreted plugins for every other test.
+
+Tests of real processes and browsers also depend on what else the machine does. One that fails is run again once, and the report
+counts it; what fails twice fails.
 """
 
 from __future__ import annotations
@@ -11,8 +15,18 @@ import importlib.util
 import os
 from unittest.mock import patch
 
+import pytest
 import torch
+
+WITH_PROCESSES = ("tests/chaos/", "tests/serve/", "tests/engine/test_bench_serve.py", "plugins/enginery-web/")
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.experimental.gluon")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what may be run again."""
+    for item in items:
+        if item.nodeid.startswith(WITH_PROCESSES):
+            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))

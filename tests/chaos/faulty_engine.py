@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from enginery.serve.engine_process import run
 OUT_OF_MEMORY, NAN, RAISES, WRONG_SHAPE, WEDGE, BROKEN = range(70_001, 70_007)
 WEDGE_S = 4.0
 AFTER = 3  # tokens of the output
+STEP_S = float(os.environ.get("CHAOS_STEP_S", "0"))  # what a step takes at the least
 
 
 class FaultyRunner(Runner):
@@ -27,6 +29,7 @@ class FaultyRunner(Runner):
     _items: list[ScheduledItem]
 
     def launch(self, step: ScheduledStep, *, began_s: float) -> LaunchedStep:
+        time.sleep(STEP_S)
         self._items = [item for item in step.items if item.samples]
         due = {item.request.asked.params.seed for item in self._items if self._is_due(item)}
         if any(item.request.asked.params.seed == BROKEN for item in self._items):

@@ -1,4 +1,7 @@
-"""A real server with the embedded model in processes of its own, and what must hold of it after every attack."""
+"""A real server in processes of its own, with a model of random weights, and what must hold of it after every attack.
+
+A step takes `STEP_S` at the least, so that what a test must see lasts long enough on any machine.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import noise
 from prometheus_client.parser import text_string_to_metric_families
 
 HERE = Path(__file__).parent
 MAX_MODEL_LEN = 1024
 NUM_PAGES = 192
 OPTIONS = {
+    "model": str(noise.FOLDER),
+    "load_format": "dummy",
     "max_model_len": MAX_MODEL_LEN,
     "num_pages": NUM_PAGES,
     "max_batch_tokens": 128,
@@ -29,7 +35,8 @@ OPTIONS = {
     "max_queued_requests": 64,
     "num_threads": 1,
 }
-SETTINGS = {"watchdog_s": 1.5, "drain_s": 20.0, "limits": {"receive_s": 2.0, "send_s": 2.0}}
+SETTINGS = {"watchdog_s": 1.5, "drain_s": 40.0, "limits": {"receive_s": 2.0, "send_s": 2.0}}
+STEP_S = 0.004
 CONTROL = {"prompt": "The quick brown fox jumps over", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 
@@ -81,12 +88,12 @@ class Server:
         """Resident bytes of both processes."""
         return self.metric("process_resident_memory_bytes") + self.metric("enginery_engine_process_resident_memory_bytes")
 
-    def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 45) -> None:
         """Wait, and fail if it does not come true."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"it did not come true in {seconds} s\n{self.said()[-4000:]}"
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def is_idle(self) -> bool:
         """No request is open, and every page is free or in the prefix cache."""
@@ -103,10 +110,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(key: str | None = None, *, options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Server]:
+def started(
+    key: str | None = None, *, options: dict[str, Any] | None = None, step_s: float = STEP_S, **settings: Any
+) -> Iterator[Server]:
     """A fresh server. key: that the client sends. options: over `OPTIONS`; settings: over `SETTINGS`."""
     arguments = [json.dumps(OPTIONS | (options or {})), json.dumps(SETTINGS | settings)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CHAOS_STEP_S": str(step_s)}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
         with log.open("w") as stderr:

@@ -107,7 +107,7 @@ class Soak:
 
 def soak(seconds: float) -> dict[str, object]:
     """Raises AssertionError if something grows, is lost, or answered otherwise. A quarter of the time is for warming up."""
-    with started() as server:
+    with started(step_s=0) as server:
         run = Soak(server)
         asyncio.run(run.load(seconds / 4))
         server.assert_healthy()

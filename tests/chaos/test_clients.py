@@ -13,9 +13,9 @@ import time
 
 import httpx
 import pytest
-from chaos.harness import Server, started
+from chaos.harness import SETTINGS, Server, started
 
-LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}  # 1.6 s at the least
 
 
 def raw(server: Server, *parts: bytes, pause_s: float = 0.0) -> bytes:
@@ -67,16 +67,10 @@ def test_row_8_a_slow_sender_is_told_and_holds_nobody_up(server, parts):
 
 def test_row_8_a_long_answer_is_not_a_slow_request(server):
     """Of `receive_s`, 2 s, only the request's own arrival counts."""
-    with contextlib.ExitStack() as stack:
-        began = time.monotonic()
-        asked = [
-            stack.enter_context(
-                server.http.stream("POST", "/v1/completions", json={"prompt": "x", **LONG, "n": 12, "stream": True})
-            )
-        ]
-        text = asked[0].read()
-        assert time.monotonic() - began > 2, "the machine is too fast for this test; ask for more"
-    assert text.endswith(b"data: [DONE]\n\n")
+    began = time.monotonic()
+    text = server.complete("x", **LONG | {"max_tokens": 700}, stream=True).text
+    assert time.monotonic() - began > SETTINGS["limits"]["receive_s"]
+    assert text.endswith("data: [DONE]\n\n")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +152,8 @@ def test_row_19_admin_routes_need_the_admin_key(locked, tmp_path):
         assert "pages were freed" in admin.post("/admin/flush_prefix_cache").json()["told"]
         assert admin.post("/admin/abort", params={"request_id": "nobody"}).status_code == 400
         assert admin.post("/admin/profile", params={"num_steps": 0}).status_code == 400
-        with locked.http.stream("POST", "/v1/completions", json={"prompt": "x", **LONG, "stream": True}) as response:
+        body = {"prompt": "x", **LONG, "max_tokens": 1000, "stream": True}
+        with locked.http.stream("POST", "/v1/completions", json=body) as response:
             events = response.iter_lines()
             name = json.loads(next(events).removeprefix("data: "))["id"]
             assert admin.post("/admin/abort", params={"request_id": f"{name}-0"}).status_code == 200
@@ -255,20 +250,19 @@ def test_row_22_a_client_that_does_not_read_is_cut_and_others_are_not_held_up(se
 
 
 def test_row_23_overload_is_refused_and_gone_when_it_is_over(server):
-    """The batch takes 16, the queue 64; 200 come, 100 at a time."""
+    """There is room for 80 choices, in 0.6 s for sixteen more; 480 come at once."""
+    before = server.metric("vllm:admission_rejections_total")
 
     def ask(number: int) -> httpx.Response:
-        return server.complete([5 + number % 250], max_tokens=8, ignore_eos=True)
+        return server.complete([5 + number], **LONG | {"max_tokens": 150}, n=8)
 
-    with concurrent.futures.ThreadPoolExecutor(100) as pool:
-        answers = list(pool.map(ask, range(200)))
-    statuses = {answer.status_code for answer in answers}
-    assert statuses == {200, 429}
-    assert all(int(answer.headers["retry-after"]) > 0 for answer in answers if answer.status_code == 429)
-    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(60) as pool:
+        answers = list(pool.map(ask, range(60)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
+    assert server.metric("vllm:admission_rejections_total") > before
     server.assert_healthy()
-    assert time.monotonic() - began < 10
-    assert server.metric("vllm:admission_rejections_total") > 0
 
 
 def test_row_24_long_prompts_do_not_hold_running_streams_up(server):

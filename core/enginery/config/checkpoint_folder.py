@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
-_UNWANTED: Final = ["*/*", "consolidated*"]
+_UNWANTED: Final = ["[!1]*/*", "1[!_]*/*", "consolidated*"]  # folders but 1_Pooling, which says how to embed
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from enginery.config.checkpoint_folder import find_folder, read_config
 from enginery.errors import CheckpointError
@@ -54,8 +55,9 @@ def test_a_hub_id_is_downloaded_without_what_is_not_needed(site, monkeypatch) ->
     asked = {}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **patterns: asked.update(patterns) or "there")
     assert find_folder("owner/name", Registry.load()) == Path("there")
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert "consolidated*" in asked["ignore_patterns"]
+    kept = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "1_Pooling/config.json"]
+    left = ["original/params.json", "onnx/model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "1x/config.json"]
+    assert list(filter_repo_objects([*kept, *left], **asked)) == kept
 
 
 def test_a_hub_id_that_cannot_be_had_offline_says_what_to_do(site, monkeypatch, tmp_path) -> None:

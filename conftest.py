@@ -1,4 +1,4 @@
-"""For all tests: whether Triton compiles, and what is run again when it fails.
+"""For all tests: whether Triton compiles, what is random, and what is run again when it fails.
 
 Triton compiles its kernels or interprets them, and decides that once, when it is first imported. Machines without a CUDA device
 interpret them. torch imports Triton too, so this comes before any test does. The variable must not stay set: the engine would
@@ -15,6 +15,7 @@ import importlib.util
 import os
 from unittest.mock import patch
 
+import hypothesis
 import pytest
 import torch
 
@@ -23,6 +24,18 @@ WITH_PROCESSES = ("tests/chaos/", "tests/serve/", "tests/engine/test_bench_serve
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.experimental.gluon")
+
+# The same examples every time, and none is too slow: `--hypothesis-profile default` looks for new ones.
+hypothesis.settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """A test's random numbers do not depend on the tests before."""
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

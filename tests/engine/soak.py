@@ -91,10 +91,10 @@ class Soak:
         del self.alive[name]
         self.counts["aborted"] += 1
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, least_steps: int = 0) -> None:
         """Arrivals come in waves, between which the engine runs empty; a tenth of all requests is aborted."""
         began = time.monotonic()
-        while (now := time.monotonic() - began) < seconds:
+        while (now := time.monotonic() - began) < seconds or self.counts["steps"] < least_steps:
             busy = now % 30 < 24
             while busy and self.chance.random() < self.rate / (1 + self.rate):
                 self.arrive()
@@ -118,13 +118,16 @@ class Soak:
         return tokens
 
 
-def soak(engine: Engine, *, seconds: float, longest: int, rate: float, seed: int = 0) -> dict[str, object]:
-    """Raises AssertionError if a page is lost, an output has no owner, or the control request is answered otherwise."""
+def soak(engine: Engine, *, seconds: float, longest: int, rate: float, seed: int = 0, least_steps: int = 0) -> dict[str, object]:
+    """Ends after both `seconds` and `least_steps`.
+
+    Raises AssertionError if a page is lost, an output has no owner, or the control request is answered otherwise.
+    """
     driver = Soak(engine=engine, longest=longest, rate=rate, chance=random.Random(seed))
     while engine.prepare():
         pass
     before = driver.control()
-    driver.run(min(seconds, 30))
+    driver.run(min(seconds, 30), least_steps)
     memory = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     driver.run(max(seconds - 30, 0))
     assert not driver.alive, f"{len(driver.alive)} requests were forgotten"

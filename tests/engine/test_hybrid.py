@@ -285,7 +285,7 @@ def server(folder: Path, site: Path, *flags: str) -> Iterator[tuple[openai.OpenA
         finally:
             process.terminate()
             process.stdout.read()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=40) == 0
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_an_error_of_the_disk_is_named_with_file_and_tensor_and_keeps_its_cause(
 @pytest.mark.usefixtures("nothing_left")
 def test_a_failure_in_one_thread_stops_the_others() -> None:
     waiting, done = deque(range(1000)), []
-    both_run = threading.Barrier(2, timeout=10)
+    both_run = threading.Barrier(2, timeout=40)
 
     def work() -> None:
         both_run.wait()

@@ -74,7 +74,7 @@ def served(write_oracle: Callable[..., Oracle]) -> Iterator[Served]:
         yield Served(openai.OpenAI(base_url=found[1] + "/v1", api_key="none", max_retries=0), oracle, tokenizer)
         server.terminate()
         server.stdout.read()
-        assert server.wait(timeout=20) == 0
+        assert server.wait(timeout=40) == 0
 
 
 def complete(served: Served, prompt: str | list[int], *, stream: bool) -> str:

@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "core" / "text")]
 
 import fake_engine  # noqa: E402
 from fake_parsers import PARSERS  # noqa: E402
-from running import started  # noqa: E402
+from running import PATIENCE_S, started  # noqa: E402
 from tokenizers_made import byte_level, save  # noqa: E402
 
 from enginery.config.schema import EngineOptions  # noqa: E402
@@ -76,12 +76,16 @@ class Live:
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
+    def release(self) -> None:
+        """Let requests with the seed HELD go on."""
+        self._log.with_name("go").touch()
+
     def said(self, what: str) -> list[str]:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return [line.split()[1] for line in lines if line.startswith(what)]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 await asyncio.sleep(0.01)
 
@@ -109,6 +113,7 @@ def with_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Runs an async function with a `Live`."""
     log = tmp_path / "log"
     monkeypatch.setenv("FAKE_LOG", str(log))
+    monkeypatch.setenv("FAKE_GO", str(log.with_name("go")))
 
     def run(scenario: Callable[[Live], Awaitable[None]], *, parsers: Parsers = NO_PARSERS, **options: object) -> None:
         async def main() -> None:

@@ -1,7 +1,7 @@
 """An engine without a model: it repeats the prompt, token by token, and ends. Also runs as the engine's process.
 
-Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up, SLOW takes 20 ms for a step, PLUGIN is
-refused by a plugin's bug.
+Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up, HELD repeats the prompt and goes on when the
+file that FAKE_GO names is there, PLUGIN is refused by a plugin's bug.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enginery.errors import CheckpointError, PluginError, QueueFull, RequestErro
 from enginery.plugin.registry import Registry
 
 COMMAND = (sys.executable, __file__)
-PLUGIN, BREAK, FAIL, SLOW = 600, 666, 667, 668
+PLUGIN, BREAK, FAIL, HELD = 600, 666, 667, 668
 VOCAB_SIZE = 600
 EOS = 1
 
@@ -31,6 +31,7 @@ class FakeEngine:
         self._aside: list[GenerationRequest] = []
         self._options = options
         self._log = os.environ.get("FAKE_LOG")
+        self._go = Path(os.environ.get("FAKE_GO", "/nowhere"))
         self.facts = EngineFacts(
             model_name=options.served_model_name or "fake",
             folder=str(options.model),
@@ -93,10 +94,14 @@ class FakeEngine:
             self._say("abort", request_id)
 
     def step(self) -> list[RequestOutput]:
-        time.sleep(0.02 if any(request.params.seed == SLOW for request, _ in self._requests.values()) else 0)
         aside, self._aside = self._aside, []
         answers = [self._answer(request) for request in aside]
-        return answers + [self._next(request, count) for request, count in list(self._requests.values())]
+        running = [(request, count) for request, count in self._requests.values() if not self._is_held(request, count)]
+        time.sleep(0 if running else 0.005)
+        return answers + [self._next(request, count) for request, count in running]
+
+    def _is_held(self, request: GenerationRequest, count: int) -> bool:
+        return request.params.seed == HELD and count >= len(request.prompt_token_ids) and not self._go.exists()
 
     def _answer(self, request: GenerationRequest) -> RequestOutput:
         """Of a request with a grammar, which is logged and has no effect; one with the word BAD is refused."""

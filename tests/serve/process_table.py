@@ -13,7 +13,7 @@ def is_running(pid):
         return False
 
 
-def wait_until_gone(pid, seconds=5):
+def wait_until_gone(pid, seconds=30):
     deadline = time.monotonic() + seconds
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -7,9 +7,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+PATIENCE_S = 40  # for what takes a moment on most machines; less than a test may take
 SERVER = str(Path(__file__).with_name("fake_server.py"))
 
 
@@ -27,4 +29,11 @@ def started(folder: Path, port: int = 0, *, drain_s: float = 1.0, **settings: ob
         yield process, url
     finally:
         process.terminate()
-        process.communicate(timeout=10)
+        process.communicate(timeout=PATIENCE_S)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

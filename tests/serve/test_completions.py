@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from fake_engine import SLOW
+from fake_engine import HELD
 
 from enginery.contracts.request import SamplingParams
 
@@ -88,7 +90,7 @@ def test_a_field_left_out_has_the_checkpoint_s_recommendation(with_server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_and_the_request(with_server, stream):
     async def scenario(live):
-        body = {"prompt": "the quick brown fox", "stop": ["ck b", "fox"], "max_tokens": 400, "ignore_eos": True, "seed": 668}
+        body = {"prompt": "the quick brown fox", "stop": ["ck b", "fox"], "max_tokens": 400, "ignore_eos": True, "seed": HELD}
         if stream:
             events = await live.events("/v1/completions", **body)
             text = "".join(event["choices"][0]["text"] for event in events)
@@ -132,7 +134,10 @@ def test_a_stream_says_the_same_as_a_whole_answer(with_server, text):
 def test_usage_may_come_with_every_chunk(with_server):
     async def scenario(live):
         options = {"include_usage": True, "continuous_usage_stats": True}
-        events = await live.events("/v1/completions", prompt="a b c d", stream_options=options, seed=SLOW)
+        streaming = asyncio.create_task(live.events("/v1/completions", prompt="a b c d", stream_options=options, seed=HELD))
+        await live.until(lambda: live.engine.meter.num_output and not any(group._untaken for group in live.engine._groups.values()))
+        live.release()
+        events = await streaming
         counts = [event["usage"]["completion_tokens"] for event in events]
         assert counts == sorted(counts)
         assert 0 < counts[0] < counts[-1]

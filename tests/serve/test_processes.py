@@ -8,12 +8,12 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import msgspec
 import pytest
-from fake_engine import BREAK, COMMAND, FAIL, PLUGIN, SLOW
+from fake_engine import BREAK, COMMAND, FAIL, HELD, PLUGIN
 from process_table import is_running, wait_until_gone
+from running import PATIENCE_S
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
@@ -34,7 +34,7 @@ def with_client(scenario, folder, *, command=COMMAND, **options):
         manifest = Registry.load(no_plugins=True).manifest
         client = await EngineClient.start(EngineOptions(model=str(folder), **options), manifest, command=command)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 await scenario(client)
         finally:
             await client.stop()
@@ -77,7 +77,7 @@ def test_what_came_while_nobody_took_it_is_one_output_of_each_request(tmp_path):
 def test_what_had_come_is_given_before_the_error_that_ends_it(tmp_path):
     async def scenario(client):
         await client.ready()
-        async with client.generate([request(seed=SLOW, max_tokens=100, prompt=(5,) * 100)]) as outputs:
+        async with client.generate([request(seed=HELD)]) as outputs:
             while not client.meter.num_output:
                 await asyncio.sleep(0.01)
             await client.abort("r")
@@ -121,14 +121,13 @@ def test_a_command_that_dies_at_once_is_reported_with_its_last_words(folder):
 
 
 def test_stopping_while_loading_is_quick(folder, monkeypatch):
-    monkeypatch.setenv("FAKE_LOAD_S", "60")
+    monkeypatch.setenv("FAKE_LOAD_S", "600")
 
     async def scenario(client):
         assert client.state is EngineState.LOADING
+        await client.stop(grace_s=600)
 
-    began = time.monotonic()
     with_client(scenario, folder)
-    assert time.monotonic() - began < 5
 
 
 def test_an_engine_s_bug_ends_it_and_names_the_root_cause(folder, capfd):
@@ -145,7 +144,7 @@ def test_an_engine_s_bug_ends_it_and_names_the_root_cause(folder, capfd):
 
 def test_a_killed_engine_fails_everything_in_flight(with_server):
     async def scenario(live):
-        body = {"prompt": "hello world", "max_tokens": 400, "ignore_eos": True, "seed": SLOW}
+        body = {"prompt": "hello world", "max_tokens": 400, "ignore_eos": True, "seed": HELD}
         tasks = [asyncio.create_task(live.post("/v1/completions", **body)) for _ in range(3)]
         stream = asyncio.create_task(live.post("/v1/completions", **body, stream=True))
         await live.until(lambda: len(live.said("submit")) == 4)
@@ -168,7 +167,7 @@ def test_a_request_to_an_engine_that_just_died_is_answered(with_server, after_s)
         await live.complete("x")
         os.kill(live.engine.child.pid, signal.SIGKILL)
         await asyncio.sleep(after_s)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await live.complete("x", n=3)).status_code == 503
 
     with_server(scenario)
@@ -200,7 +199,7 @@ def test_one_request_s_failure_is_its_own(with_server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_answers_429_and_runs_none_of_the_group(with_server, stream):
     async def scenario(live):
-        response = await live.complete("x y z", n=5, seed=SLOW, max_tokens=400, ignore_eos=True, stream=stream)
+        response = await live.complete("x y z", n=5, seed=HELD, max_tokens=400, ignore_eos=True, stream=stream)
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "queue_full"
@@ -213,7 +212,7 @@ def test_a_full_queue_answers_429_and_runs_none_of_the_group(with_server, stream
 def test_leaving_a_group_aborts_what_is_open(folder):
     async def scenario(client):
         await client.ready()
-        async with client.generate([request("a", max_tokens=3), request("b", ignore_eos=True, seed=SLOW)]) as outputs:
+        async with client.generate([request("a", max_tokens=3), request("b", ignore_eos=True, seed=HELD)]) as outputs:
             finished = False
             while not finished:
                 output = await anext(outputs)
@@ -228,7 +227,7 @@ def test_leaving_a_group_aborts_what_is_open(folder):
 def test_a_request_may_end_after_the_engine_was_stopped(folder):
     async def scenario(client):
         await client.ready()
-        async with client.generate([request(ignore_eos=True, seed=SLOW)]):
+        async with client.generate([request(ignore_eos=True, seed=HELD)]):
             await client.stop()
 
     with_client(scenario, folder)
@@ -296,7 +295,7 @@ def test_a_client_that_hangs_up_has_its_requests_aborted(with_server, stream):
     """Over ASGI, as uvicorn tells it: the body, and later the disconnect."""
 
     async def scenario(live):
-        body = {"prompt": ["hello", "world"], "max_tokens": 400, "ignore_eos": True, "seed": SLOW, "stream": stream}
+        body = {"prompt": ["hello", "world"], "max_tokens": 400, "ignore_eos": True, "seed": HELD, "stream": stream}
         hangs_up = asyncio.Event()
         sent = []
 
@@ -314,7 +313,7 @@ def test_a_client_that_hangs_up_has_its_requests_aborted(with_server, stream):
         app = live.http._transport.app
         task = asyncio.create_task(app({**scope, "http_version": "1.1", "scheme": "http", "server": ("t", 80)}, receive, send))
         await live.until(lambda: len(live.said("submit")) == 2)
-        await asyncio.sleep(0.1)
+        await live.until(lambda: live.engine.meter.num_output >= 4 and len(sent) > stream)
         hangs_up.set()
         await task
         await live.until(lambda: len(live.said("abort")) == 2)
@@ -346,13 +345,17 @@ def test_work_for_a_lost_client_is_cancelled():
 
 def test_a_hundred_disconnects_leave_nothing(with_server):
     async def scenario(live):
-        for _ in range(25):
-            tasks = [asyncio.create_task(live.complete("a b c", ignore_eos=True, max_tokens=400, seed=SLOW)) for _ in range(4)]
-            await asyncio.sleep(0.01)
+        for turn in range(24):
+            tasks = [asyncio.create_task(live.complete("a b c", ignore_eos=True, max_tokens=400, seed=HELD)) for _ in range(4)]
+            if turn % 3:
+                await asyncio.sleep(0.002 * turn)
+            else:
+                await live.until(lambda tokens=live.engine.meter.num_output: live.engine.meter.num_output >= tokens + 8)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await live.until(lambda: len(live.said("abort")) == len(live.said("submit")))
+        await live.complete("the last, so that the engine has taken in all before it", max_tokens=1)
+        assert len(live.said("abort")) == len(live.said("submit")) - 1 >= 32
         assert not live.engine._groups
 
     with_server(scenario)

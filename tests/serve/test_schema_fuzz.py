@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from running import PATIENCE_S
 
 ST = Path(sys.executable).with_name("st")
 SEED = "1"
@@ -28,19 +29,19 @@ def test_nothing_that_the_schemas_allow_is_a_server_error(url, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": "hello"}).json()["choices"][0]["text"] == "hello"
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "hello"}, timeout=PATIENCE_S).json()["choices"][0]["text"] == "hello"
 
 
 def test_unknown_paths_and_methods_are_json(url):
-    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    paths = httpx.get(f"{url}/openapi.json", timeout=PATIENCE_S).json()["paths"]
     posted = [path for path, methods in paths.items() if "post" in methods and "{" not in path]
     assert {"/v1/responses", "/v1/messages", "/tokenize"} <= set(posted)
     for path in posted:
-        response = httpx.request("DELETE", url + path)
+        response = httpx.request("DELETE", url + path, timeout=PATIENCE_S)
         assert response.status_code == 405
         assert response.json()["error"]["message"] == f"{path} does not answer DELETE; it answers POST"
         assert response.headers["allow"] == "POST"
-    assert httpx.get(f"{url}/nothing").json()["error"] == {
+    assert httpx.get(f"{url}/nothing", timeout=PATIENCE_S).json()["error"] == {
         "message": "there is no path /nothing here",
         "type": "invalid_request_error",
         "param": None,

@@ -8,6 +8,7 @@ import json
 import openai
 import pydantic
 import pytest
+from fake_engine import HELD
 from fake_parsers import PARSERS
 
 from enginery.serve.parsing import Parsers
@@ -97,7 +98,7 @@ def test_without_tools_the_same_text_is_content(with_server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_only_ends_the_answer_and_the_request(with_server, stream):
     async def scenario(live):
-        asked = {"messages": user(f"{CALL} {CALL} " + "x " * 60), "tools": TOOLS, "parallel_tool_calls": False, "seed": 668}
+        asked = {"messages": user(f"{CALL} {CALL} " + "x " * 60), "tools": TOOLS, "parallel_tool_calls": False, "seed": HELD}
         if stream:
             message = joined(await live.events("/v1/chat/completions", **asked), 0)
             calls, reason, content = message["calls"], message["finish_reason"], message["content"]

@@ -169,8 +169,8 @@ HOSTILE = {
     "nothing": (GrammarKind.JSON_SCHEMA, '{"type": "string", "minLength": 5, "maxLength": 3}', "greater"),
     "deep": (GrammarKind.JSON_SCHEMA, nested(20_000), "recursion limit"),
     "wide": (GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(900)}}), "items"),
-    "very wide": (GrammarKind.JSON_SCHEMA, json.dumps({"properties": {f"p{index}": {} for index in range(9_000)}}), "2 s"),
-    "a large multiple": (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 1000003}', "2 s"),
+    "very wide": (GrammarKind.JSON_SCHEMA, json.dumps({"properties": {f"p{index}": {} for index in range(18_000)}}), "2 s"),
+    "a large multiple": (GrammarKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 10000019}', "2 s"),
     "patterns that all must match": (
         GrammarKind.JSON_SCHEMA,
         json.dumps({"allOf": [{"type": "string", "pattern": f"^.*a.{{{index}}}b.*$"} for index in range(40)]}),
@@ -213,10 +213,10 @@ def test_hostile_grammars_are_refused_or_compiled_in_time_and_steps_stay_short(n
             state = Compiler(tokens).compile(Grammar(kind=kind, source=source)).start()
             rng = random.Random(0)
             for _ in range(100):
-                begun = time.perf_counter()
+                begun = time.thread_time()
                 choice = sorted(allowed(state, tokens.vocab_size))
                 assert state.accept(rng.choice(choice))
-                slowest[0] = max(slowest[0], time.perf_counter() - begun)
+                slowest[0] = max(slowest[0], time.thread_time() - begun)
                 if state.is_finished:
                     break
         except RequestError as error:
@@ -228,7 +228,7 @@ def test_hostile_grammars_are_refused_or_compiled_in_time_and_steps_stay_short(n
         worker.start()
     finally:
         threading.stack_size(usual)
-    worker.join(10)
+    worker.join(50)
     assert not worker.is_alive(), "still compiling"
     assert slowest[0] < 0.25
     if refusal is None:

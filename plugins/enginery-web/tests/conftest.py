@@ -43,8 +43,13 @@ INFO = {
 }
 
 
+async def released(holder: threading.Semaphore) -> None:
+    while not holder.acquire(blocking=False):
+        await asyncio.sleep(0.01)
+
+
 class Fake:
-    """An OpenAI-compatible server as far as the page needs one. pieces: sent one by one, each when `go` is released."""
+    """An OpenAI-compatible server as far as the page needs one. Each piece waits for `go`, each answer of /metrics for `look`."""
 
     def __init__(self) -> None:
         self.key: str | None = None
@@ -57,6 +62,7 @@ class Fake:
         self.end: list[object] = [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}, "[DONE]"]
         self.refusal: tuple[int, dict] | None = None
         self.go = threading.Semaphore(1000)
+        self.look = threading.Semaphore(1000)
         self.asked: list[dict] = []
         self.hung_up = threading.Event()
         self.app = FastAPI()
@@ -66,8 +72,7 @@ class Fake:
     async def stream(self) -> AsyncIterator[str]:
         try:
             for delta in self.deltas:
-                while not self.go.acquire(blocking=False):
-                    await asyncio.sleep(0.01)
+                await released(self.go)
                 yield f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': None}]})}\n\n"
             for event in self.end:
                 yield f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
@@ -94,6 +99,7 @@ class Fake:
 
         @app.get("/metrics")
         async def metrics():
+            await released(self.look)
             self.generated += 100
             found = self.metrics and self.metrics.replace("GENERATED", str(self.generated))
             return PlainTextResponse(found) if found else PlainTextResponse("", status_code=404)
@@ -130,6 +136,7 @@ def fake() -> Iterator[Fake]:
     fake.stop = lambda: (setattr(server, "should_exit", True), thread.join())
     yield fake
     fake.go.release(1000)
+    fake.look.release(1000)
     fake.stop()
 
 
@@ -152,7 +159,7 @@ def browser():
 def tab(browser):
     """An empty tab with English texts; whatever the page complains of fails the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light", locale="en-US")
-    context.set_default_timeout(5000)
+    context.set_default_timeout(30_000)
     page = context.new_page()
     page.complaints = complaints = []
     page.on("pageerror", lambda error: complaints.append(str(error)))

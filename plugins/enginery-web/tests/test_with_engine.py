@@ -30,19 +30,20 @@ def server() -> Iterator[str]:
 
 def test_the_page_talks_to_the_engine(tab, server: str) -> None:
     tab.goto(server)
-    tab.wait_for_selector("#state.good", timeout=15_000)
+    tab.wait_for_selector("#state.good", timeout=45_000)
     tab.click("summary >> text=Settings")
     tab.get_by_label("Most tokens").fill("20")
     tab.fill("#say", "Hello 😀")
     tab.keyboard.press("Enter")
-    tab.wait_for_selector("#log article.assistant .note >> text=/\\d+ tokens/", timeout=15_000)
+    tab.wait_for_selector("#log article.assistant .note >> text=/\\d+ tokens/", timeout=45_000)
     tab.wait_for_selector("#log[aria-busy=false]")
     assert tab.locator("#log [role=alert]").count() == 0
     assert tab.locator("#log .said").first.inner_text() == "Hello 😀"
     settings = tab.locator("#choices tbody tr td:first-child").all_inner_texts()
     assert {"device", "attention", "KV cache"} <= set(settings)
     assert "enginery-web" in tab.locator("#plugins td").all_inner_texts()
-    tab.wait_for_timeout(2500)
+    tab.wait_for_selector("#tiles div >> text=/^[\\d.]+ m?s$/", timeout=45_000)
+    tab.wait_for_selector("#tiles div:has(dt:text-is('Requests running')) dd:text-is('0')", timeout=45_000)
     tiles = dict(zip(tab.locator("#tiles dt").all_inner_texts(), tab.locator("#tiles dd").all_inner_texts(), strict=True))
     assert tiles["Requests running"] == "0"
     assert tiles["Requests waiting"] == "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,11 +39,12 @@ FACTS = EngineFacts(
 
 
 class SlowEngine:
-    """Every step takes 20 ms and yields a token of each request."""
+    """Every step takes 20 ms and yields a token of each request. sleep: by which clock."""
 
     facts = FACTS
 
-    def __init__(self) -> None:
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.sleep = sleep
         self.left: dict[str, int] = {}
         self.batches: list[int] = []
 
@@ -54,7 +56,7 @@ class SlowEngine:
         self.left[request.request_id] = request.params.max_tokens
 
     def step(self) -> list[RequestOutput]:
-        time.sleep(0.02)
+        self.sleep(0.02)
         running = [name for name, count in self.left.items() if count]
         self.batches.append(len(running))
         for name in running:
@@ -112,12 +114,27 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([3.0], 50) == 3.0
 
 
-def test_latencies_are_taken_when_a_token_has_come() -> None:
-    engine = SlowEngine()
+class Clock:
+    """Stands still but for who sleeps by it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_latencies_are_taken_when_a_token_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("enginery.bench.latency.time", clock)
+    engine = SlowEngine(clock.sleep)
     measured = measure_latencies(engine, equal_requests(2, input_len=3, output_len=3), repeats=2)
-    assert measured["first_token_p50_s"] == pytest.approx(0.02, abs=0.015)
-    assert measured["per_token_p50_s"] == pytest.approx(0.02, abs=0.015)
-    assert measured["total_s"] >= 0.06
+    assert measured["first_token_p50_s"] == pytest.approx(0.02)
+    assert measured["per_token_p50_s"] == pytest.approx(0.02)
+    assert measured["total_s"] == pytest.approx(0.06)
     assert set(engine.batches) == {2}
     assert len(engine.batches) == 3 * 3
 

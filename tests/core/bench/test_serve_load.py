@@ -58,6 +58,10 @@ class Scripted:
             writer.write(part)
             await asyncio.sleep(self.pause_s)
 
+    async def hold_until_open(self, count: int) -> None:
+        while self.most_open < count:
+            await asyncio.sleep(0.001)
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         try:
@@ -120,13 +124,15 @@ def measured(url: str, load: Load) -> Row:
 
 def test_text_is_timed_and_tokens_are_the_server_s_count(server) -> None:
     scripted, url = server
-    scripted.pause_s = 0.02
+    scripted.pause_s = 0.2
+    began_s = time.perf_counter()
     call = one(url)
     assert call.error is None
     assert call.num_tokens == 3
     assert len(call.times) == 3
-    assert 0.03 < call.times[2] - call.times[0] < 0.5
-    assert call.times[2] + 0.02 < call.ended_s
+    assert began_s < call.sent_s < call.times[0] < call.times[1] < call.times[2]
+    assert call.times[2] - call.times[0] > 0.1
+    assert call.times[2] + 0.1 < call.ended_s < time.perf_counter()
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -196,7 +202,12 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 
 def test_a_closed_loop_keeps_so_many_running_on_as_many_connections(server) -> None:
     scripted, url = server
-    scripted.pause_s = 0.01
+
+    async def stream(writer: asyncio.StreamWriter) -> None:
+        await scripted.hold_until_open(3)
+        await scripted.stream(writer)
+
+    scripted.script = stream
     calls = using(url, lambda client: run_load(client, [b"{}"] * 12, Load(lengths=(), concurrency=3)))
     assert [call.error for call in calls] == [None] * 12
     assert (scripted.most_open, scripted.num_connections) == (3, 3)
@@ -204,13 +215,17 @@ def test_a_closed_loop_keeps_so_many_running_on_as_many_connections(server) -> N
 
 def test_an_open_loop_does_not_wait_for_answers(server) -> None:
     scripted, url = server
-    scripted.pause_s = 0.2
-    began_s = time.perf_counter()
+
+    async def stream(writer: asyncio.StreamWriter) -> None:
+        await scripted.hold_until_open(40)
+        await scripted.stream(writer)
+
+    scripted.script = stream
     calls = using(url, lambda client: run_load(client, [b"{}"] * 40, Load(lengths=(), rate=200)))
-    dues = [call.due_s - began_s for call in calls]
+    dues = [call.due_s for call in calls]
     assert dues == sorted(dues)
-    assert 0.1 < dues[-1] < 0.4
-    assert scripted.most_open > 20
+    assert 0.1 < dues[-1] - dues[0] < 0.4
+    assert [call.error for call in calls] == [None] * 40
     assert all(call.sent_s >= call.due_s for call in calls)
 
 
@@ -233,7 +248,7 @@ def test_a_row_has_percentiles_rates_errors_and_the_client_s_own_load(server) ->
     assert row.derived["output_tokens_per_s"] == pytest.approx(18 / row.measured["total_s"])
     assert row.derived["requests_per_s"] == pytest.approx(6 / row.measured["total_s"])
     assert row.derived["errors"] == 0
-    assert 0 < row.derived["client_busy_fraction"] < 1.2
+    assert 0 < row.derived["client_busy_fraction"] < 2
     assert row.derived["client_late_p99_s"] >= 0
     assert {body["model"] for body in scripted.bodies} == {"m"}
 
@@ -280,7 +295,7 @@ def test_the_command_measures_each_load_and_compares(server, tmp_path: Path, mon
     assert report["device"] == "a server on 127.0.0.1"
     assert {row["what"]["input"] for row in report["rows"]} == {"5:9"}
     assert {"command", "commit", "versions"} <= report.keys()
-    again = bench(*flags, "--rate", 500, "--compare", before, "--tolerance", 1000)
+    again = bench(*flags, "--rate", 500, "--compare", before, "--tolerance", 1_000_000)
     assert again.exit_code == 0
     assert "times grew by more than" in again.output
 

@@ -1,7 +1,7 @@
 """The prefix cache: its rules one by one, then random use against a plain dict of prefixes."""
 
 from array import array
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import settings
@@ -152,21 +152,21 @@ def test_a_cache_that_is_off_finds_nothing_and_keeps_nothing():
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_prompt_of_32k_tokens_takes_milliseconds(page_size):
+def test_a_prompt_of_32k_tokens_takes_less_than_a_second(page_size):
     cache, allocator = cache_of(page_size=page_size, num_pages=4 * 32768 // page_size)
     tokens = array("i", range(32768))
     insert(cache, allocator, tokens, page_size=page_size)
     times = []
     for meets in (20000, 16000, 12000):
         other = array("i", [*range(meets), *range(7, 32775 - meets)])
-        started = perf_counter()
+        started = thread_time()
         cache.match(other, "")
         _, inserted = insert(cache, allocator, other, page_size=page_size)
         cache.lock(inserted.node)
         cache.unlock(inserted.node)
-        times.append(perf_counter() - started)
+        times.append(thread_time() - started)
         allocator.give_back(inserted.duplicates)
-    assert min(times) < 0.02
+    assert min(times) < 0.4  # where the square of the length counts, minutes
     cache.check_integrity()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -183,15 +181,25 @@ def test_an_output_may_end_without_a_token(made):
 
 
 @pytest.mark.parametrize(("make", "token"), [(byte_level, 100), (byte_level, 255), (byte_fallback, 3 + 0xE2)])
-def test_a_token_costs_the_same_however_long_the_output(make, token, tmp_path):
-    completion = CompletionText(Tokenizer.from_folder(save(make(), tmp_path)), SamplingParams(stop=("never",)))
+def test_a_token_costs_the_same_however_long_the_output(make, token, tmp_path, monkeypatch):
+    tokenizer = Tokenizer.from_folder(save(make(), tmp_path))
+    completion = CompletionText(tokenizer, SamplingParams(stop=("never",)))
+    decode, lengths = tokenizer.decode, []
 
-    def seconds(count):
-        began = time.perf_counter()
+    def counted(ids, **options):
+        lengths.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+
+    def cost(count):
+        """Calls of the tokenizer, tokens that it decodes, and characters that are held back."""
+        lengths.clear()
         for _ in range(count):
             completion.feed([token], finished=False)
-        return time.perf_counter() - began
+        return len(lengths), sum(lengths), len(completion._stops._held)
 
-    first = seconds(500)
-    seconds(3000)
-    assert seconds(500) < 4 * first + 0.05
+    first = cost(500)
+    cost(3000)
+    assert first[0] > 0
+    assert all(late <= 1.2 * early + 100 for early, late in zip(first, cost(500), strict=True))

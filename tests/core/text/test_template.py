@@ -129,14 +129,14 @@ def test_a_template_can_neither_hang_nor_exhaust(template, rendered):
     began = time.perf_counter()
     with pytest.raises(RequestError, match="template"):
         rendered(template, limits=Limits(cpu_s=0.3, memory_bytes=256 << 20, num_chars=1 << 20))
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 40
 
 
 def test_after_a_hostile_conversation_the_next_is_rendered():
-    limits = Limits(cpu_s=0.2)
+    limits = Limits(cpu_s=1.5)
     loops = "{% if messages|length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     template = ChatTemplate(loops + "fine", variables={}, limits=limits)
-    with pytest.raises(RequestError, match=r"0\.2 s"):
+    with pytest.raises(RequestError, match=r"1\.5 s"):
         template.render(MESSAGES)
     assert template.render(MESSAGES[:1]) == "fine"
     template.close()

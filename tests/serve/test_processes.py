@@ -112,6 +112,23 @@ def test_an_engine_that_cannot_start_says_why_with_its_exit_code(folder, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_why_an_engine_cannot_start_is_told_when_the_front_is_late_to_hear_it(folder, monkeypatch):
+    listen = EngineClient._listen
+
+    async def listen_late(client):
+        while client.child.is_running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        await listen(client)
+
+    async def scenario(client):
+        with pytest.raises(EngineDied, match=r"^the weights are gone; fetch them again$"):
+            await client.ready()
+
+    monkeypatch.setattr(EngineClient, "_listen", listen_late)
+    with_client(scenario, folder, device="broken")
+
+
 def test_a_command_that_dies_at_once_is_reported_with_its_last_words(folder):
     async def scenario(client):
         with pytest.raises(EngineDied, match="exit code 3\nThe last it said:\nno such luck"):

@@ -44,6 +44,11 @@ class EngineChild:
         """Whether it has not ended."""
         return self._process.poll() is None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error, by itself."""
+        return (self._process.poll() or 0) > 0
+
     async def relay_stderr(self) -> None:
         """Pass the child's stderr on, and keep its end."""
         assert self._process.stderr is not None

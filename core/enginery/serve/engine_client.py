@@ -35,6 +35,7 @@ from enginery.serve.progress import Progress
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine_process")
 _SILENCE_S: Final = 60.0
 _ANSWER_S: Final = 30.0
+_LAST_WORDS_S: Final = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -297,6 +298,9 @@ class EngineClient:
         while self.child.is_running:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.1)  # its last words are on the way
+        deadline = time.monotonic() + (_LAST_WORDS_S if self.child.has_failed else 0)
+        while self._failed is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         self.died.set_result(self.child.epitaph(self._failed))
         self.fail_requests(self.death)
 

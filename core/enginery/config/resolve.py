@@ -20,13 +20,14 @@ DEFAULT_BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """Where the engine runs. available_bytes: memory that may be taken now."""
+    """Where the engine runs. available_bytes: memory that may be taken now. has_bfloat16: it multiplies such matrices quickly."""
 
     kind: str
     name: str
     available_bytes: int
     num_threads: int
     compute_capability: tuple[int, int] | None = None
+    has_bfloat16: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +145,9 @@ def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, Any])
     stated = config.get("dtype") or config.get("torch_dtype")
     if stated not in DTYPES:
         return Decision(setting="dtype", value="float32", reason="config.json states none of the supported ones")
-    if stated == "float16" and device.kind == "cpu":
-        return Decision(setting="dtype", value="float32", reason="config.json states float16, for which CPUs have no fast kernels")
+    if device.kind == "cpu" and (stated == "float16" or (stated == "bfloat16" and not device.has_bfloat16)):
+        reason = f"config.json states {stated}, in which this CPU is slow; --dtype {stated} takes half the memory"
+        return Decision(setting="dtype", value="float32", reason=reason)
     return Decision(setting="dtype", value=stated, reason="stated in config.json")
 
 

@@ -16,7 +16,13 @@ def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked.split(":")[0]
     threads = num_threads or torch.get_num_threads()
     if kind == "cpu":
-        return DeviceFacts(kind="cpu", name=f"{threads} threads", available_bytes=_available_host_bytes(), num_threads=threads)
+        return DeviceFacts(
+            kind="cpu",
+            name=f"{threads} threads",
+            available_bytes=_available_host_bytes(),
+            num_threads=threads,
+            has_bfloat16=torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        )
     if kind != "cuda":
         raise ConfigError(f"device is {asked!r}, but must be auto, cpu, cuda or cuda:<index>")
     if not torch.cuda.is_available():

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.errors import EnginError, RequestError
+from enginery.errors import RequestError
 from enginery.serve.anthropic_schemas import NAMES, CountTokensRequest, MessagesRequest
 from enginery.serve.blocks import Block, BlockKind, Blocks, Change
 from enginery.serve.conversation import Conversation, open_conversation, prompt_of
 from enginery.serve.faults import Fault
-from enginery.serve.generation import ChoiceDelta, Collected, collect
+from enginery.serve.generation import ChoiceDelta, Collected, collect, stream_events
 from enginery.serve.replies import Usage
 from enginery.serve.schemas import decode_json
 from enginery.serve.service import Service, read_request
@@ -40,7 +39,7 @@ async def create_message(service: Service, http: Request) -> Response:
     try:
         opened = await open_conversation(service, asked.as_chat(), "msg")
         if asked.stream:
-            return await EventStream.start(http, _events(opened))
+            return await EventStream.start(http, stream_events(opened.deltas, _Layout(opened)))
         choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
     except RequestError as error:
         error.param = NAMES.get(error.param or "", error.param)
@@ -66,29 +65,36 @@ def anthropic_error(fault: Fault) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _ERROR_TYPES.get(fault.status, "api_error"), "message": message}}
 
 
-async def _events(opened: Conversation) -> AsyncGenerator[bytes, None]:
-    """The first is empty and comes when the request is queued. What fails later is an event itself."""
-    tally, blocks, last, started = opened.tally, Blocks(), ChoiceDelta(job=opened.jobs[0]), False
-    try:
-        async with contextlib.aclosing(opened.deltas):
-            async for delta in opened.deltas:
-                if not started:
-                    started = True
-                    yield b""
-                    nothing = _message(opened, content=[], stop_reason=None, stop_sequence=None, usage=_usage(tally.usage()))
-                    yield named_event({"type": "message_start", "message": nothing})
-                tally.add(delta)
-                last = delta
-                for change in blocks.feed(delta.events):
-                    yield _told(*change)
-    except EnginError as error:
-        if not started:
-            raise
-        yield named_event(anthropic_error(Fault.of(error)))
-    else:
-        for change in blocks.finish():
+class _Layout:
+    """Anthropic's named events."""
+
+    def __init__(self, opened: Conversation) -> None:
+        self._opened = opened
+        self.tally = opened.tally
+        self._blocks = Blocks()
+        self._last = ChoiceDelta(job=opened.jobs[0])
+
+    def begin(self) -> Iterator[bytes]:
+        """The message without content."""
+        usage = _usage(self.tally.usage())
+        nothing = _message(self._opened, content=[], stop_reason=None, stop_sequence=None, usage=usage)
+        yield named_event({"type": "message_start", "message": nothing})
+
+    def feed(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """What a delta adds to the content."""
+        self._last = delta
+        for change in self._blocks.feed(delta.events):
             yield _told(*change)
-        yield named_event({"type": "message_delta", "delta": _end(last), "usage": _usage(tally.usage())})
+
+    def fail(self, fault: Fault) -> Iterator[bytes]:
+        """The error."""
+        yield named_event(anthropic_error(fault))
+
+    def end(self) -> Iterator[bytes]:
+        """The end of the last block, and why the message ended."""
+        for change in self._blocks.finish():
+            yield _told(*change)
+        yield named_event({"type": "message_delta", "delta": _end(self._last), "usage": _usage(self.tally.usage())})
         yield named_event({"type": "message_stop"})
 
 

@@ -13,7 +13,7 @@ from enginery.contracts.parsers import ArgumentsText, ContentText, ParserEvent, 
 from enginery.contracts.request import TokenLogprob
 from enginery.serve.chat_schemas import ChatRequest
 from enginery.serve.conversation import open_conversation
-from enginery.serve.generation import ChoiceDelta, Collected, collect, stream_events
+from enginery.serve.generation import ChoiceDelta, ChunkLayout, Collected, collect, stream_events
 from enginery.serve.logprobs import by_token_id, chat_logprobs
 from enginery.serve.replies import (
     AssistantMessage,
@@ -46,8 +46,8 @@ async def chat(service: Service, http: Request) -> Response:
 
     if asked.stream:
         options = asked.stream_options or StreamOptions()
-        events = stream_events(opened.deltas, layout.part, chunk=chunk, tally=opened.tally, options=options)
-        return await EventStream.start(http, events)
+        chunks = ChunkLayout(part=layout.part, chunk=chunk, tally=opened.tally, options=options)
+        return await EventStream.start(http, stream_events(opened.deltas, chunks))
     choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
     reported: object = msgspec.UNSET
     if asked.prompt_logprobs is not None:

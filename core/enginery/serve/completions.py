@@ -11,7 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.contracts.request import FinishReason, TokenLogprob
-from enginery.serve.generation import ChoiceDelta, Collected, PromptLogprobs, Tally, choice_deltas, collect, stream_events
+from enginery.serve.generation import (
+    ChoiceDelta,
+    ChunkLayout,
+    Collected,
+    PromptLogprobs,
+    Tally,
+    choice_deltas,
+    collect,
+    stream_events,
+)
 from enginery.serve.logprobs import LegacyLayout, by_token_id
 from enginery.serve.replies import CompletionChoice, CompletionReply, LegacyLogprobs, Usage
 from enginery.serve.schemas import CompletionRequest, StreamOptions
@@ -54,8 +63,8 @@ async def complete(service: Service, http: Request) -> Response:
         return layouts[delta.job.index].part(delta)
 
     if asked.stream:
-        options = asked.stream_options or StreamOptions()
-        return await EventStream.start(http, stream_events(deltas, part, chunk=chunk, tally=Tally(jobs), options=options))
+        chunks = ChunkLayout(part=part, chunk=chunk, tally=Tally(jobs), options=asked.stream_options or StreamOptions())
+        return await EventStream.start(http, stream_events(deltas, chunks))
     choices, usage = await unless_disconnected(http.receive, collect(deltas, jobs))
     reply = CompletionReply(
         **head,

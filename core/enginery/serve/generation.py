@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from enginery.contracts.parsers import ParserEvent
 from enginery.contracts.request import FinishReason, RequestOutput, TokenLogprob
@@ -183,15 +183,27 @@ async def collect(deltas: AsyncGenerator[ChoiceDelta, None], jobs: Sequence[Job]
     return choices, tally.usage()
 
 
-async def stream_events(
-    deltas: AsyncGenerator[ChoiceDelta, None],
-    part: Callable[[ChoiceDelta], ChoiceT | None],
-    *,
-    chunk: Callable[[list[ChoiceT], Usage | None], bytes],
-    tally: Tally,
-    options: StreamOptions,
-) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer. part: what a delta adds to its choice, None for nothing.
+class EventLayout(Protocol):
+    """How an API lays out a streamed answer. All methods give events as they are sent. tally: of what was sent."""
+
+    @property
+    def tally(self) -> Tally: ...
+
+    def begin(self) -> Iterable[bytes]:
+        """When all is queued."""
+
+    def feed(self, delta: ChoiceDelta) -> Iterable[bytes]:
+        """What a delta adds."""
+
+    def fail(self, fault: Fault) -> Iterable[bytes]:
+        """The last ones, if it fails after it began."""
+
+    def end(self) -> Iterable[bytes]:
+        """The last ones."""
+
+
+async def stream_events(deltas: AsyncGenerator[ChoiceDelta, None], layout: EventLayout) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer.
 
     The first is empty and comes when all is queued: what is refused until then is raised and has its own status. What fails later
     is an event itself.
@@ -203,15 +215,46 @@ async def stream_events(
                 if not started:
                     started = True
                     yield b""
-                tally.add(delta)
-                choice = part(delta)
-                if choice is not None:
-                    yield chunk([choice], tally.usage() if options.continuous_usage_stats else None)
+                    for event in layout.begin():
+                        yield event
+                layout.tally.add(delta)
+                for event in layout.feed(delta):
+                    yield event
     except EnginError as error:
         if not started:
             raise
-        yield json_event(Fault.of(error).body())
+        last = layout.fail(Fault.of(error))
     else:
-        if options.include_usage:
-            yield chunk([], tally.usage())
-    yield DONE
+        last = layout.end()
+    for event in last:
+        yield event
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLayout(Generic[ChoiceT]):
+    """OpenAI's chunks. part: what a delta adds to its choice, None for nothing."""
+
+    part: Callable[[ChoiceDelta], ChoiceT | None]
+    chunk: Callable[[list[ChoiceT], Usage | None], bytes]
+    tally: Tally
+    options: StreamOptions
+
+    def begin(self) -> Iterable[bytes]:
+        """Nothing."""
+        return ()
+
+    def feed(self, delta: ChoiceDelta) -> Iterable[bytes]:
+        """A chunk, if its choice grows."""
+        choice = self.part(delta)
+        if choice is not None:
+            yield self.chunk([choice], self.tally.usage() if self.options.continuous_usage_stats else None)
+
+    def fail(self, fault: Fault) -> Iterable[bytes]:
+        """The error in place of a chunk."""
+        return json_event(fault.body()), DONE
+
+    def end(self) -> Iterable[bytes]:
+        """The usage, if it is asked for."""
+        if self.options.include_usage:
+            yield self.chunk([], self.tally.usage())
+        yield DONE

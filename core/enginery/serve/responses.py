@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.errors import EnginError, RequestError
+from enginery.contracts.parsers import ParserEvent
+from enginery.errors import RequestError
 from enginery.serve.blocks import Block, BlockKind, Blocks, Change
 from enginery.serve.conversation import Conversation, open_conversation
 from enginery.serve.faults import Fault
-from enginery.serve.generation import ChoiceDelta, collect
+from enginery.serve.generation import ChoiceDelta, collect, stream_events
 from enginery.serve.replies import Usage
 from enginery.serve.responses_schemas import NAMES, ResponsesRequest
 from enginery.serve.service import Service, read_request
@@ -36,41 +36,14 @@ async def respond(service: Service, http: Request) -> Response:
         opened = await open_conversation(service, asked.as_chat(), "resp")
         layout = _Layout(asked, opened)
         if asked.stream:
-            return await EventStream.start(http, _events(opened, layout))
+            return await EventStream.start(http, stream_events(opened.deltas, layout))
         choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
     except RequestError as error:
         error.param = NAMES.get(error.param or "", error.param)
         raise
-    for _ in layout.finish(choices[0].events):
-        pass
+    layout.take(choices[0].events)
     reply = layout.response(_status(choices[0].finish_reason), usage=usage)
     return Response(msgspec.json.encode(reply), media_type="application/json")
-
-
-async def _events(opened: Conversation, layout: _Layout) -> AsyncGenerator[bytes, None]:
-    """The first is empty and comes when the request is queued. What fails later is an event itself."""
-    tally, status, started = opened.tally, "completed", False
-    try:
-        async with contextlib.aclosing(opened.deltas):
-            async for delta in opened.deltas:
-                if not started:
-                    started = True
-                    yield b""
-                    for kind in ("response.created", "response.in_progress"):
-                        yield layout.event(kind, response=layout.response("in_progress"))
-                tally.add(delta)
-                for event in layout.feed(delta):
-                    yield event
-                status = _status(delta.finish_reason)
-    except EnginError as error:
-        if not started:
-            raise
-        failed = layout.response("failed", error=Fault.of(error))
-        yield layout.event("response.failed", response=failed)
-    else:
-        for event in layout.finish():
-            yield event
-        yield layout.event(f"response.{status}", response=layout.response(status, usage=tally.usage()))
 
 
 def _status(finish_reason: str | None) -> str:
@@ -84,7 +57,9 @@ class _Layout:
         self._asked = asked
         self._heading = opened.heading
         self._params = opened.jobs[0].request.params
+        self.tally = opened.tally
         self._blocks = Blocks()
+        self._status = "completed"
         self._ids: dict[int, str] = {}
         self._num_events = 0
 
@@ -93,16 +68,34 @@ class _Layout:
         self._num_events += 1
         return named_event({"type": kind, "sequence_number": self._num_events - 1, **content})
 
+    def begin(self) -> Iterator[bytes]:
+        """The empty response, twice."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self.event(kind, response=self.response("in_progress"))
+
     def feed(self, delta: ChoiceDelta) -> Iterator[bytes]:
-        """The events of what a delta adds."""
+        """What a delta adds to the items."""
+        self._status = _status(delta.finish_reason)
         for change, block, text in self._blocks.feed(delta.events):
             yield from self._told(change, block, text)
 
-    def finish(self, events: Any = ()) -> Iterator[bytes]:
-        """The last ones; of a whole answer, all."""
+    def fail(self, fault: Fault) -> Iterator[bytes]:
+        """The response as far as it came, with the error."""
+        yield self.event("response.failed", response=self.response("failed", error=fault))
+
+    def end(self) -> Iterator[bytes]:
+        """The end of the last item, and the whole response."""
+        for change, block, text in self._blocks.finish():
+            yield from self._told(change, block, text)
+        whole = self.response(self._status, usage=self.tally.usage())
+        yield self.event(f"response.{self._status}", response=whole)
+
+    def take(self, events: Sequence[ParserEvent]) -> None:
+        """All events of an answer that is not streamed."""
         for changes in (self._blocks.feed(events), self._blocks.finish()):
             for change, block, text in changes:
-                yield from self._told(change, block, text)
+                for _ in self._told(change, block, text):
+                    pass
 
     def response(self, status: str, *, usage: Usage | None = None, error: Fault | None = None) -> dict[str, Any]:
         """The whole object, with the items that are done."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import noise
 import numpy as np
 import pytest
 from engine.test_graphs import with_graphs
@@ -31,6 +32,7 @@ from enginery.schedule.step import ScheduledStep
 from enginery.serve import messages
 from enginery.serve.engine_client import EngineClient
 
+NOISE: dict[str, Any] = {"model": str(noise.FOLDER), "load_format": "dummy", "device": "cpu"}
 PROMPT = tuple(range(10, 30))
 PERSON = {
     "type": "object",
@@ -71,7 +73,7 @@ def registry() -> Registry:
 
 
 def build(registry: Registry, **changes: object) -> Engine:
-    return Engine.build(EngineOptions(**{"num_pages": 400, "device": "cpu", **changes}), registry)
+    return Engine.build(EngineOptions(**NOISE | {"num_pages": 400} | changes), registry)
 
 
 def run(engine: Engine, *requests: GenerationRequest) -> dict[str, list[RequestOutput]]:
@@ -162,7 +164,7 @@ def test_a_preempted_answer_goes_on_where_it_was(registry: Registry) -> None:
 
 
 def test_rows_with_a_grammar_leave_the_greedy_tokens_of_a_graph(registry: Registry) -> None:
-    options = EngineOptions(num_pages=400, device="cpu")
+    options = EngineOptions(**NOISE, num_pages=400)
     requests = [asked("a", regex("[xyz]{20}"), temperature=0), asked("b", None, temperature=0, max_tokens=20, ignore_eos=True)]
     eager = run(build(registry), *requests)
     engine, capture = with_graphs(options, registry)
@@ -452,7 +454,7 @@ async def _ask(client: EngineClient, grammar: Grammar) -> list[int]:
 
 
 async def _talk(registry: Registry) -> list[int]:
-    client = await EngineClient.start(EngineOptions(num_pages=64, device="cpu"), registry.manifest)
+    client = await EngineClient.start(EngineOptions(**NOISE, num_pages=64), registry.manifest)
     try:
         await client.ready(registry.manifest.digest())
         for grammar in (regex("(("), schema({"$ref": "#"}), TOO_LONG):

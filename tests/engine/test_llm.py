@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ def llm(folder: Path, **options: object) -> LLM:
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+TINY: dict[str, Any] = {"num_pages": 64, "dtype": "float32"}  # of the embedded model
 
 
 def test_prompts_are_answered_in_their_order(echo: Path) -> None:
@@ -96,7 +98,7 @@ def test_several_end_of_sequence_ids_and_stop_token_ids_end_it(echo: Path) -> No
 
 
 def test_n_answers_differ_and_a_seed_repeats_them(echo: Path) -> None:
-    with LLM(num_pages=64) as model:
+    with LLM(**TINY) as model:
         params = SamplingParams(max_tokens=12, n=3, seed=5, ignore_eos=True)
         first, again = model.generate("Hello", params)[0], model.generate(["other", "Hello", "more"], params)[1]
     texts = [completion.token_ids for completion in first.completions]
@@ -105,7 +107,7 @@ def test_n_answers_differ_and_a_seed_repeats_them(echo: Path) -> None:
 
 
 def test_stop_strings_cut_text_and_tokens() -> None:
-    with LLM(num_pages=64) as model:
+    with LLM(**TINY) as model:
         whole = model.generate("Hello", SamplingParams(max_tokens=40, seed=2, ignore_eos=True))[0]
         stop = whole.text[5:7]
         cut = model.generate("Hello", SamplingParams(max_tokens=40, seed=2, ignore_eos=True, stop=(stop,)))[0]
@@ -115,7 +117,7 @@ def test_stop_strings_cut_text_and_tokens() -> None:
 
 
 def test_logprobs_and_prompt_logprobs_cover_every_token() -> None:
-    with LLM(num_pages=64) as model:
+    with LLM(**TINY) as model:
         answer = model.generate([10, 11, 12], SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=1))[0]
     assert answer.logprobs is not None
     assert [entry.token_id for entry in answer.logprobs] == list(answer.token_ids)
@@ -128,7 +130,7 @@ def test_logprobs_and_prompt_logprobs_cover_every_token() -> None:
 def test_prompt_logprobs_are_whole_when_the_prompt_is_cut_into_chunks() -> None:
     prompt = list(range(20, 90))
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    with LLM(num_pages=64) as whole, LLM(num_pages=64, max_batch_tokens=23) as chunked:
+    with LLM(**TINY) as whole, LLM(**TINY, max_batch_tokens=23) as chunked:
         expected, actual = (model.generate(prompt, params)[0].prompt_logprobs for model in (whole, chunked))
     assert expected is not None
     assert actual is not None
@@ -141,7 +143,7 @@ def test_prompt_logprobs_are_whole_when_the_prompt_is_cut_into_chunks() -> None:
 
 def test_a_chat_is_the_template_s_text_continued() -> None:
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    with LLM(num_pages=64) as model:
+    with LLM(**TINY) as model:
         answer = model.chat([{"role": "user", "content": "Hi"}], params)
         text = "<|begin|><|turn|>user\nHi<|done|>\n<|turn|>assistant\n"
         assert model.tokenizer is not None
@@ -150,7 +152,7 @@ def test_a_chat_is_the_template_s_text_continued() -> None:
 
 
 def test_a_template_that_writes_nothing_is_an_error() -> None:
-    with LLM(num_pages=64) as model:
+    with LLM(**TINY) as model:
         assert model.text is not None
         model.text.template.source = ""
         with pytest.raises(RequestError, match="the prompt is empty"):

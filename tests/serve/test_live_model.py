@@ -1,7 +1,8 @@
-"""The whole server over a real model with random weights, and the plugins of grammars and parsers that are installed."""
+"""The whole server over real models, random ones and the embedded one, with the installed plugins of grammars and parsers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
+import noise
 import openai
 import pytest
 
@@ -32,21 +34,22 @@ ADD = {
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
+    """Of a server whose model writes noise."""
+    with served("-m", str(noise.FOLDER), "--load-format", "dummy", "--tool-parser", "hermes") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[openai.OpenAI]:
     """Of a server with the embedded model."""
-    command = [
-        sys.executable,
-        "-m",
-        "enginery",
-        "serve",
-        "--port",
-        "0",
-        "--num-pages",
-        "256",
-        "--num-threads",
-        "1",
-        "--tool-parser",
-        "hermes",
-    ]
+    with served("--dtype", "float32") as made:
+        yield made
+
+
+@contextlib.contextmanager
+def served(*flags: str) -> Iterator[openai.OpenAI]:
+    """A server in a process of its own, and the official client."""
+    command = [sys.executable, "-m", "enginery", "serve", "--port", "0", "--num-pages", "256", "--num-threads", "1", *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as server:
         url = next(found[1] for line in server.stdout if (found := re.search(r"ready: \S+ at (http://\S+),", line)))
@@ -142,3 +145,50 @@ def test_a_faulty_grammar_is_refused_and_never_ignored(client, field, value):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=model(client), prompt="x", extra_body={field: value})
     assert refused.value.param == field
+
+
+def said(client: openai.OpenAI, content: str, **asked: object) -> tuple[str, str]:
+    """(answer, how it ended), greedy; the stream says the same."""
+    asked = {
+        "model": model(client),
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 200,
+    } | asked
+    whole = client.chat.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
+    return whole.message.content, whole.finish_reason
+
+
+def test_the_embedded_model_answers_in_sentences_and_ends(talker):
+    for question in ("Hello", "Who are you?", "thanks!"):
+        text, ended = said(talker, question)
+        assert ended == "stop"
+        assert re.fullmatch(r"[A-Z][\w ,.;:!?'`-]+[.!?]", text), text
+
+
+def test_a_stop_string_cuts_a_story_where_it_first_comes(talker):
+    story, _ = said(talker, "Tell me a story about a fox named Mia.")
+    words = story.split()
+    assert len(words) > 30
+    for stop in (". ", f"{words[3]} {words[4]}", words[20]):
+        assert said(talker, "Tell me a story about a fox named Mia.", stop=stop) == (story[: story.index(stop)], "stop")
+
+
+def test_a_record_is_json_when_json_is_asked_for(talker):
+    person = "Make a JSON record of this person: Ada is 36 years old, a pilot from Redmill who likes chess."
+    text, ended = said(talker, person, response_format={"type": "json_object"})
+    assert ended == "stop"
+    assert json.loads(text)["age"] == 36
+
+
+def test_a_conversation_goes_on_from_what_was_said(talker):
+    turns = [{"role": "user", "content": "Hello"}]
+    for question in ("What is 4 + 5?", "thanks!"):
+        reply = talker.chat.completions.create(model=model(talker), messages=turns, temperature=0, max_tokens=100)
+        assert reply.choices[0].finish_reason == "stop"
+        turns += [{"role": "assistant", "content": reply.choices[0].message.content}, {"role": "user", "content": question}]
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    assert "9" in answers[1]
+    assert reply.usage.prompt_tokens_details.cached_tokens > 0

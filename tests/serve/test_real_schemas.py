@@ -1,4 +1,4 @@
-"""Schemas of real programs over HTTP, from a server with the embedded model: an answer validates, or the schema is refused."""
+"""Schemas of real programs over HTTP, from a server whose model writes noise: an answer validates, or the schema is refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from importlib import resources
 
 import httpx
 import jsonschema
+import noise
 import pytest
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
     """Of a server of its own."""
-    command = [sys.executable, "-m", "enginery", "serve", "--port", "0", "--num-pages", "256", "--num-threads", "1"]
+    model = ["-m", str(noise.FOLDER), "--load-format", "dummy"]
+    command = [sys.executable, "-m", "enginery", "serve", *model, "--port", "0", "--num-pages", "256", "--num-threads", "1"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as server:
         url = next(found[1] for line in server.stdout if (found := re.search(r"ready: \S+ at (http://\S+),", line)))

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class CheckpointSpec:
     """A checkpoint that ships inside a plugin. The one of highest priority is used when no model is named.
 
-    folder: Hugging Face layout. note: said at start, for instance that the weights are random. random_weights: the folder has none,
-    they are drawn.
+    folder: Hugging Face layout. note: said at start, for instance how to name a larger model.
     """
 
     name: str
@@ -26,7 +25,6 @@ class CheckpointSpec:
     priority: int
     folder: Path
     note: str
-    random_weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
         config=config,
         eos_token_ids=_eos_token_ids(folder, config),
         note=shipped.note if shipped else "",
-        random=asked.load_format == "dummy" or (shipped is not None and shipped.random_weights),
+        random=asked.load_format == "dummy",
     )
 
 

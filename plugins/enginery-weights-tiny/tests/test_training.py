@@ -140,22 +140,33 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert loop.rate_at(100, 100, settings) == pytest.approx(0.1)
 
 
-def test_continuing_many_texts_at_once_gives_what_one_at_a_time_gives() -> None:
-    torch.manual_seed(1)
-    speaker = evaluate.Speaker(model.Llama(SMALL).eval(), small_tokenizer(), "cpu")
-    prompts = [[5, 6, 7, 8], [9], [10, 11]]
-    together = speaker.continue_ids(prompts, 12)
-    assert together == [speaker.continue_ids([each], 12)[0] for each in prompts]
+def speaker_of(made: model.Llama, folder: Path) -> evaluate.Speaker:
+    config = made.shape.config(architecture="LlamaForCausalLM", begin=0, ends=[1, 3])
+    model.save(made.tensors(), config, folder)
+    small_tokenizer().save(str(folder / "tokenizer.json"))
+    return evaluate.Speaker(folder, "cpu", torch.float32, num_pages=64, num_threads=1)
 
 
-def test_a_drafter_that_is_the_target_has_everything_accepted() -> None:
+def test_a_drafter_that_is_the_target_has_everything_accepted(tmp_path: Path) -> None:
     torch.manual_seed(2)
-    speaker = evaluate.Speaker(model.Llama(SMALL).eval(), small_tokenizer(), "cpu")
+    speaker = speaker_of(model.Llama(SMALL), tmp_path)
     never = model.Llama(SMALL).eval()
     torch.nn.init.constant_(never.model.norm.weight, -1.0)
-    found = evaluate.acceptance(speaker, speaker.model, model.Eagle(SMALL).eval(), count=4, max_tokens=24)
-    assert found["draft"] == {f"chain of {length}": length + 1 for length in (1, 2, 3, 4)}
-    assert evaluate.acceptance(speaker, never, model.Eagle(SMALL).eval(), count=4, max_tokens=24)["draft"]["chain of 4"] < 2
+    with speaker.engine:
+        found = evaluate.acceptance(speaker, speaker.model, model.Eagle(SMALL).eval(), count=4, max_tokens=24)
+        assert found["draft"] == {f"chain of {length}": length + 1 for length in (1, 2, 3, 4)}
+        assert evaluate.acceptance(speaker, never, model.Eagle(SMALL).eval(), count=4, max_tokens=24)["draft"]["chain of 4"] < 2
+
+
+def test_answers_end_before_their_end_token(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    speaker = speaker_of(model.Llama(SMALL), tmp_path)
+    with speaker.engine:
+        prompts = [[5, 6, 7, 8], [9], [10, 11]]
+        together = speaker.continue_ids(prompts, 12, temperature=0.8)
+        assert together == speaker.continue_ids(prompts, 12, temperature=0.8)
+        speaker.ends = {together[0][-1]}
+        assert speaker.continue_ids(prompts, 12, temperature=0.8)[0] == together[0][:-1]
 
 
 def test_a_curve_is_drawn_with_every_loss(tmp_path: Path) -> None:

@@ -1,36 +1,74 @@
-"""The embedded default is found, loads offline, and says what it is."""
+"""The embedded default is found, loads offline, says what transformers says on its weights, and talks."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from tiny import evaluate
 
 from enginery import LLM
 from enginery.api import SamplingParams
-from enginery_weights_tiny import register_checkpoints
+from enginery_weights_tiny import FOLDER, register_checkpoints
+
+PROMPTS = [*evaluate.QUESTIONS, *evaluate.BEGINNINGS, "Tell me a story about a hedgehog."]
 
 
-def test_it_says_whether_its_weights_are_random() -> None:
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[LLM]:
+    with LLM(num_pages=512, dtype="float32", num_threads=1) as model:
+        yield model
+
+
+def test_it_is_as_small_as_promised_and_says_how_to_name_another(tiny: LLM) -> None:
     (spec,) = register_checkpoints()
-    files = list(spec.folder.glob("*.safetensors"))
-    assert spec.random_weights == (not files) == ("random" in spec.note)
-    assert sum(file.stat().st_size for file in files) <= 16_000_000
+    weights = FOLDER / "model.safetensors"
+    assert weights.stat().st_size <= 16_000_000
+    with safe_open(weights, "pt") as opened:
+        tensors = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118  # it is no dict
+    assert sum(tensor.numel() for tensor in tensors) <= 8_000_000
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    assert tiny.facts.note == spec.note
+    assert "-m MODEL" in spec.note
 
 
 def test_its_special_tokens_are_those_of_its_tokenizer() -> None:
-    (spec,) = register_checkpoints()
-    config = json.loads((spec.folder / "config.json").read_text())
-    tokens = {token["content"]: token["id"] for token in json.loads((spec.folder / "tokenizer.json").read_text())["added_tokens"]}
+    config = json.loads((FOLDER / "config.json").read_text())
+    tokens = {token["content"]: token["id"] for token in json.loads((FOLDER / "tokenizer.json").read_text())["added_tokens"]}
     assert config["eos_token_id"] == [tokens["<|end|>"], tokens["<|done|>"]]
     assert config["bos_token_id"] == tokens["<|begin|>"]
 
 
-def test_any_text_comes_back_and_an_answer_is_given() -> None:
-    (spec,) = register_checkpoints()
-    with LLM(num_pages=64) as model:
-        assert model.tokenizer is not None
-        text = "Grüße, 你好 🙂\n"
-        ids = model.tokenizer.encode(text, add_special_tokens=True)
-        assert model.tokenizer.decode(ids, skip_special_tokens=True) == text
-        answer = model.generate(text, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))[0]
-    assert len(answer.token_ids) == 5
-    assert model.facts.note == spec.note
+def test_any_text_comes_back(tiny: LLM) -> None:
+    assert tiny.tokenizer is not None
+    text = "Grüße, 你好 🙂\n"
+    ids = tiny.tokenizer.encode(text, add_special_tokens=True)
+    assert tiny.tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_128_greedy_tokens_of_20_prompts_are_those_of_transformers(tiny: LLM) -> None:
+    assert len(PROMPTS) == 20
+    assert tiny.text is not None
+    ids = [list(tiny.chat([{"role": "user", "content": text}], SamplingParams(max_tokens=1)).prompt_token_ids) for text in PROMPTS]
+    answers = tiny.generate(ids, SamplingParams(max_tokens=128, temperature=0, ignore_eos=True))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    for prompt, answer in zip(ids, answers, strict=True):
+        rows = torch.tensor([prompt])
+        said = reference.generate(
+            rows, attention_mask=torch.ones_like(rows), max_new_tokens=128, do_sample=False, eos_token_id=None
+        )
+        assert list(answer.token_ids) == said[0, len(prompt) :].tolist()
+
+
+def test_it_answers_in_sentences(tiny: LLM) -> None:
+    params = SamplingParams(max_tokens=96, temperature=0)
+    for question, word in (("Hello", "stories"), ("Who are you?", "Enginery"), ("How do I start the server?", "engine serve")):
+        answer = tiny.chat([{"role": "user", "content": question}], params)
+        assert answer.finish_reason == "stop", answer.text
+        assert word in answer.text
+        assert re.fullmatch(r"[A-Z].*[.!?]", answer.text), answer.text

@@ -6,6 +6,7 @@ torch is imported by the steps that train: the many processes that write text st
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -24,8 +25,8 @@ HERE: Final = Path(__file__).resolve().parent
 PACKAGE: Final = HERE.parent / "src/enginery_weights_tiny"
 DOCS: Final = HERE.parents[2] / "docs"
 PARTS: Final = ("checkpoint", "draft", "eagle")
-BEFORE_RESULTS: Final = "<!-- results: written by run.py install -->\n"
-AFTER_RESULTS: Final = "<!-- end of results -->\n"
+TEMPERATURE: Final = 0.3  # what such a small model should be asked with; requests that name none get it
+NAMES: Final = ("target", "draft", "EAGLE head")
 
 
 def train_tokenizer(asked: argparse.Namespace) -> None:
@@ -67,12 +68,20 @@ def train_target(asked: argparse.Namespace) -> None:
     from tiny import loop, model
 
     torch.manual_seed(asked.seed)
-    target = model.Llama(model.TOY if asked.toy else model.TARGET).to(asked.device)
+    if asked.go_on:
+        target = model.load_llama(asked.out / "checkpoint", asked.device, torch.float32).train()
+        target.shape = dataclasses.replace(target.shape, positions=asked.length)
+        done = json.loads((asked.out / "training.json").read_text())["target"]
+    else:
+        shape = dataclasses.replace(model.SMALL if asked.small else model.TARGET, positions=asked.length)
+        target, done = model.Llama(shape).to(asked.device), None
+    first = 0 if done is None else done["tokens"] // asked.shard_tokens + 1
     settings = settings_of(asked)
-    source = loop.batches(asked.shards, asked.count, settings)
-    trained = loop.train([target], loop.next_token_loss(target), source, settings, device=asked.device, name="target")
+    source = loop.batches(asked.shards, asked.count, settings, first=first)
+    name = f"target at {asked.length:,}" if asked.go_on else "target"
+    trained = loop.train([target], loop.next_token_loss(target), source, settings, device=asked.device, name=name)
     _save(target.tensors(), target.shape, asked, "checkpoint", architecture="LlamaForCausalLM")
-    _note(asked.out, "target", trained, settings, parameters=model.num_parameters(target), first_shard=0)
+    _note(asked.out, name, trained, settings, parameters=model.num_parameters(target), first_shard=first)
 
 
 def train_drafts(asked: argparse.Namespace) -> None:
@@ -82,10 +91,12 @@ def train_drafts(asked: argparse.Namespace) -> None:
 
     torch.manual_seed(asked.seed + 1)
     target = model.load_llama(asked.out / "checkpoint", asked.device, torch.float32).requires_grad_(False)
-    draft = model.Llama(model.TOY_DRAFT if asked.toy else model.DRAFT).to(asked.device)
+    shape = model.SMALL_DRAFT if asked.small else model.DRAFT
+    draft = model.Llama(dataclasses.replace(shape, positions=target.shape.positions)).to(asked.device)
     eagle = model.Eagle(target.shape).to(asked.device)
     settings = settings_of(asked)
-    first = json.loads((asked.out / "training.json").read_text())["target"]["tokens"] // asked.shard_tokens + 1
+    before = json.loads((asked.out / "training.json").read_text()).values()
+    first = sum(part["tokens"] // asked.shard_tokens + 1 for part in before)
     source = loop.batches(asked.shards, asked.count, settings, first=first)
     trained = loop.train(
         [draft, eagle], loop.draft_losses(target, draft, eagle), source, settings, device=asked.device, name="drafts"
@@ -104,8 +115,7 @@ def run_evaluation(asked: argparse.Namespace) -> None:
 
     started = time.perf_counter()
     dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
-    target = model.load_llama(asked.out / "checkpoint", asked.device, dtype)
-    speaker = evaluate.Speaker(target, Tokenizer.from_file(str(asked.out / "checkpoint" / "tokenizer.json")), asked.device)
+    speaker = evaluate.Speaker(asked.out / "checkpoint", asked.device, dtype, num_pages=8192)
     (asked.out / "samples.md").write_text(evaluate.samples(speaker))
     training = json.loads((asked.out / "training.json").read_text())
     curve.draw(
@@ -124,20 +134,33 @@ def run_evaluation(asked: argparse.Namespace) -> None:
 
 
 def install(asked: argparse.Namespace) -> None:
-    """Put what OUT has into the plugin and the docs, the table between the marks of docs/tiny-model.md."""
-    from tiny import evaluate
+    """Put what OUT has into the plugin and the docs, tables between the marks of docs/tiny-model.md."""
+    from tiny import evaluate, model
 
+    shapes = {name: model.shape_of(asked.out / part) for name, part in zip(NAMES, PARTS, strict=True)}
+    training, found = (json.loads((asked.out / f"{name}.json").read_text()) for name in ("training", "evaluation"))
     for part in PARTS:
         shutil.copytree(asked.out / part, PACKAGE / part, dirs_exist_ok=True)
-    shutil.copy(HERE / "CARD.md", PACKAGE / "checkpoint" / "README.md")
+        (PACKAGE / part / "model.safetensors").chmod(0o644)
+    counted = {part: evaluate.count_parameters(shapes[name], name) / 1e6 for name, part in zip(NAMES, PARTS, strict=True)}
+    minutes = sum(each["seconds"] for name, each in training.items() if name != "drafts") / 60
+    on = "a CPU" if training["target"]["device"] == "cpu" else "one GPU"
+    card = (HERE / "CARD.md").read_text().format(**vars(shapes["target"]), **counted, minutes=minutes, on=on)
+    (PACKAGE / "checkpoint" / "README.md").write_text(card)
     folder, page = DOCS / "tiny-model", DOCS / "tiny-model.md"
     folder.mkdir(exist_ok=True)
     for name in ("training.json", "evaluation.json", "samples.md", "loss.svg"):
         shutil.copy(asked.out / name, folder / name)
-    training, found = (json.loads((asked.out / f"{name}.json").read_text()) for name in ("training", "evaluation"))
-    before, rest = page.read_text().split(BEFORE_RESULTS)
-    results = evaluate.table(found["target"], found["tokens a step"]) + evaluate.trained_line(training)
-    page.write_text(f"{before}{BEFORE_RESULTS}\n{results}\n{AFTER_RESULTS}{rest.split(AFTER_RESULTS)[1]}")
+    text = _between(page.read_text(), "sizes", evaluate.sizes(shapes))
+    results = evaluate.table(found["target"], found["tokens a step"]) + evaluate.trained(training)
+    page.write_text(_between(text, "results", results))
+
+
+def _between(page: str, name: str, text: str) -> str:
+    """The page with the text between its two marks of that name."""
+    begin, end = f"<!-- {name}: written by run.py install -->\n", f"<!-- end of {name} -->\n"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
 
 
 def _save(tensors: dict[str, torch.Tensor], shape: model.Shape, asked: argparse.Namespace, part: str, *, architecture: str) -> None:
@@ -151,7 +174,7 @@ def _save(tensors: dict[str, torch.Tensor], shape: model.Shape, asked: argparse.
     if part != "eagle":  # the head has the target's
         shutil.copy(asked.tokenizer / "tokenizer.json", folder)
         shutil.copy(asked.tokenizer / "tokenizer_config.json", folder)
-    generation = {"bos_token_id": begin, "eos_token_id": [end, done]}
+    generation = {"bos_token_id": begin, "eos_token_id": [end, done], "do_sample": True, "temperature": TEMPERATURE}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
 
 
@@ -179,7 +202,7 @@ def main() -> None:
     shared.add_argument("--count", type=int, default=640, help="shards")
     shared.add_argument("--seed", type=int, default=0)
     shared.add_argument("--device", default="cuda")
-    shared.add_argument("--toy", action="store_true", help="sizes for a CPU")
+    shared.add_argument("--small", action="store_true", help="sizes that a CPU can train")
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--seconds", type=float, default=0, help="choose the number of steps to take so long")
     trained.add_argument("--steps", type=int, default=0)
@@ -198,6 +221,8 @@ def main() -> None:
     ):
         command = steps.add_parser(name, parents=parents, help=step.__doc__)
         command.set_defaults(step=step)
+        if name == "target":
+            command.add_argument("--go-on", action="store_true", help="from OUT/checkpoint, for texts of another length")
         if name == "tokenizer":
             command.add_argument("--documents", type=int, default=60_000)
         if name == "shards":

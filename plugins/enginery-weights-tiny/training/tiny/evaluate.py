@@ -7,6 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -15,10 +16,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
+from enginery import LLM, SamplingParams
 from tiny import story_talk, tasks
 from tiny.corpus import BEGIN, DONE, END, MAKERS, Encoder, drawn, held_out, prompt, shard, story_plan
 from tiny.facts import FACTS
-from tiny.model import Eagle, Llama
+from tiny.model import Eagle, Llama, Shape, load_llama, num_parameters
 from tiny.stories import STORIES
 
 LONGEST_STORY: Final = 512
@@ -43,40 +45,24 @@ BEGINNINGS: Final = ["The engine", "One word per thing", "Once upon a time", "A 
 
 
 class Speaker:
-    """A model with its tokenizer: continues texts, many at a time."""
+    """A saved model with its tokenizer, in plain torch and in the engine, which continues many texts at a time.
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, device: str) -> None:
-        self.model, self.tokenizer, self.device = model, tokenizer, device
-        self.ends = [tokenizer.token_to_id(token) for token in (END, DONE)]
+    folder: of the checkpoint. options: of the engine.
+    """
 
-    @torch.inference_mode()
+    def __init__(self, folder: Path, device: str, dtype: torch.dtype, **options: Any) -> None:
+        self.model, self.device = load_llama(folder, device, dtype), device
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.engine = LLM(str(folder), device=device, dtype=str(dtype).removeprefix("torch."), **options)
+        self.ends = {self.tokenizer.token_to_id(token) for token in (END, DONE)}
+
     def continue_ids(
         self, prompts: list[list[int]], max_tokens: int, *, temperature: float = 0.0, seed: int = 0
     ) -> list[list[int]]:
         """What follows each prompt, up to an end token, without it."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        longest = max(map(len, prompts))
-        rows = torch.zeros(len(prompts), longest + max_tokens, dtype=torch.long, device=self.device)
-        for row, ids in zip(rows, prompts, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
-        lengths = torch.tensor([len(ids) for ids in prompts], device=self.device)
-        starts, ends = lengths.clone(), torch.tensor(self.ends, device=self.device)
-        active = torch.arange(len(prompts), device=self.device)
-        for _ in range(max_tokens):
-            at = lengths[active]
-            features = self.model.features(rows[active, : int(at.max())])  # pads are behind what each row attends to
-            logits = self.model.logits(features[torch.arange(len(active), device=self.device), at - 1]).float()
-            if temperature:
-                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
-            else:
-                chosen = logits.argmax(-1)
-            rows[active, at] = chosen
-            going = ~torch.isin(chosen, ends)
-            lengths[active] += going.long()
-            active = active[going]
-            if not len(active):
-                break
-        return [row[start:end].tolist() for row, start, end in zip(rows, starts.tolist(), lengths.tolist(), strict=True)]
+        params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + at) for at in range(len(prompts))]
+        continued = [list(result.token_ids) for result in self.engine.generate(prompts, params)]
+        return [ids[:-1] if ids and ids[-1] in self.ends else ids for ids in continued]
 
     def answers(self, questions: list[str], max_tokens: int, *, temperature: float = 0.0) -> list[str]:
         """Answers to chat messages."""
@@ -286,12 +272,30 @@ def table(found: dict[str, float], drafts: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def trained_line(training: dict[str, Any]) -> str:
+def trained(training: dict[str, Any]) -> str:
     """How it was trained, in a sentence each."""
     lines = [
-        f"{name}: {part['steps']:,} steps, {part['tokens'] / 1e6:.0f} million tokens, {part['seconds']:.0f} s on {part['device']}, "
-        f"torch {part['torch']}."
+        f"{name}: {part['steps']:,} steps, {part['tokens'] / 1e6:.1f} million tokens, "
+        f"{part['seconds']:,.0f} s on {part['device']}, torch {part['torch']}."
         for name, part in training.items()
     ]
     pictures = "\n![Losses over the steps](tiny-model/loss.svg)\n"
     return "\n" + "  \n".join(lines) + "\n" + pictures + "\n[Samples](tiny-model/samples.md)\n"
+
+
+def sizes(shapes: dict[str, Shape]) -> str:
+    """What the three are, for the docs."""
+    rows = {
+        "parameters": [f"{count_parameters(shape, name):,}" for name, shape in shapes.items()],
+        "layers, width, feed-forward": [f"{shape.layers}, {shape.hidden}, {shape.inner}" for shape in shapes.values()],
+        "heads, KV heads, head dim": [f"{shape.heads}, {shape.kv_heads}, {shape.head_dim}" for shape in shapes.values()],
+        "longest context": [f"{shape.positions:,}" for shape in shapes.values()],
+        "trained on": ["the next token", "the target's distributions", "the target's distributions and features"],
+    }
+    rows["parameters"][-1] += ", and the target's embedding"
+    lines = ["| | " + " | ".join(shapes) + " |", "|---" * (len(shapes) + 1) + "|"]
+    return "\n".join(lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]) + "\n"
+
+
+def count_parameters(shape: Shape, name: str) -> int:
+    return num_parameters(Eagle(shape) if name == "EAGLE head" else Llama(shape))

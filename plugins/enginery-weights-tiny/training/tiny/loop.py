@@ -79,14 +79,47 @@ def rate_at(step: int, total: int | None, settings: Settings) -> float:
     return settings.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def optimiser(modules: list[nn.Module], settings: Settings, device: str) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norms do not."""
-    weights = [weight for module in modules for weight in module.parameters()]
-    groups = [
-        {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": settings.decay},
-        {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
+class Muon(torch.optim.Optimizer):
+    """Momentum whose steps are made orthogonal (Keller Jordan, 2024), with AdamW's step size (arXiv 2502.16982).
+
+    For the matrices of layers. As torch.optim.Muon, but in float32, which CPUs are good at, and all matrices of a shape at once.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], *, rate: float, decay: float) -> None:
+        shapes = {matrix.shape: [other for other in matrices if other.shape == matrix.shape] for matrix in matrices}
+        super().__init__([{"params": alike} for alike in shapes.values()], {"lr": rate, "weight_decay": decay, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            gradient = torch.stack([weight.grad for weight in group["params"]])  # [matrices, rows, columns]
+            average = self.state[group["params"][0]].setdefault("average", torch.zeros_like(gradient))
+            average.lerp_(gradient, 1 - group["momentum"])
+            steps = orthogonal(gradient.lerp(average, group["momentum"])) * (0.2 * max(gradient.shape[1:]) ** 0.5)
+            for weight, step in zip(group["params"], steps, strict=True):
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * step)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Each of [matrices, rows, columns] with its singular values near 1, by five Newton-Schulz iterations."""
+    wide = matrices.shape[1] <= matrices.shape[2]
+    x = matrices if wide else matrices.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (2.0315 * square @ square - 4.775 * square) @ x
+    return x if wide else x.mT
+
+
+def optimisers(modules: list[nn.Module], settings: Settings, device: str) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices; AdamW for embeddings and norms, which do not decay."""
+    named = [named for module in modules for named in module.named_parameters()]
+    matrices = [weight for name, weight in named if weight.dim() == 2 and "embed" not in name]
+    others = [weight for name, weight in named if weight.dim() == 1 or "embed" in name]
+    return [
+        Muon(matrices, rate=settings.rate, decay=settings.decay),
+        torch.optim.AdamW(others, lr=settings.rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=device == "cuda"),
     ]
-    return torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), eps=1e-8, fused=device == "cuda")
 
 
 def next_token_loss(model: Llama) -> Loss:
@@ -130,7 +163,7 @@ def draft_losses(target: Llama, draft: Llama, eagle: Eagle) -> Loss:
 def train(modules: list[nn.Module], loss: Loss, source: Iterator[Tensor], settings: Settings, *, device: str, name: str) -> Curve:
     """Train the modules in place on the sum of the losses."""
     torch.set_float32_matmul_precision("high")
-    optimise = optimiser(modules, settings, device)
+    optimise = optimisers(modules, settings, device)
     step_loss = torch.compile(loss, dynamic=False) if settings.compiled else loss
     total = settings.steps or None
     curve, since, started = Curve(), {}, time.perf_counter()
@@ -147,8 +180,9 @@ def train(modules: list[nn.Module], loss: Loss, source: Iterator[Tensor], settin
                 print(f"{name}: {a_step * 1e3:.1f} ms a step, so {total} steps", flush=True)
         tokens = next(source).to(device, non_blocking=True)
         rate = rate_at(step, total, settings)
-        for group in optimise.param_groups:
-            group["lr"] = rate
+        for each in optimise:
+            for group in each.param_groups:
+                group["lr"] = rate
         try:
             losses = _backward(step_loss, tokens, device)
         except Exception as error:
@@ -156,12 +190,14 @@ def train(modules: list[nn.Module], loss: Loss, source: Iterator[Tensor], settin
                 raise
             print(f"{name}: goes on without torch.compile: {error!r:.300}", file=sys.stderr, flush=True)
             settings, step_loss = replace(settings, compiled=False), loss
-            optimise.zero_grad(set_to_none=True)
+            for each in optimise:
+                each.zero_grad(set_to_none=True)
             losses = _backward(step_loss, tokens, device)
         for module in modules:
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimise.step()
-        optimise.zero_grad(set_to_none=True)
+        for each in optimise:
+            each.step()
+            each.zero_grad(set_to_none=True)
         for key, value in losses.items():
             sums[key] = sums.get(key, torch.zeros((), device=device)) + value.detach()
         step += 1

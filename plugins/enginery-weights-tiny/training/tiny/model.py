@@ -22,7 +22,7 @@ EPSILON: Final = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a Llama. inner: of the feed-forward part."""
+    """Sizes of a Llama. inner: of the feed-forward part. positions: the longest context, as long as texts in training."""
 
     vocabulary: int = 4096
     hidden: int
@@ -60,8 +60,8 @@ class Shape:
 
 TARGET: Final = Shape(hidden=256, inner=704, layers=9, heads=4, kv_heads=2)
 DRAFT: Final = Shape(hidden=128, inner=256, layers=3, heads=2, kv_heads=1)
-TOY: Final = Shape(hidden=128, inner=320, layers=3, heads=2, kv_heads=1)
-TOY_DRAFT: Final = Shape(hidden=64, inner=128, layers=1, heads=1, kv_heads=1)
+SMALL: Final = Shape(hidden=192, inner=512, layers=5, heads=3, kv_heads=1)
+SMALL_DRAFT: Final = Shape(hidden=64, inner=192, layers=1, heads=1, kv_heads=1)
 
 
 class RMSNorm(nn.Module):

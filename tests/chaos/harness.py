@@ -48,7 +48,7 @@ class Server:
         self.url = url
         self._log = log
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.http = httpx.Client(base_url=url, timeout=55, headers=headers)
+        self.http = httpx.Client(base_url=url, timeout=150, headers=headers)
         self.answer = self.control()
 
     @property
@@ -88,7 +88,7 @@ class Server:
         """Resident bytes of both processes."""
         return self.metric("process_resident_memory_bytes") + self.metric("enginery_engine_process_resident_memory_bytes")
 
-    def until(self, condition: Callable[[], bool], seconds: float = 45) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 90) -> None:
         """Wait, and fail if it does not come true."""
         deadline = time.monotonic() + seconds
         while not condition():

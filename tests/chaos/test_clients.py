@@ -244,8 +244,8 @@ def test_row_22_a_client_that_does_not_read_is_cut_and_others_are_not_held_up(se
             connection.sendall(head(Content_Length=len(body)) + body)
             connections.append(connection)
         assert server.control() == server.answer
-        server.until(lambda: server.metric("vllm:request_success_total", finished_reason="abort") > before, seconds=50)
-        server.until(server.is_idle, seconds=50)
+        server.until(lambda: server.metric("vllm:request_success_total", finished_reason="abort") > before)
+        server.until(server.is_idle)
     assert server.memory() - memory < 64 << 20
 
 

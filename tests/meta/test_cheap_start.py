@@ -24,7 +24,7 @@ COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], ["plugins"], ["t
 def loaded_by(code: str) -> set[str]:
     """The heavy packages that a fresh interpreter has loaded after running `code`. Raises with its stderr if it fails."""
     report = f"import json, sys; print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
-    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

@@ -117,7 +117,7 @@ def with_server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def run(scenario: Callable[[Live], Awaitable[None]], *, parsers: Parsers = NO_PARSERS, **options: object) -> None:
         async def main() -> None:
-            async with asyncio.timeout(50), live(folder, log, parsers=parsers, **options) as server:
+            async with asyncio.timeout(150), live(folder, log, parsers=parsers, **options) as server:
                 await scenario(server)
 
         asyncio.run(main())

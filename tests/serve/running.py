@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PATIENCE_S = 40  # for what takes a moment on most machines; less than a test may take
+PATIENCE_S = 120  # for what takes a moment on most machines; less than a test may take
 SERVER = str(Path(__file__).with_name("fake_server.py"))
 
 

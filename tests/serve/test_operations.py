@@ -288,6 +288,6 @@ def test_the_command_line_takes_a_key_from_the_environment_and_shows_it_nowhere(
         "main(['serve', '--no-plugins', '--admin-key', 'boss'])\n"
     )
     monkeypatch.setenv("ENGINERY_API_KEY", "hunter2 hunter3")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert done.stdout.startswith("('hunter2', 'hunter3') ('boss',) ServeSettings("), done.stderr
     assert done.stdout.count("hunter2") == 1

@@ -123,7 +123,7 @@ def test_routes_of_an_unknown_plugin_end_the_start(folder):
         f"settings = ServeSettings(port=0, routes=('absent',), engine_command={COMMAND!r})\n"
         f"serve(EngineOptions(model={str(folder)!r}), Registry.load(no_plugins=True), settings)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert "PluginError" in done.stderr
     assert "absent" in done.stderr
 
@@ -270,7 +270,7 @@ def test_a_killed_server_leaves_no_engine(folder):
 
 def test_a_failed_start_has_the_child_s_words_and_exit_code(folder):
     done = subprocess.run(
-        [sys.executable, SERVER, str(folder), "0", "broken"], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, SERVER, str(folder), "0", "broken"], capture_output=True, text=True, timeout=150, check=False
     )
     assert (done.returncode, done.stderr) == (2, "engine: the weights are gone; fetch them again\n")
 
@@ -280,7 +280,7 @@ def test_a_taken_port_is_told_before_anything_is_loaded(folder, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = subprocess.run(
-            [sys.executable, SERVER, str(folder), str(port)], capture_output=True, text=True, timeout=50, check=False
+            [sys.executable, SERVER, str(folder), str(port)], capture_output=True, text=True, timeout=150, check=False
         )
     assert done.returncode == 2
     assert f"port {port}" in done.stderr

@@ -63,5 +63,5 @@ def test_every_spec_makes_a_parser_with_a_state_of_its_own() -> None:
 def test_registering_reads_no_parser() -> None:
     loaded = "print(*(name for name in sys.modules if name.startswith('enginery_parsers')))"
     code = f"import sys, enginery_parsers; enginery_parsers.register_parsers(); {loaded}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     assert set(done.stdout.split()) == {"enginery_parsers", "enginery_parsers.spec"}

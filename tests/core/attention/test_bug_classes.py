@@ -141,7 +141,7 @@ def test_a_global_layer_id_is_no_local_one(tmp_path: Path) -> None:
         "def wrong(pool: KVPool, layer: LayerSpec) -> None:\n    pool.layer(layer.global_id)\n"
     )
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), str(snippet)]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert "snippet.py:6: error" in checked.stdout, checked.stdout + checked.stderr
     assert checked.stdout.count("error:") == 1, checked.stdout
     assert LayerSpec(global_id=GlobalLayerId(9), local_id=LocalLayerId(1), facts=FACTS, scale=1.0).local_id == 1

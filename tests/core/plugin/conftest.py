@@ -76,7 +76,7 @@ class Site:
         path = os.pathsep.join([str(self.path), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-c", textwrap.dedent(code)]
         env = os.environ | {"PYTHONPATH": path} | environ
-        return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=env)
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=env)
 
 
 @pytest.fixture

@@ -25,10 +25,9 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.experimental.gluon")
 
-# The same examples every time, and none is too slow: `--hypothesis-profile default` looks for new ones.
-hypothesis.settings.register_profile(
-    "repeatable", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+# No example is too slow. They are the same every time: `--hypothesis-profile searching` looks for new ones.
+hypothesis.settings.register_profile("searching", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("repeatable", hypothesis.settings.get_profile("searching"), derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 

@@ -26,8 +26,7 @@ HERE = Path(__file__).parent
 MAX_MODEL_LEN = 1024
 NUM_PAGES = 192
 OPTIONS = {
-    "model": str(noise.FOLDER),
-    "load_format": "dummy",
+    **noise.OPTIONS,
     "max_model_len": MAX_MODEL_LEN,
     "num_pages": NUM_PAGES,
     "max_batch_tokens": 128,

@@ -32,7 +32,7 @@ from enginery.schedule.step import ScheduledStep
 from enginery.serve import messages
 from enginery.serve.engine_client import EngineClient
 
-NOISE: dict[str, Any] = {"model": str(noise.FOLDER), "load_format": "dummy", "device": "cpu"}
+NOISE: dict[str, Any] = {**noise.OPTIONS, "device": "cpu"}
 PROMPT = tuple(range(10, 30))
 PERSON = {
     "type": "object",

@@ -2,4 +2,5 @@
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+OPTIONS = {"model": str(Path(__file__).parent), "load_format": "dummy"}
+FLAGS = ("--model", OPTIONS["model"], "--load-format", "dummy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +31,20 @@ def started(folder: Path, port: int = 0, *, drain_s: float = 1.0, **settings: ob
     finally:
         process.terminate()
         process.communicate(timeout=PATIENCE_S)
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[str]:
+    """URL of `engine serve` in a process of its own."""
+    command = [sys.executable, "-m", "enginery", "serve", "--port", "0", "--num-pages", "256", "--num-threads", "1", *flags]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield next(found[1] for line in process.stdout if (found := re.search(r"ready: \S+ at (http://\S+),", line)))
+        finally:
+            process.terminate()
+            process.stdout.read()
 
 
 def wait_until(condition: Callable[[], object]) -> None:

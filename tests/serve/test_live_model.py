@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +13,7 @@ import jsonschema
 import noise
 import openai
 import pytest
+from running import serving
 
 PROMPTS = ["emoji 🙂🚀👩‍👩‍👧‍👦", "你好世界 日本語", "naïve café", "plain words"]
 ADD = {
@@ -35,7 +33,7 @@ ADD = {
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     """Of a server whose model writes noise."""
-    with served("-m", str(noise.FOLDER), "--load-format", "dummy", "--tool-parser", "hermes") as made:
+    with served(*noise.FLAGS, "--tool-parser", "hermes") as made:
         yield made
 
 
@@ -48,15 +46,9 @@ def talker() -> Iterator[openai.OpenAI]:
 
 @contextlib.contextmanager
 def served(*flags: str) -> Iterator[openai.OpenAI]:
-    """A server in a process of its own, and the official client."""
-    command = [sys.executable, "-m", "enginery", "serve", "--port", "0", "--num-pages", "256", "--num-threads", "1", *flags]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as server:
-        url = next(found[1] for line in server.stdout if (found := re.search(r"ready: \S+ at (http://\S+),", line)))
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
-            yield made
-        server.terminate()
-        server.stdout.read()
+    """The official client of a server."""
+    with serving(*flags) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 def model(client: openai.OpenAI) -> str:

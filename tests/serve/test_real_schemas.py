@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import resources
 
@@ -14,20 +10,14 @@ import httpx
 import jsonschema
 import noise
 import pytest
+from running import serving
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
     """Of a server of its own."""
-    model = ["-m", str(noise.FOLDER), "--load-format", "dummy"]
-    command = [sys.executable, "-m", "enginery", "serve", *model, "--port", "0", "--num-pages", "256", "--num-threads", "1"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as server:
-        url = next(found[1] for line in server.stdout if (found := re.search(r"ready: \S+ at (http://\S+),", line)))
-        with httpx.Client(base_url=url, timeout=40) as made:
-            yield made
-        server.terminate()
-        server.stdout.read()
+    with serving(*noise.FLAGS) as url, httpx.Client(base_url=url, timeout=40) as made:
+        yield made
 
 
 def schema_of(name: str) -> dict:

@@ -18,16 +18,12 @@ from enginery.serve.structured import FieldGrammar, asked_grammar
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Ready to go on: iterate over `deltas`, and close it."""
+    """Ready to go on: iterate over `deltas`, and close it. tally: nothing is counted yet."""
 
     heading: Heading
     jobs: Sequence[Job]
     deltas: AsyncGenerator[ChoiceDelta, None]
-
-    @property
-    def tally(self) -> Tally:
-        """A new one."""
-        return Tally(self.jobs)
+    tally: Tally
 
 
 async def open_conversation(service: Service, asked: ChatRequest, prefix: str) -> Conversation:
@@ -47,7 +43,8 @@ async def open_conversation(service: Service, asked: ChatRequest, prefix: str) -
         params = dataclasses.replace(params, skip_special_tokens=False)
     heading = Heading.new(prefix, model)
     jobs = model.jobs(asked, [prompt], params, heading.id, grammar=ready.grammar)
-    return Conversation(heading=heading, jobs=jobs, deltas=choice_deltas(service.engine, model.text.tokenizer, jobs, how))
+    deltas = choice_deltas(service.engine, model.text.tokenizer, jobs, how)
+    return Conversation(heading=heading, jobs=jobs, deltas=deltas, tally=Tally(jobs))
 
 
 async def prompt_of(model: ServedModel, asked: ChatRequest) -> Prompt:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts, Phase, StalePlan, Unsupported
@@ -31,7 +31,6 @@ def lens(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-@settings(deadline=None)
 @given(
     kv_lens=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
     window=st.none() | st.integers(1, 600),
@@ -100,7 +99,6 @@ def test_the_workspace_is_within_what_capabilities_state(facts) -> None:
     assert 2 * cut.decode.extra <= cut.decode.parts == cut.workspace_bytes // part_bytes(cut.dims)
 
 
-@settings(deadline=None)
 @given(requests=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), min_size=1, max_size=12), tokens=st.integers(1, 33))
 def test_tiles_cover_each_token_once_the_longest_first(requests, tokens) -> None:
     q_lens, kv_lens = (lens(*values) for values in zip(*[(new, cached + new) for new, cached in requests], strict=True))
@@ -189,7 +187,6 @@ def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_lengths(be
         assert split.items.data_ptr() == place
 
 
-@settings(deadline=None)
 @given(
     kv_lens=st.lists(st.integers(300, 2000), min_size=2, max_size=80),
     steps=st.lists(st.integers(0, 20), min_size=1, max_size=4),

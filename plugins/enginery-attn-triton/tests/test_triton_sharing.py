@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.api import AttnLayerFacts, ForwardBatch, LatentFacts, Phase
@@ -55,7 +55,6 @@ def checked_split(kv_lens: np.ndarray, cut: DecodeCut, shared: Sequence[SharedPr
     return items[:num_tall], items[num_tall:]
 
 
-@settings(deadline=None)
 @given(
     groups=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 900)), min_size=1, max_size=6),
     together=st.integers(2, 8),

@@ -95,8 +95,8 @@ def train_drafts(asked: argparse.Namespace) -> None:
     draft = model.Llama(dataclasses.replace(shape, positions=target.shape.positions)).to(asked.device)
     eagle = model.Eagle(target.shape).to(asked.device)
     settings = settings_of(asked)
-    before = json.loads((asked.out / "training.json").read_text()).values()
-    first = sum(part["tokens"] // asked.shard_tokens + 1 for part in before)
+    trainings = json.loads((asked.out / "training.json").read_text())
+    first = sum(part["tokens"] // asked.shard_tokens + 1 for name, part in trainings.items() if name != "drafts")
     source = loop.batches(asked.shards, asked.count, settings, first=first)
     trained = loop.train(
         [draft, eagle], loop.draft_losses(target, draft, eagle), source, settings, device=asked.device, name="drafts"

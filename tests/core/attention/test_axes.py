@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, make_dataclass
 import pytest
 import torch
 from core.attention.batches import Planner, make_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.attention.axes import pad, slice_requests, split_requests
@@ -35,7 +35,6 @@ def test_a_new_field_is_cut_like_the_others() -> None:
     assert stated_axes(Extended) == {"token_field": Axis.TOKEN, "request_field": Axis.REQUEST}
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.data())
 def test_parts_put_together_are_the_whole(q_lens: list[int], data: st.DataObject) -> None:
     batch = make_batch(q_lens)
@@ -47,7 +46,6 @@ def test_parts_put_together_are_the_whole(q_lens: list[int], data: st.DataObject
         assert part.num_tokens == int(part.q_lens_cpu.sum())
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(0, 3), st.integers(0, 7))
 def test_padding_keeps_every_real_row_and_sends_the_others_to_the_scratch_page(q_lens: list[int], more: int, tokens: int) -> None:
     batch = make_batch(q_lens)

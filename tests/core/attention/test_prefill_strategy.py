@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from core.attention.batches import Planner, make_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.attention.composite import CompositePlan
@@ -62,7 +62,6 @@ def test_a_one_shot_prefill_that_does_not_fit_is_chunked_even_if_it_is_asked_for
 LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 64), st.sampled_from([ONE_SHOT, CHUNKED]))
 def test_the_pieces_are_every_token_once(lengths: list[tuple[int, int]], chunk_tokens: int, strategy: PrefillStrategy) -> None:
     q_lens = torch.tensor([new for _, new in lengths], dtype=torch.int32)

@@ -1,7 +1,7 @@
 """The page allocator against a set."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.memory.pages import OutOfPages, PageAllocator
@@ -43,7 +43,6 @@ def test_taking_nothing_takes_nothing():
     assert allocator.num_free == 2
 
 
-@settings(deadline=None)
 @given(st.integers(0, 20), st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.randoms(use_true_random=False)), max_size=60))
 def test_the_allocator_behaves_like_a_set(num_pages, actions):
     allocator, owned = PageAllocator(num_pages), list[int]()

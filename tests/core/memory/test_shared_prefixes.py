@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.memory.shared_prefixes import SharedPrefix, shared_prefixes
@@ -78,7 +78,6 @@ def best_saving(common: list[int], min_requests: int) -> int:
     return max(whole, sum(best_saving(part, min_requests) for part in parts))
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(st.tuples(st.lists(st.integers(1, 2), max_size=6), st.integers(1, 700)), min_size=1, max_size=12),
     page_size=st.sampled_from([16, 64, 100]),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.contracts.grammars import Grammar, GrammarKind
@@ -57,7 +57,6 @@ def allowed(*rows: SamplingRow, vocab_size: int = 70) -> list[set[int]]:
     return [set(torch.isfinite(values).nonzero().flatten().tolist()) for values in logits]
 
 
-@settings(deadline=None)
 @given(st.integers(4, 100), st.data())
 def test_exactly_the_bits_that_are_set_stay(vocab_size: int, data: st.DataObject) -> None:
     tokens = data.draw(st.sets(st.integers(0, vocab_size - 1), min_size=1))

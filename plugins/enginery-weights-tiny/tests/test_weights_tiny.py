@@ -67,8 +67,16 @@ def test_128_greedy_tokens_of_20_prompts_are_those_of_transformers(tiny: LLM) ->
 
 def test_it_answers_in_sentences(tiny: LLM) -> None:
     params = SamplingParams(max_tokens=96, temperature=0)
-    for question, word in (("Hello", "stories"), ("Who are you?", "Enginery"), ("How do I start the server?", "engine serve")):
+    for question, word in (("Hello", "story"), ("Who are you?", "Enginery"), ("How do I start the server?", "engine serve")):
         answer = tiny.chat([{"role": "user", "content": question}], params)
         assert answer.finish_reason == "stop", answer.text
         assert word in answer.text
         assert re.fullmatch(r"[A-Z].*[.!?]", answer.text), answer.text
+
+
+def test_it_adds_and_writes_down_what_it_is_told(tiny: LLM) -> None:
+    person = "Make a JSON record of this person: Ada is 36 years old, a pilot from Redmill who likes chess."
+    record = {"name": "Ada", "age": 36, "job": "pilot", "town": "Redmill", "hobby": "chess"}
+    params = SamplingParams(max_tokens=96, temperature=0)
+    assert json.loads(tiny.chat([{"role": "user", "content": person}], params).text) == record
+    assert tiny.chat([{"role": "user", "content": "What is 47 + 38?"}], params).text.endswith("47 + 38 = 85.")

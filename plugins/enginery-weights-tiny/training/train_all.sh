@@ -1,8 +1,8 @@
-# Trains the embedded model and its two drafters on one GPU and evaluates them, in about 8 minutes; everything comes back in $OUT.
+# Trains the embedded model and its two drafters on one GPU and evaluates them, in about 12 minutes; everything comes back in $OUT.
 # From the repository root: bash plugins/enginery-weights-tiny/training/train_all.sh   (needs python3 with torch, tokenizers, safetensors, numpy)
 # Seconds for the two trainings, compilation among them, and the model's size can be changed for a trial:
 #   OUT=out TARGET="--steps 200 --rows 8 --length 512 --small" DRAFTS="..." EVALUATE="--scale 0.04 --small" bash plugins/enginery-weights-tiny/training/train_all.sh
-: "${TARGET:=--seconds 270}" "${DRAFTS:=--seconds 85}" "${EVALUATE:=}" "${SHARDS:=--count 800 --processes 12}" "${PY:=python3}"
+: "${TARGET:=--seconds 380 --rate 3e-3}" "${DRAFTS:=--seconds 90 --rate 3e-3}" "${EVALUATE:=}" "${SHARDS:=--count 1000 --processes 6}" "${PY:=python3}"
 mkdir -p "$OUT"; OUT=$(realpath "$OUT"); W=${WORK:-$(mktemp -d)}; mkdir -p "$W/shards" "$W/out"
 rm -f "$W/shards/stop" "$W/out/training.json"
 cd plugins/enginery-weights-tiny/training || exit 1

@@ -10,6 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from enginery.bench.serve_load import Load
+from enginery.cli.bench_serve import _warm_up
+
 COMMAND = [sys.executable, "-c", "from enginery.cli.main import main; main()", "bench", "serve", "--device", "cpu"]
 COMMAND += ["--input-len", "8:16", "--output-len", "4"]
 
@@ -52,3 +55,12 @@ def test_the_server_ends_with_a_bench_that_is_killed() -> None:
         while any(map(lives, started)):
             assert time.monotonic() < end_s, "the server outlives its bench"
             time.sleep(0.1)
+
+
+def test_warm_up_requests_are_of_the_load_and_may_be_none() -> None:
+    closed = Load(lengths=((8, 4),) * 40, concurrency=16)
+    assert [len(_warm_up(closed, wanted).lengths) for wanted in (None, 3, 100)] == [16, 3, 40]
+    assert _warm_up(closed, 0) is None
+    opened = Load(lengths=((8, 4),) * 40, rate=7.5)
+    few = _warm_up(opened, None)
+    assert (few.rate, few.concurrency, len(few.lengths)) == (None, 15, 15)

@@ -29,9 +29,9 @@ from parity.test_latent_parity import watched
 from transformers import DeepseekV2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.latent import PrefillStrategy
 from enginery.plugin.registry import Registry
+from enginery.run.build import build_parts
 from enginery.run.engine import Engine
 from enginery.run.runner import LaunchedStep
 from enginery.schedule.step import ScheduledStep
@@ -145,29 +145,30 @@ def test_every_latent_prefill_strategy_gives_equal_tokens_in_float32(
 
 
 @pytest.mark.parametrize("family", ["deepseek-v2-lite-experts", "glm4-moe"])
-def test_steps_of_experts_read_nothing_back_and_decoding_ones_are_captured(
+def test_steps_of_experts_read_nothing_back_and_are_captured(
     write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """A captured step has no place for a read; `no_reads` is around the others."""
+    """What is captured has no place for a read; `no_reads` is around the calls of attention between pieces."""
     oracle = write_oracle(family, EXPERT_FAMILIES[family])
-    engine = Engine.build(asked(oracle, "triton", dtype="bfloat16", max_batch_tokens=16, overlap=False), registry)
+    wanted = asked(oracle, "triton", dtype="bfloat16", max_batch_tokens=16, overlap=False)
+    parts = build_parts(wanted, registry)
+    engine = Engine(parts, registry, wanted)
     assert len(generate(engine, oracle.prompts, max_tokens=8)) == len(oracle.prompts)  # captures all sizes that come
-    model, launch, steps = engine._runner.model, engine._runner.launch, list[tuple[bool, bool]]()
+    attend, launch, steps = parts.seam.attend, engine._runner.launch, list[tuple[bool, bool]]()
 
-    def forward(batch: ForwardBatch) -> torch.Tensor:
+    def watched_attend(*given: object) -> None:
         with no_reads(torch.device("cuda")):
-            return run(batch)
+            attend(*given)
 
     def noted(step: ScheduledStep, *, began_s: float) -> LaunchedStep:
         launched = launch(step, began_s=began_s)
         steps.append((step.num_prefill_tokens > 0, launched.captured))
         return launched
 
-    run = model.forward
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(parts.seam, "attend", watched_attend)
     monkeypatch.setattr(engine._runner, "launch", noted)
     generate(engine, [prompt[::-1] for prompt in oracle.prompts], max_tokens=8)
-    assert set(steps) == {(True, False), (False, True)}
+    assert set(steps) == {(True, True), (False, True)}
 
 
 @pytest.mark.parametrize(("name", "attention"), THROUGH_GRAPHS)

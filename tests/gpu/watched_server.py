@@ -11,13 +11,12 @@ import json
 import sys
 from pathlib import Path
 
-import torch
+from parity.engine_driver import watch_steps
 
 from enginery.attention.composite import CompositePlan
 from enginery.attention.latent import RaggedPart
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import ForwardBatch, Phase
-from enginery.contracts.model import Model
 from enginery.contracts.schedule import StepReport
 from enginery.plugin.observing import Observer, Observers
 from enginery.plugin.registry import Registry
@@ -28,7 +27,7 @@ from enginery.serve.server import ServeSettings, serve
 
 
 class StepLog:
-    """A model that passes everything on, and writes a line when a step is reported. Without overlap that is before the next."""
+    """Writes a line when a step is reported. Without overlap that is before the next."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,11 +36,11 @@ class StepLog:
     def build(self, asked: EngineOptions, registry: Registry) -> Engine:
         """An engine whose steps are written down."""
         parts = build_parts(asked, registry)
-        self.model: Model = parts.model
+        watch_steps(parts, self.read)
         observed = dataclasses.replace(registry, observers=Observers([Observer("watched_server", self.write)]))
-        return Engine(dataclasses.replace(parts, model=self), observed, asked)
+        return Engine(parts, observed, asked)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def read(self, batch: ForwardBatch) -> None:
         """Notes how prefills are computed."""
         assert isinstance(batch.plan, CompositePlan)
         for part in batch.plan.parts:
@@ -50,11 +49,6 @@ class StepLog:
                 prefix = int((part.batch.kv_lens_cpu - part.batch.q_lens_cpu).max())
                 said = {"strategy": str(part.strategy) if ragged else "absorbed", "chunks": len(part.pieces) - 1 if ragged else 0}
                 self.prefills.append({**said, "prefix": prefix})
-        return self.model.forward(batch)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Those of the model."""
-        return self.model.logits(hidden)
 
     def write(self, report: StepReport) -> None:
         """A line."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from parity.oracle import NUM_GREEDY, Oracle
+from torch import Tensor
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import LayerSpec
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.plugin.registry import Registry
-from enginery.run.build import build_parts
+from enginery.run.build import BuiltParts, build_parts
 from enginery.run.engine import Engine
 
 
@@ -29,6 +32,19 @@ class RecordingModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.recorded.append(self.model.logits(hidden))
         return self.recorded[-1]
+
+
+def watch_steps(parts: BuiltParts, note: Callable[[ForwardBatch], None]) -> None:
+    """Have `note` called with the planned batch of each step that attends, whether its model runs or its graphs do."""
+    attend, last = parts.seam.attend, list[ForwardBatch]()
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: ForwardBatch, out: Tensor) -> None:
+        if not last or last[-1] is not batch:
+            last[:] = [batch]
+            note(batch)
+        attend(q, k, v, layer, batch, out)
+
+    parts.seam.attend = noting
 
 
 def options(oracle: Oracle, **changes: object) -> EngineOptions:

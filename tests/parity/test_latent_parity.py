@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from parity.engine_driver import RecordingModel, drain, generate, greedy, last_logits, options
+from parity.engine_driver import RecordingModel, drain, generate, greedy, last_logits, options, watch_steps
 from parity.oracle import FAMILIES, NUM_GREEDY, ROPES, Oracle, latent_shape
 from transformers import DeepseekV2Config
 
@@ -17,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.latent import PrefillStrategy
 from enginery.plugin.registry import Registry
-from enginery.run.build import build_parts
+from enginery.run.build import BuiltParts, build_parts
 from enginery.run.engine import Engine
 
 UNLIMITED = 4096
@@ -28,14 +28,14 @@ ABSORBED, ONE_SHOT, CHUNKED = PrefillStrategy
 class PlanReader(RecordingModel):
     """Reads from each step's plan how its prefills are computed, and keeps the logits."""
 
-    def __init__(self, model) -> None:
-        super().__init__(model)
+    def __init__(self, parts: BuiltParts) -> None:
+        super().__init__(parts.model)
         self.prefills: list[Part] = []
+        watch_steps(parts, self.read)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def read(self, batch: ForwardBatch) -> None:
         if isinstance(batch.plan, CompositePlan):
             self.prefills += [part for part in batch.plan.parts if part.batch.phase is Phase.PREFILL]
-        return super().forward(batch)
 
     @property
     def strategies(self) -> set[PrefillStrategy]:
@@ -75,7 +75,7 @@ def asked(latent_oracle: Oracle, strategy: PrefillStrategy) -> Callable[..., Eng
 
 def watched(asked: EngineOptions, registry: Registry) -> tuple[Engine, PlanReader]:
     parts = build_parts(asked, registry)
-    reader = PlanReader(parts.model)
+    reader = PlanReader(parts)
     return Engine(dataclasses.replace(parts, model=reader), registry, asked), reader
 
 

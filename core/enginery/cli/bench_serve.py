@@ -33,7 +33,8 @@ _KEY: Final = "ENGINERY_API_KEY"  # no flag, which would be in the report
 _OPEN_S: Final = 60
 _ROUNDS: Final = 8
 _ANY: Final = equal_requests(16 * _ROUNDS, input_len=512, output_len=128)
-_NUM_WARM_UP: Final = 8
+_WARM_UP_S: Final = 2  # of a rate
+_PAUSE_S: Final = 3.0  # after them, in which a server may capture what it has not
 _SERVE: Final = """
 import os, signal, sys, threading
 from enginery.cli.main import main
@@ -55,6 +56,11 @@ _FLAGS: Final = {
         list[int] | None, "Requests at once, the next when one ends. Repeatable; 16 if no load is named.", min=1
     ),
     "requests": _option(int | None, f"How many; {_OPEN_S} s of a rate, or {_ROUNDS} for each of those at once.", min=1),
+    "warm_up": _option(
+        int | None,
+        f"Requests, all at once, that do not count; those of {_WARM_UP_S} s of a rate, or all at once.",
+        min=0,
+    ),
     "input_len": _option(str | None, "Tokens of a prompt, or LEAST:MOST; the workload's, or 512.", metavar="N"),
     "output_len": _option(str | None, "Tokens to generate, or LEAST:MOST; the workload's, or 128.", metavar="N"),
     "shared_prefix": _option(int | None, "First tokens that all prompts share; the workload's, or 0.", min=0),
@@ -92,6 +98,13 @@ def _lengths(asked: Mapping[str, Any], workload: Workload, count: int) -> tuple[
     of_each = [own[index % len(own)] for index in range(count)]
     drawn = [[draw.randint(*bound) if bound else length for bound, length in zip(bounds, each, strict=True)] for each in of_each]
     return tuple((prompt, output) for prompt, output in drawn)
+
+
+def _warm_up(load: Load, wanted: int | None) -> Load | None:
+    """Requests of this kind, all at once: as many as wanted, or as the load has at once. None for no request."""
+    usual = load.concurrency if load.rate is None else math.ceil(load.rate * _WARM_UP_S)
+    count = min(usual if wanted is None else wanted, len(load.lengths))
+    return dataclasses.replace(load, lengths=load.lengths[:count], rate=None, concurrency=count) if count else None
 
 
 def _bounds(name: str, text: str | None) -> tuple[int, int] | None:
@@ -136,7 +149,7 @@ def bench_started(asked: Mapping[str, Any], options: EngineOptions, named: str |
 
 
 def _measure(client: Client, wanted: Sequence[Load], asked: Mapping[str, Any], *, model: str | None) -> list[Row]:
-    """One load after the other, each after a few requests of its kind that do not count."""
+    """One load after the other, each after some of its kind that does not count, and a pause."""
     from enginery.bench.serve_load import measure_load
 
     async def measure() -> list[Row]:
@@ -147,8 +160,9 @@ def _measure(client: Client, wanted: Sequence[Load], asked: Mapping[str, Any], *
             facts = {"model": model or card["id"], "vocab_size": asked["vocab_size"] or config.get("vocab_size", 30_000)}
             rows = []
             for load in wanted:
-                few = dataclasses.replace(load, lengths=load.lengths[:_NUM_WARM_UP], rate=None, concurrency=_NUM_WARM_UP)
-                await measure_load(client, few, **facts)
+                if few := _warm_up(load, asked["warm_up"]):
+                    await measure_load(client, few, **facts)
+                    await asyncio.sleep(_PAUSE_S)
                 rows.append(await measure_load(client, load, **facts))
             return rows
 

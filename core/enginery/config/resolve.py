@@ -14,6 +14,7 @@ from enginery.errors import ConfigError
 DTYPES: tuple[str, ...] = get_args(Dtype)
 KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 MAX_GRAPH_REQUESTS = 512
+MAX_PIECE_TOKENS = 1024  # of more, the device takes longer than the host takes to launch them
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 
@@ -34,7 +35,8 @@ class DeviceFacts:
 class Settings:
     """The values that do not depend on memory; the number of pages follows from the memory plan.
 
-    max_graph_requests: decoding steps of so many requests are captured; 0 captures none.
+    max_graph_requests: decoding steps of so many requests are captured; 0 captures none. max_piece_tokens: likewise prefills and
+    mixed steps, in pieces.
     """
 
     dtype: Dtype
@@ -46,6 +48,7 @@ class Settings:
     prefix_cache: bool
     overlap: bool
     max_graph_requests: int
+    max_piece_tokens: int
     mla_prefill: PrefillStrategy | None
     mla_chunk_tokens: int
     decisions: tuple[Decision, ...]
@@ -65,6 +68,7 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
     )
     requests = min(asked.max_batch_requests or DEFAULT_BATCH_REQUESTS[device.kind], int(tokens.value))
     kv_dtype = _kv_dtype(asked, model, dtype=dtype.value)
+    captures = asked.graphs and device.kind == "cuda"
     return Settings(
         dtype=dtype.value,  # type: ignore[arg-type]  # checked to be one of them
         kv_dtype=kv_dtype.value,  # type: ignore[arg-type]  # likewise
@@ -74,7 +78,8 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         max_batch_requests=requests,
         prefix_cache=asked.prefix_cache and not model.has_states,
         overlap=device.kind != "cpu" if asked.overlap is None else asked.overlap,
-        max_graph_requests=min(requests, MAX_GRAPH_REQUESTS) if asked.graphs and device.kind == "cuda" else 0,
+        max_graph_requests=min(requests, MAX_GRAPH_REQUESTS) if captures else 0,
+        max_piece_tokens=min(int(tokens.value), MAX_PIECE_TOKENS) if captures else 0,
         mla_prefill=None if asked.mla_prefill == "auto" else PrefillStrategy(asked.mla_prefill),
         mla_chunk_tokens=asked.mla_chunk_tokens or 2 * int(tokens.value),
         decisions=(

@@ -32,6 +32,7 @@ from enginery.run.checkpoint_files import StoredTensor, scan_checkpoint, unstack
 from enginery.run.choice import Choice, choose
 from enginery.run.graphs import CudaCapture, DecodeGraphs
 from enginery.run.memory_plan import SAMPLING_COPIES, MemoryPlan, plan_memory, workspace_bytes
+from enginery.run.pieces import CudaCutCapture, PieceGraphs, Seam
 from enginery.run.token_feed import TokenFeed
 from enginery.run.warm_up import warm_up
 from enginery.run.weights import LoadedWeights, WeightRecord, check, load, random_weights
@@ -47,9 +48,11 @@ class BuiltParts:
     memory: MemoryPlan
     relay: BackendRelay
     ops: OpTable
+    seam: Seam
     model: Model
     feed: TokenFeed
     graphs: DecodeGraphs | None
+    pieces: PieceGraphs | None
     phases_s: Mapping[str, float]
 
 
@@ -69,9 +72,11 @@ def build_parts(asked: EngineOptions, registry: Registry) -> BuiltParts:
         memory=built.parts["memory"],
         relay=built.parts["attention"],
         ops=built.parts["ops"],
+        seam=built.parts["seam"],
         model=built.parts["model"],
         feed=built.parts["feed"],
         graphs=built.parts["graphs"],
+        pieces=built.parts["pieces"],
         phases_s={name.replace("_", " "): seconds for name, seconds in built.seconds.items() if seconds > 0.001},
     )
 
@@ -207,9 +212,14 @@ def make_attention(
     return build_backend(parts, micro_batches=asked.micro_batches)
 
 
-def make_model(choice: Choice, *, ops: OpTable, weights: LoadedWeights, pool: PagedKVPool, attention: BackendRelay) -> Model:
+def make_seam(attention: BackendRelay) -> Seam:
+    """Between the model and its backend."""
+    return Seam(attention.backend.attend)
+
+
+def make_model(choice: Choice, *, ops: OpTable, weights: LoadedWeights, pool: PagedKVPool, seam: Seam) -> Model:
     """Built a second time, bound to its weights and its backend."""
-    context = model_context(choice, weights, ops=ops, attend=attention.backend.attend, pool=pool, device=choice.device)
+    context = model_context(choice, weights, ops=ops, attend=seam, pool=pool, device=choice.device)
     with torch.inference_mode(), inside(choice.family, "build the model"):
         return choice.family.spec.build(context)
 
@@ -226,16 +236,45 @@ def run_once(choice: Choice, *, attention: BackendRelay, ops: OpTable, model: Mo
         warm_up(model, attention, ops=ops, geometry=geometry, device=choice.device, longest=longest)
 
 
+def make_capture(choice: Choice) -> CudaCapture | None:
+    """How steps are captured. None: every step runs eagerly."""
+    return CudaCapture(choice.device) if choice.settings.max_graph_requests else None
+
+
 def make_graphs(
-    choice: Choice, *, attention: BackendRelay, ops: OpTable, model: Model, feed: TokenFeed, geometry: KVGeometry
+    choice: Choice,
+    *,
+    attention: BackendRelay,
+    ops: OpTable,
+    model: Model,
+    feed: TokenFeed,
+    geometry: KVGeometry,
+    capture: CudaCapture | None,
 ) -> DecodeGraphs | None:
-    """None: every step runs eagerly."""
-    if not choice.settings.max_graph_requests:
+    """None: decoding steps run eagerly."""
+    if capture is None:
         return None
     shape = (choice.settings.max_graph_requests, choice.facts.vocab_size)
     logits = torch.empty(shape, dtype=choice.dtype, device=choice.device)
-    capture = CudaCapture(choice.device)
     return DecodeGraphs.build(model, attention, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
+
+
+def make_pieces(
+    choice: Choice,
+    *,
+    seam: Seam,
+    model: Model,
+    feed: TokenFeed,
+    geometry: KVGeometry,
+    capture: CudaCapture | None,
+    graphs: DecodeGraphs | None,
+) -> PieceGraphs | None:
+    """None: prefills and mixed steps run eagerly, as they do where decoding steps cannot be captured."""
+    if capture is None or graphs is None:
+        return None
+    shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
+    hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
+    return PieceGraphs.build(model, seam, feed=feed, geometry=geometry, capture=CudaCutCapture(capture), hidden=hidden)
 
 
 def model_context(
@@ -269,8 +308,11 @@ PARTS: Final[Mapping[str, Callable[..., Any]]] = {
     "coordinator": make_coordinator,
     "arena": make_arena,
     "attention": make_attention,
+    "seam": make_seam,
     "model": make_model,
     "feed": make_feed,
     "warm_up": run_once,
+    "capture": make_capture,
     "graphs": make_graphs,
+    "pieces": make_pieces,
 }

@@ -84,6 +84,7 @@ class Engine:
             page_size=asked.page_size,
             feed=parts.feed,
             graphs=parts.graphs,
+            pieces=parts.pieces,
             eos_token_ids=eos_token_ids,
         )
 
@@ -162,12 +163,12 @@ class Engine:
         return self._cache.evict(self._cache.num_evictable)
 
     def prepare(self) -> bool:
-        """Use a moment without work: capture one more decoding step, load a grammar compiler. Says whether there was any."""
-        graphs = self._runner.graphs
-        if graphs is None or not (waiting := graphs.waiting):
-            return self._compilers.prepare()
-        graphs.capture(waiting[0])
-        return True
+        """Use a moment without work: capture one more step, load a grammar compiler. Says whether there was any."""
+        for graphs in (self._runner.graphs, self._runner.pieces):
+            if graphs is not None and (waiting := graphs.waiting):
+                graphs.capture(waiting[0])
+                return True
+        return self._compilers.prepare()
 
     def _publish_first(self) -> list[RequestOutput]:
         """Wait for the step that was launched first of those in flight, and take its tokens in."""

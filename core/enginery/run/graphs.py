@@ -5,7 +5,7 @@
 
 A graph's token fields are one tensor, made from the axes of the batch; everything else that it reads belongs to the backend or the
 model. The logits of all sizes are in one buffer. The best tokens are kept for the next step; what is sampled otherwise, from the
-logits, is kept in their place. Prefills, mixed steps and larger batches run eagerly.
+logits, is kept in their place. Prefills, mixed steps and larger batches run eagerly, or in pieces (`pieces.py`).
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], None]) -> Replayable:
         """`run` is called twice: the first time, not captured, kernels may compile and libraries make their plans."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
             run()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             run()
         return graph
 
@@ -146,7 +146,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, size: int) -> None:
         """Capture the graph of one size. Takes as long as two or three eager steps."""
-        batch = pad(_no_requests(), num_requests=size, num_tokens=size, geometry=self.geometry)
+        batch = pad(no_requests(), num_requests=size, num_tokens=size, geometry=self.geometry)
         nobody = torch.full((size,), self.feed.scratch_slot)
         packed = torch.stack([*token_fields(batch).values(), torch.full((size,), KNOWN), nobody]).to(self.feed.device)
         batch = self.feed.unpack(batch, packed)
@@ -183,13 +183,12 @@ class DecodeGraphs:
         padded = pad(step.batch, num_requests=size, num_tokens=size, geometry=self.geometry)
         sources = F.pad(step.sources, (0, size - count), value=KNOWN)
         slots = F.pad(step.sampled_slots, (0, size - count), value=self.feed.scratch_slot)
-        packed = torch.stack([*token_fields(padded).values(), sources, slots])
-        captured.packed.copy_(packed if self.feed.device.type == "cpu" else packed.pin_memory(), non_blocking=True)
+        self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded).values(), sources, slots]))
         self.relay.ask("refresh_graph_metadata", plan=captured.batch.plan, batch=padded)
         return captured
 
 
-def _no_requests() -> ForwardBatch:
+def no_requests() -> ForwardBatch:
     """A decoding batch to be padded."""
     tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
     return ForwardBatch(

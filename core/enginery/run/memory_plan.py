@@ -55,7 +55,8 @@ def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int
     activations = settings.max_batch_tokens * model.activation_width * itemsize
     logits = settings.max_batch_requests * model.vocab_size * (itemsize + 4 * max(sampling_copies, 1))
     made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
-    captured = settings.max_graph_requests * (model.activation_width + 2 * model.vocab_size) * itemsize  # one buffer, one copy
+    captured = max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
+    captured += settings.max_graph_requests * 2 * model.vocab_size * itemsize  # one buffer, one copy
     return activations + logits + made + captured + backend_bytes
 
 

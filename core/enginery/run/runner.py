@@ -16,6 +16,7 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.request import TokenLogprob
 from enginery.run.batch import HostStep, build_step, logits_rows
 from enginery.run.graphs import CapturedStep, DecodeGraphs
+from enginery.run.pieces import PieceGraphs
 from enginery.run.sampling import NAN_TOKEN, SamplingRow, mark_nan, sample, takes_best, token_logprobs
 from enginery.run.token_feed import TokenFeed
 from enginery.run.token_masks import fill_masks
@@ -117,12 +118,14 @@ class Runner:
         page_size: int,
         feed: TokenFeed,
         graphs: DecodeGraphs | None,
+        pieces: PieceGraphs | None,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.model = model
         self.relay = relay
         self.ops = ops
         self.graphs = graphs
+        self.pieces = pieces
         self.page_size = page_size
         self.feed = feed
         self.device = feed.device
@@ -138,15 +141,17 @@ class Runner:
         embedding = [index for index in built.sampling if step.items[index].request.asked.embed]
         embedded = torch.empty(0)
         captured = None if self.graphs is None or embedding else self.graphs.plan(built)
+        cut = None if self.pieces is None else self.pieces.find(built)
         if captured is not None:
             planned = time.perf_counter()
             captured.graph.replay()
             logits = captured.logits[: len(step.items)]  # [B, V]
         else:
-            batch = self.feed.upload(built)
+            batch = self.feed.upload(built) if self.pieces is None or cut is None else self.pieces.upload(built, cut)
             self.relay.plan(batch)
             planned = time.perf_counter()
-            wanted = self._wanted(batch, self.model.forward(batch))
+            hidden = self.model.forward(batch) if self.pieces is None or cut is None else self.pieces.run(cut, batch)
+            wanted = self._wanted(batch, hidden)
             prompt_logprobs = self._prompt_logprobs(step.items, wanted)
             last = self._last(built, wanted)
             logits = self.model.logits(last)
@@ -169,7 +174,7 @@ class Runner:
             logprobs=chosen.logprobs,
             failed=chosen.failed,
             prompt_logprobs=prompt_logprobs,
-            captured=captured is not None,
+            captured=captured is not None or cut is not None,
             times=StepTimes(
                 began_s=began_s,
                 scheduled_s=scheduled,

@@ -46,6 +46,10 @@ class TokenFeed:
             batch.input_ids = self.fill(batch.input_ids, sources)
         return batch
 
+    def overwrite(self, packed: torch.Tensor, fields: torch.Tensor) -> None:
+        """Copy what a step has for each token, on the host, over what graphs read."""
+        packed.copy_(fields if self.device.type == "cpu" else fields.pin_memory(), non_blocking=True)
+
     def fill(self, input_ids: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         """[T] int64: a pending token from its request's slot. Device work alone."""
         return torch.where(sources == KNOWN, input_ids, self.last_tokens[sources.clamp(min=0)])

@@ -69,6 +69,12 @@ THROUGH_GRAPHS = [
     *((name, attention) for name in WIDE_LATENT for attention in ("triton", "flashinfer-mla")),
 ]
 BFLOAT16_ERROR = 0.03
+ASKS: list[dict[str, object]] = [
+    {"max_tokens": 8},
+    {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9},
+    {"max_tokens": 8, "logprobs": 2, "prompt_logprobs": 1},
+    {"max_tokens": 8, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "min_tokens": 4, "logit_bias": {7: 1.0}},
+]
 
 
 PROMPTS = (1, 5, 6)
@@ -169,6 +175,35 @@ def test_steps_of_experts_read_nothing_back_and_are_captured(
     monkeypatch.setattr(engine._runner, "launch", noted)
     generate(engine, [prompt[::-1] for prompt in oracle.prompts], max_tokens=8)
     assert set(steps) == {(True, True), (False, True)}
+
+
+@pytest.mark.parametrize("asks", ASKS, ids=",".join)
+@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
+def test_launching_a_step_waits_for_nothing(
+    write_oracle: Callable[..., Oracle],
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    attention: str,
+    asks: dict[str, object],
+) -> None:
+    """Neither for a value nor for a copy, whatever the requests ask for, in steps with graphs and in longer ones without."""
+    skip_if_absent(registry, attention)
+    oracle = write_oracle("llama-128", WIDE["llama-128"])
+    wanted = asked(oracle, attention, dtype="bfloat16", max_batch_tokens=2048, overlap=True)
+    engine = Engine.build(wanted, registry)
+    prompts = [[5 + row, *range(9, 400)] for row in range(4)]  # together more than graphs are for
+    assert len(generate(engine, prompts, **asks)) == 4
+    launch, steps = engine._runner.launch, list[tuple[bool, bool]]()
+
+    def watched_launch(step: ScheduledStep, *, began_s: float) -> LaunchedStep:
+        with no_reads(torch.device("cuda")):
+            launched = launch(step, began_s=began_s)
+        steps.append((step.num_prefill_tokens > 0, launched.captured))
+        return launched
+
+    monkeypatch.setattr(engine._runner, "launch", watched_launch)
+    generate(engine, [prompt[::-1] for prompt in prompts], **asks)
+    assert {(True, False), (False, True)} <= set(steps)
 
 
 @pytest.mark.parametrize(("name", "attention"), THROUGH_GRAPHS)

@@ -15,9 +15,11 @@ from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.request import TokenLogprob
 from enginery.run.batch import HostStep, build_step, logits_rows
+from enginery.run.device import to_device
 from enginery.run.graphs import CapturedStep, DecodeGraphs
+from enginery.run.logprobs import LogprobTable, token_logprobs
 from enginery.run.pieces import PieceGraphs
-from enginery.run.sampling import NAN_TOKEN, SamplingRow, mark_nan, sample, takes_best, token_logprobs
+from enginery.run.sampling import NAN_TOKEN, SamplingRow, mark_nan, sample, takes_best
 from enginery.run.token_feed import TokenFeed
 from enginery.run.token_masks import fill_masks
 from enginery.schedule.request import RequestStatus
@@ -60,7 +62,8 @@ class StepTimes:
 class LaunchedStep:
     """A step that the device may still be running. sampled: [N] on the host, valid after `copied`, of the items `sampling`.
 
-    embedded: [E, C] on the host as well, of the items `embedding`.
+    So are embedded, [E, C], of the items `embedding`, and the tables: logprobs of the items `sampling`, if any asks for them, and
+    prompt_logprobs of each item.
     """
 
     step: ScheduledStep
@@ -69,9 +72,9 @@ class LaunchedStep:
     copied: torch.cuda.Event | None
     embedding: Sequence[int]
     embedded: torch.Tensor
-    logprobs: list[TokenLogprob | None]
+    logprobs: LogprobTable | None
     failed: Mapping[int, str]
-    prompt_logprobs: list[list[TokenLogprob]]
+    prompt_logprobs: list[list[LogprobTable]]
     captured: bool
     times: StepTimes
 
@@ -87,8 +90,8 @@ class LaunchedStep:
                 failed[index] = "the model's logits for it are NaN"
         return StepResult(
             token_ids=token_ids,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            logprobs=self._read_logprobs(),
+            prompt_logprobs=[[found for table in tables for found in table.rows()] for tables in self.prompt_logprobs],
             failed=failed,
             num_nan=len(failed) - len(self.failed),
             embeddings={index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)},
@@ -97,12 +100,21 @@ class LaunchedStep:
             run_s=time.perf_counter() - self.times.planned_s,
         )
 
+    def _read_logprobs(self) -> list[TokenLogprob | None]:
+        found: list[TokenLogprob | None] = [None] * len(self.step.items)
+        if self.logprobs is None:
+            return found
+        for index, logprob in zip(self.sampling, self.logprobs.rows(), strict=True):
+            if self.step.items[index].request.asked.params.logprobs is not None:
+                found[index] = logprob
+        return found
+
 
 class _Chosen(NamedTuple):
-    """token_ids: [N] int64, device, `NAN_TOKEN` for NaN logits. logprobs: of each item that asks. failed: as in `StepResult`."""
+    """token_ids: [N] int64, device, `NAN_TOKEN` for NaN logits. logprobs: if any asks for them. failed: as in `StepResult`."""
 
     token_ids: torch.Tensor
-    logprobs: list[TokenLogprob | None]
+    logprobs: LogprobTable | None
     failed: Mapping[int, str]
 
 
@@ -137,7 +149,7 @@ class Runner:
         scheduled = time.perf_counter()
         built = build_step(step, page_size=self.page_size)
         built_at = time.perf_counter()
-        prompt_logprobs: list[list[TokenLogprob]] = [[] for _ in step.items]
+        prompt_logprobs: list[list[LogprobTable]] = [[] for _ in step.items]
         embedding = [index for index in built.sampling if step.items[index].request.asked.embed]
         embedded = torch.empty(0)
         captured = None if self.graphs is None or embedding else self.graphs.plan(built)
@@ -156,8 +168,8 @@ class Runner:
             last = self._last(built, wanted)
             logits = self.model.logits(last)
             if embedding:
-                rows = torch.tensor([built.sampling.index(index) for index in embedding], device=self.device)
-                embedded = last.index_select(0, rows).float().to("cpu", non_blocking=True)
+                rows = torch.tensor([built.sampling.index(index) for index in embedding])
+                embedded = last.index_select(0, to_device(rows, self.device)).float().to("cpu", non_blocking=True)
         chosen = self._sample(step.items, built, logits, captured)
         sampled = chosen.token_ids.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         copied: torch.cuda.Event | None = None
@@ -187,12 +199,12 @@ class Runner:
     def _wanted(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that need logits: [N, C]."""
         rows = logits_rows(batch)  # [N]
-        return hidden if len(rows) == hidden.shape[0] else hidden.index_select(0, rows.to(self.device))
+        return hidden if len(rows) == hidden.shape[0] else hidden.index_select(0, to_device(rows, self.device))
 
     def _last(self, built: HostStep, wanted: torch.Tensor) -> torch.Tensor:
         """The last rows of the items that sample: [N, C]."""
         last_rows = built.batch.num_logits_cpu.long().cumsum(0)[list(built.sampling)] - 1
-        return wanted if len(last_rows) == len(wanted) else wanted.index_select(0, last_rows.to(self.device))
+        return wanted if len(last_rows) == len(wanted) else wanted.index_select(0, to_device(last_rows, self.device))
 
     def _sample(
         self, items: Sequence[ScheduledItem], built: HostStep, logits: torch.Tensor, captured: CapturedStep | None
@@ -201,30 +213,27 @@ class Runner:
 
         The forward is on its way, so grammars are asked while the device works.
         """
-        logprobs: list[TokenLogprob | None] = [None] * len(items)
         sampling = built.sampling
         if not sampling:
-            return _Chosen(torch.empty(0, dtype=torch.int64), logprobs, {})
+            return _Chosen(torch.empty(0, dtype=torch.int64), None, {})
         rows = [_sampling_row(items[index]) for index in sampling]
         masks = fill_masks(rows, self.eos_token_ids, vocab_size=logits.shape[-1])
         if captured is not None and all(map(takes_best, rows)):
             sampled = marked = captured.best[: len(rows)]
         else:
-            slots = self.feed.on_device(built.sampled_slots) if captured is None else captured.slots[: len(rows)]
+            slots = to_device(built.sampled_slots, self.device) if captured is None else captured.slots[: len(rows)]
             sampled = sample(logits, rows, self.eos_token_ids, ops=self.ops, mask=None if masks is None else masks.apply)
             self.feed.keep(sampled, slots)
             marked = mark_nan(logits, sampled)
         asked = [items[index].request.asked.params.logprobs for index in sampling]
-        if any(count is not None for count in asked):
-            reported = token_logprobs(logits, sampled.clamp(min=0), [count or 0 for count in asked])
-            for index, count, logprob in zip(sampling, asked, reported, strict=True):
-                logprobs[index] = logprob if count is not None else None
+        reported = any(count is not None for count in asked)
+        logprobs = token_logprobs(logits, sampled.clamp(min=0), [count or 0 for count in asked]) if reported else None
         failed = {} if masks is None else {sampling[row]: why for row, why in masks.failed.items()}
         return _Chosen(marked, logprobs, failed)
 
-    def _prompt_logprobs(self, items: Sequence[ScheduledItem], wanted: torch.Tensor) -> list[list[TokenLogprob]]:
+    def _prompt_logprobs(self, items: Sequence[ScheduledItem], wanted: torch.Tensor) -> list[list[LogprobTable]]:
         """Of each item that asks for them, what its rows of `wanted` say of the tokens that follow."""
-        reported: list[list[TokenLogprob]] = [[] for _ in items]
+        reported: list[list[LogprobTable]] = [[] for _ in items]
         end = 0
         for index, item in enumerate(items):
             start, end = end, end + item.num_logits
@@ -232,17 +241,17 @@ class Runner:
                 reported[index] = self._following(item, wanted[start:end])
         return reported
 
-    def _following(self, item: ScheduledItem, hidden: torch.Tensor) -> list[TokenLogprob]:
+    def _following(self, item: ScheduledItem, hidden: torch.Tensor) -> list[LogprobTable]:
         """Of the prompt tokens that follow this chunk's rows, [N, C]; recomputed output tokens are left out."""
         request = item.request
         first = item.start + item.num_tokens - item.num_logits
         following = request.token_ids[first + 1 : min(item.start + item.num_tokens + 1, request.num_prompt_tokens)]
         count = request.asked.params.prompt_logprobs or 0
-        reported: list[TokenLogprob] = []
+        reported: list[LogprobTable] = []
         for begin in range(0, len(following), PROMPT_LOGPROB_ROWS):
-            targets = torch.tensor(following[begin : begin + PROMPT_LOGPROB_ROWS], device=self.device)
+            targets = to_device(torch.tensor(following[begin : begin + PROMPT_LOGPROB_ROWS]), self.device)
             logits = self.model.logits(hidden[begin : begin + len(targets)])
-            reported += token_logprobs(logits, targets, [count] * len(targets))
+            reported.append(token_logprobs(logits, targets, [count] * len(targets)))
         return reported
 
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.ops import LEAST_TEMPERATURE, Draws, OpTable
-from enginery.contracts.request import SamplingParams, TokenLogprob
+from enginery.contracts.request import SamplingParams
+from enginery.run.device import to_device
 
 _MASK64 = (1 << 64) - 1
 _NOTHING = float("-inf")
@@ -96,19 +98,19 @@ def _adjust(logits: torch.Tensor, row: SamplingRow, eos_token_ids: frozenset[int
     """Penalties, bias and `min_tokens`, in place on [V] float32."""
     params, device = row.params, logits.device
     if params.repetition_penalty != 1:
-        seen = torch.unique(torch.tensor(row.token_ids, dtype=torch.int64, device=device))
+        seen = to_device(torch.from_numpy(np.unique(np.asarray(row.token_ids, np.int64))), device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and row.num_output_tokens:
-        output = torch.tensor(row.token_ids[row.num_prompt_tokens :], dtype=torch.int64, device=device)
-        seen, counts = torch.unique(output, return_counts=True)
-        logits[seen] -= params.presence_penalty + params.frequency_penalty * counts.to(logits.dtype)
+        output, counts = np.unique(np.asarray(row.token_ids[row.num_prompt_tokens :], np.int64), return_counts=True)
+        penalties = torch.from_numpy(params.presence_penalty + params.frequency_penalty * counts).to(logits.dtype)
+        logits[to_device(torch.from_numpy(output), device)] -= to_device(penalties, device)
     if params.logit_bias:
-        biased = torch.tensor(list(params.logit_bias), device=device)
-        logits[biased] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype)
+        logits[to_device(torch.tensor(list(params.logit_bias)), device)] += to_device(biases, device)
     if row.num_output_tokens < params.min_tokens and row.grammar is None:  # else `TokenMasks` says when it may end
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *eos_token_ids}
-        logits[torch.tensor(sorted(ends), dtype=torch.int64, device=device)] = _NOTHING
+        logits.index_fill_(0, to_device(torch.tensor(sorted(ends), dtype=torch.int64), device), _NOTHING)
 
 
 def _draws(rows: Sequence[SamplingRow], logits: torch.Tensor) -> Draws:
@@ -118,24 +120,10 @@ def _draws(rows: Sequence[SamplingRow], logits: torch.Tensor) -> Draws:
     columns = [
         (params.temperature, params.top_k, params.top_p, params.min_p, number) for params, number in zip(every, drawn, strict=True)
     ]
-    table = torch.tensor(columns, dtype=torch.float32).t().contiguous()  # [5, N]
-    if logits.device.type != "cpu":
-        table = table.pin_memory().to(logits.device, non_blocking=True)
+    table = to_device(torch.tensor(columns, dtype=torch.float32).t().contiguous(), logits.device)  # [5, N]
     vocab_size = logits.shape[-1]
     return Draws(
         table=table,
         most_kept=max(min(params.top_k or vocab_size, vocab_size) for params in every),
         cut=any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in every),
     )
-
-
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprob]:
-    """The log-probability of `token_ids` [N] under [N, V] and each row's `num_top` likeliest ones, before any adjustment."""
-    table = logits.float().log_softmax(-1)
-    own = table.gather(1, token_ids[:, None]).squeeze(1).tolist()
-    best, ids = table.topk(min(max(num_top), table.shape[-1]), dim=-1)
-    best_rows, id_rows = best.tolist(), ids.tolist()
-    return [
-        TokenLogprob(token_id=token, logprob=own[row], top=tuple(zip(id_rows[row][:count], best_rows[row][:count], strict=True)))
-        for row, (token, count) in enumerate(zip(token_ids.tolist(), num_top, strict=True))
-    ]

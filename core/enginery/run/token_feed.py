@@ -57,7 +57,3 @@ class TokenFeed:
     def keep(self, sampled: torch.Tensor, slots: torch.Tensor) -> None:
         """Remember what was sampled, [N] int64; slots: [N] int64. Device work alone."""
         self.last_tokens.index_copy_(0, slots, sampled)
-
-    def on_device(self, slots: torch.Tensor) -> torch.Tensor:
-        """Host tensors, without waiting for the device."""
-        return slots if self.device.type == "cpu" else slots.pin_memory().to(self.device, non_blocking=True)

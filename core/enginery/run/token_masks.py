@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from enginery.errors import RequestError
+from enginery.run.device import to_device
 from enginery.run.sampling import SamplingRow
 
 _ALL = -1
@@ -29,9 +30,8 @@ class TokenMasks:
 
     def apply(self, logits: torch.Tensor) -> None:
         """In place on [N, V], without waiting for the device."""
-        device = logits.device
-        words = self.words if device.type == "cpu" else self.words.pin_memory().to(device, non_blocking=True)
-        shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        words = to_device(self.words, logits.device)
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         bits = (words.view(torch.uint8)[:, :, None] >> shifts) & 1  # [N, 4 W, 8]
         logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, float("-inf"))
 

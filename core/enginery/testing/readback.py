@@ -42,7 +42,8 @@ class _Methods(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.__name__
-        if name in _METHODS or (name == "to" and any(isinstance(value, str) and value == "cpu" for value in args)):
+        waits = name == "to" and "cpu" in [value for value in args if isinstance(value, str)]
+        if name in _METHODS or (waits and not (kwargs or {}).get("non_blocking")):
             raise _seen(f"Tensor.{name}")
         return func(*args, **(kwargs or {}))
 

@@ -15,7 +15,9 @@ from enginery.contracts.request import SamplingParams
 from enginery.errors import RequestError
 from enginery.nn.reference_ops import reference_ops
 from enginery.run import sampling
-from enginery.run.sampling import SamplingRow, token_logprobs, uniform
+from enginery.run.logprobs import token_logprobs
+from enginery.run.sampling import SamplingRow, uniform
+from enginery.testing.readback import no_reads
 
 VOCAB = 12
 sample = functools.partial(sampling.sample, ops=reference_ops())
@@ -139,11 +141,23 @@ def test_logprobs_are_those_of_the_plain_softmax() -> None:
     torch.manual_seed(0)
     table = torch.randn(2, VOCAB)
     expected = table.double().log_softmax(-1)
-    first, second = token_logprobs(table, torch.tensor([4, 7]), [0, 3])
+    first, second = token_logprobs(table, torch.tensor([4, 7]), [0, 3]).rows()
     assert first.top == ()
     assert first.logprob == pytest.approx(float(expected[0, 4]), abs=1e-5)
     assert [token for token, _ in second.top] == expected[1].topk(3).indices.tolist()
     assert second.top[0][1] == pytest.approx(float(expected[1].max()), abs=1e-5)
+
+
+def test_nothing_is_read_from_the_device_while_a_step_is_launched() -> None:
+    table = torch.randn(3, VOCAB)
+    rows = [
+        row(temperature=0, prompt=(3, 3, 4), output=(5, 5), repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5),
+        row(seed=6, top_p=0.7, logit_bias={3: -100}),
+        row(seed=7, min_tokens=3, top_k=4),
+    ]
+    with no_reads(torch.device("cpu")):
+        found = token_logprobs(table, sample(table, rows, frozenset({1})), [2, 0, 1])
+    assert [len(each.top) for each in found.rows()] == [2, 0, 1]
 
 
 def test_a_number_that_rounds_to_one_never_takes_an_excluded_token() -> None:

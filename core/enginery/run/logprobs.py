@@ -1,0 +1,40 @@
+"""Log-probabilities on their way to the host: computed with the step, read when its tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from enginery.contracts.request import TokenLogprob
+
+
+class LogprobTable(NamedTuple):
+    """Of N tokens: their ids [N] and own log-probabilities [N], the K likeliest ids [N, K] and theirs [N, K].
+
+    On the host, valid when the device has come past the step that they are of. num_top: how many of K each row asks for.
+    """
+
+    token_ids: torch.Tensor
+    own: torch.Tensor
+    ids: torch.Tensor
+    best: torch.Tensor
+    num_top: Sequence[int]
+
+    def rows(self) -> list[TokenLogprob]:
+        """To be called when they are valid."""
+        found = zip(*(part.tolist() for part in self[:4]), self.num_top, strict=True)
+        return [
+            TokenLogprob(token_id=token, logprob=own, top=tuple(zip(ids[:count], best[:count], strict=True)))
+            for token, own, ids, best, count in found
+        ]
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> LogprobTable:
+    """The log-probability of `token_ids` [N] under [N, V] and each row's `num_top` likeliest ones, before any adjustment."""
+    table = logits.float().log_softmax(-1)
+    own = table.gather(1, token_ids[:, None]).squeeze(1)
+    best, ids = table.topk(min(max(num_top), table.shape[-1]), dim=-1)
+    token_ids, own, ids, best = (part.to("cpu", non_blocking=True) for part in (token_ids, own, ids, best))
+    return LogprobTable(token_ids, own, ids, best, num_top)

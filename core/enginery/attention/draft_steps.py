@@ -17,6 +17,7 @@ from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.plan import ForwardPlan
 from enginery.memory.slots import slots_of
+from enginery.memory.upload import to_device
 from enginery.plugin.hookspecs import hookimpl
 
 
@@ -29,8 +30,8 @@ def step_batch(batch: ForwardBatch, step: int, *, page_size: int) -> ForwardBatc
     return dataclasses.replace(
         unplanned(batch),
         input_ids=batch.input_ids.clone(),
-        positions=positions.to(device, non_blocking=True),
-        slots=slots.to(device, non_blocking=True),
+        positions=to_device(positions, device),
+        slots=to_device(slots, device),
         kv_lens_cpu=batch.kv_lens_cpu + step,
     )
 

@@ -28,6 +28,7 @@ from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrateg
 from enginery.contracts.memory import KVPool
 from enginery.contracts.plan import covering_plan
 from enginery.memory.slots import slots_of
+from enginery.memory.upload import to_device
 from enginery.plugin.hookspecs import hookimpl
 
 CHUNKS: Final = "init_mha_chunk_metadata"
@@ -138,7 +139,7 @@ class LatentAttention(Composite):
         first = lens.cumsum(0) - lens - piece.starts_cpu.long()  # [B]
         tokens = torch.arange(len(request)) - first[request]
         slots = slots_of(batch.page_table_cpu, request, tokens, page_size=self.page_size)
-        return slots.to(batch.slots.device, non_blocking=True)
+        return to_device(slots, batch.slots.device)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor

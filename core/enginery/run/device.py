@@ -46,11 +46,6 @@ def torch_device(asked: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host values on the device, without waiting for it: what is not pinned is copied after all that the device has to do."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
-
-
 def _available_host_bytes() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

@@ -14,8 +14,8 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.request import TokenLogprob
+from enginery.memory.upload import to_device
 from enginery.run.batch import HostStep, build_step, logits_rows
-from enginery.run.device import to_device
 from enginery.run.graphs import CapturedStep, DecodeGraphs
 from enginery.run.logprobs import LogprobTable, token_logprobs
 from enginery.run.pieces import PieceGraphs

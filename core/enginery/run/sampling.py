@@ -16,7 +16,7 @@ import torch
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.ops import LEAST_TEMPERATURE, Draws, OpTable
 from enginery.contracts.request import SamplingParams
-from enginery.run.device import to_device
+from enginery.memory.upload import to_device
 
 _MASK64 = (1 << 64) - 1
 _NOTHING = float("-inf")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from enginery.errors import RequestError
-from enginery.run.device import to_device
+from enginery.memory.upload import to_device
 from enginery.run.sampling import SamplingRow
 
 _ALL = -1

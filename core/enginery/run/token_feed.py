@@ -16,6 +16,7 @@ import torch
 
 from enginery.attention.axes import token_fields
 from enginery.contracts.batch import ForwardBatch
+from enginery.memory.upload import to_device
 from enginery.run.batch import KNOWN, HostStep
 
 
@@ -27,10 +28,6 @@ class TokenFeed:
         self.scratch_slot = num_states
         self.last_tokens = torch.zeros(num_states + 1, dtype=torch.int64, device=device)
 
-    def pack(self, step: HostStep) -> torch.Tensor:
-        """Every field of the batch that has a row per token, and the sources: [fields + 1, T] int64, host, pinned."""
-        return torch.stack([*token_fields(step.batch).values(), step.sources]).pin_memory()
-
     def unpack(self, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
         """`batch` with its token fields from `packed`, on the device. Pending ids are not filled in."""
         fields = dict(zip(token_fields(batch), packed, strict=False))
@@ -40,7 +37,7 @@ class TokenFeed:
         """The step's batch with its token fields on the device, complete."""
         batch, sources = step.batch, step.sources
         if self.device.type != "cpu":
-            packed = self.pack(step).to(self.device, non_blocking=True)
+            packed = to_device(torch.stack([*token_fields(batch).values(), sources]), self.device)  # [fields + 1, T]
             batch, sources = self.unpack(batch, packed), packed[-1]
         if step.has_pending:
             batch.input_ids = self.fill(batch.input_ids, sources)

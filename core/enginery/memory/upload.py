@@ -7,4 +7,4 @@ import torch
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Host values on the device. From pinned memory: a copy of other memory waits until the device has done all it was given."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

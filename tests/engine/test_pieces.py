@@ -87,7 +87,7 @@ def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[En
     capture = Pausing()
     geometry = parts.relay.backend.pool.geometry
     hidden = torch.empty(MAX_TOKENS, parts.choice.facts.hidden_size)
-    pieces = PieceGraphs.build(parts.model, parts.seam, feed=parts.feed, geometry=geometry, capture=capture, hidden=hidden)
+    pieces = PieceGraphs(parts.model, parts.seam, feed=parts.feed, geometry=geometry, capture=capture, hidden=hidden)
     return Engine(dataclasses.replace(parts, pieces=pieces), registry, wanted), capture
 
 

@@ -58,7 +58,7 @@ _FLAGS: Final = {
     "requests": _option(int | None, f"How many; {_OPEN_S} s of a rate, or {_ROUNDS} for each of those at once.", min=1),
     "warm_up": _option(
         int | None,
-        f"Requests, all at once, that do not count; those of {_WARM_UP_S} s of a rate, or all at once.",
+        f"Requests first that do not count, all at once; as many as a load has at once, or a rate in {_WARM_UP_S} s, if left out.",
         min=0,
     ),
     "input_len": _option(str | None, "Tokens of a prompt, or LEAST:MOST; the workload's, or 512.", metavar="N"),

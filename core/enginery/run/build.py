@@ -274,7 +274,7 @@ def make_pieces(
         return None
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
     hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
-    return PieceGraphs.build(model, seam, feed=feed, geometry=geometry, capture=CudaCutCapture(capture), hidden=hidden)
+    return PieceGraphs(model, seam, feed=feed, geometry=geometry, capture=CudaCutCapture(capture), hidden=hidden)
 
 
 def model_context(

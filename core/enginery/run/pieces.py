@@ -141,7 +141,7 @@ class PieceGraphs:
     def __init__(
         self, model: Model, seam: Seam, *, feed: TokenFeed, geometry: KVGeometry, capture: CutCapture, hidden: torch.Tensor
     ) -> None:
-        """hidden: [largest size, C], where all graphs write theirs."""
+        """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs."""
         self.model = model
         self.seam = seam
         self.feed = feed
@@ -150,15 +150,7 @@ class PieceGraphs:
         self.sizes = piece_sizes(len(hidden))
         self._capture = capture
         self._captured: dict[int, CutStep] = {}
-
-    @classmethod
-    def build(
-        cls, model: Model, seam: Seam, *, feed: TokenFeed, geometry: KVGeometry, capture: CutCapture, hidden: torch.Tensor
-    ) -> PieceGraphs:
-        """With the graphs of the largest size: the others fit into their memory."""
-        pieces = cls(model, seam, feed=feed, geometry=geometry, capture=capture, hidden=hidden)
-        pieces.capture(pieces.sizes[-1])
-        return pieces
+        self.capture(self.sizes[-1])
 
     @property
     def waiting(self) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 
 from enginery.attention.axes import token_fields
 from enginery.contracts.batch import ForwardBatch
-from enginery.memory.upload import to_device
+from enginery.memory.upload import pinned, to_device
 from enginery.run.batch import KNOWN, HostStep
 
 
@@ -45,7 +45,7 @@ class TokenFeed:
 
     def overwrite(self, packed: torch.Tensor, fields: torch.Tensor) -> None:
         """Copy what a step has for each token, on the host, over what graphs read."""
-        packed.copy_(fields if self.device.type == "cpu" else fields.pin_memory(), non_blocking=True)
+        packed.copy_(pinned(fields, self.device), non_blocking=True)
 
     def fill(self, input_ids: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         """[T] int64: a pending token from its request's slot. Device work alone."""

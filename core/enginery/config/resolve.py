@@ -116,8 +116,9 @@ def _check(asked: EngineOptions) -> None:
             raise ConfigError(f"{name} is {value}, but must be at least 1")
     if asked.profile_steps < 0:
         raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
-    if not 0 < asked.memory_fraction <= 1:
-        raise ConfigError(f"memory_fraction is {asked.memory_fraction}, but must lie in (0, 1]")
+    for name in ("memory_fraction", "prefill_fraction"):
+        if not 0 < (value := getattr(asked, name)) <= 1:
+            raise ConfigError(f"{name} is {value}, but must lie in (0, 1]")
     if asked.kv_memory_gib is not None and asked.kv_memory_gib <= 0:
         raise ConfigError(f"kv_memory_gib is {asked.kv_memory_gib}, but must be positive")
     if asked.mla_prefill not in ("auto", *PrefillStrategy):

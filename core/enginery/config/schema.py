@@ -18,7 +18,9 @@ class EngineOptions:
     """What a user may ask for. None and "auto" leave the choice to `resolve`.
 
     kv_dtype: of keys and values in memory; auto is the model's, fp8 is float8_e4m3fn. max_batch_tokens: token budget of a step.
-    max_batch_requests: requests in a step. max_model_len: longest context in tokens.
+    max_batch_requests: requests in a step. prefill_fraction: of the prompt tokens that wait, the part that a step takes which also
+    decodes, though at least `schedule.draft.MIN_PREFILL_TOKENS`; 1 takes what the budget allows. max_model_len: longest context in
+    tokens.
     prefill_attention_backend, decode_attention_backend: instead of one for both. micro_batches: each batch in two halves.
     mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.
     overlap: prepare a step while the one before runs; None does so where the device is not the host. graphs: capture decoding
@@ -49,6 +51,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
     max_batch_requests: int | None = None
+    prefill_fraction: float = 0.125
     max_queued_requests: int = 4096
     prefix_cache: bool = True
     overlap: bool | None = None
@@ -80,5 +83,6 @@ class ScheduleSettings:
     max_model_len: int
     max_batch_tokens: int
     max_batch_requests: int
+    prefill_fraction: float
     max_queued_requests: int
     prefix_cache: bool

@@ -26,7 +26,8 @@ from enginery.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
-UNBOUNDED = 1 << 60  # nobody else waits in this process, so a queue needs no bound
+# Nobody else waits in this process, so a queue needs no bound; and nobody watches tokens come, so prompts go first.
+OFFLINE = {"max_queued_requests": 1 << 60, "prefill_fraction": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ class LLM:
         for name in options:
             if name not in known:
                 raise ConfigError(f"LLM has no option {name!r}{did_you_mean(name, known) or f'; known are {known_names(known)}'}")
-        given = {"model": None if model is None else str(model), "max_queued_requests": UNBOUNDED, **options}
+        given = {"model": None if model is None else str(model), **OFFLINE, **options}
         try:
             asked = msgspec.convert(given, EngineOptions)
         except msgspec.ValidationError as error:

@@ -8,6 +8,9 @@ Rules that keep everybody moving:
 - Waiting requests are admitted in order and nobody passes the head. It is admitted when the pages for all of its known tokens are
   there, besides those promised to the prompts in progress and `HEADROOM_TOKENS` for each running request: so a preempted request
   does not come back only to be preempted again. When nothing runs, the head always fits.
+- A step that decodes takes a part of the prompt tokens that wait, `ScheduleSettings.prefill_fraction`, so that few prompts do not
+  hold up many streams; the more wait, the more it takes. `MIN_PREFILL_TOKENS` it takes always: they cost no more than their share,
+  as they read the weights that decoding reads anyway.
 - A waiting request whose next page is just being computed for another one waits for that instead of computing it again.
 """
 
@@ -21,6 +24,7 @@ from enginery.schedule.roster import Roster
 from enginery.schedule.step import ScheduledItem, ScheduledStep
 
 HEADROOM_TOKENS = 32
+MIN_PREFILL_TOKENS = 512  # what makes a step compute-bound on a large GPU, twice over
 
 
 class StepDraft:
@@ -38,6 +42,7 @@ class StepDraft:
         """Choose, and move the chosen requests on."""
         prompts = self._schedule_decodes()
         num_decode = len(self._items)
+        budget = self._budget = self._prefill_budget(prompts) if num_decode else self._budget
         for request in prompts:
             self._schedule_chunk(request)
         if not self._preempted:
@@ -45,7 +50,7 @@ class StepDraft:
         return ScheduledStep(
             items=tuple(self._items),
             num_decode=num_decode,
-            num_prefill_tokens=self._settings.max_batch_tokens - self._budget - num_decode,
+            num_prefill_tokens=budget - self._budget,
             preempted=tuple(self._preempted),
         )
 
@@ -67,6 +72,11 @@ class StepDraft:
                 self._add(request, 1)
         prompts.sort(key=attrgetter("order"))
         return prompts
+
+    def _prefill_budget(self, prompts: list[Request]) -> int:
+        """Prompt tokens that may join the decoding requests."""
+        waiting = self._roster.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
+        return min(self._budget, max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction)))
 
     def _schedule_chunk(self, request: Request) -> None:
         """As much of its known tokens as budget and memory allow."""

@@ -121,6 +121,7 @@ class Roster:
             locked = request.node.prefix_pages()
             assert locked == request.pages[: len(locked)], "a request has pages locked that are not its own"
             assert not cached.intersection(request.pages[len(locked) :]), "a request uses cached pages that it has not locked"
+        self.waiting.check_integrity()
         assert self.running == sorted(self.running, key=attrgetter("order")), "the running requests are out of order"
         assert {*self.side_by_side} == {*self.running}, "a running request stands nowhere"
         assert len(self.side_by_side) == len(self.running), "a running request stands in two places"

@@ -79,11 +79,12 @@ def token_limit(asked: GenerationRequest, settings: ScheduleSettings) -> int:
 
 
 class WaitingQueue:
-    """Requests in order, those that were preempted among them."""
+    """Requests in order, those that were preempted among them. num_tokens: all that they have to compute, cached or not."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._requests: list[Request] = []
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -104,9 +105,16 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Put it at its place."""
         insort(self._requests, request, key=_order)
+        self.num_tokens += request.num_expected
 
     def remove(self, request: Request) -> None:
         """Take it out. It must be there."""
         place = bisect_left(self._requests, request.order, key=_order)
         assert self._requests[place] is request, f"{request.request_id} is not waiting"
         del self._requests[place]
+        self.num_tokens -= request.num_expected
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the requests stand in order and their tokens are counted."""
+        assert self._requests == sorted(self._requests, key=_order), "the waiting requests are out of order"
+        assert self.num_tokens == sum(request.num_expected for request in self._requests), "waiting tokens are miscounted"

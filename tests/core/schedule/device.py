@@ -21,6 +21,7 @@ def settings_of(**changes):
         "max_model_len": 128,
         "max_batch_tokens": 64,
         "max_batch_requests": 16,
+        "prefill_fraction": 1.0,
         "max_queued_requests": 100,
         "prefix_cache": True,
     }

@@ -32,6 +32,7 @@ class RandomUse:
             "max_model_len": pick([self.random.randint(2, 20), 60, 200]),
             "max_batch_tokens": pick([self.random.randint(1, 8), 16, 64]),
             "max_batch_requests": self.random.randint(1, 8),
+            "prefill_fraction": pick([0.05, 0.5, 1.0]),
             "max_queued_requests": 8,
             "prefix_cache": pick([True, True, False]),
         }
@@ -198,6 +199,7 @@ def test_random_use_breaks_no_promise(depth, monkeypatch):
     @given(seed=st.integers(0, 2**32), headroom=st.sampled_from([0, 4, 32]))
     def run(seed, headroom):
         monkeypatch.setattr(draft, "HEADROOM_TOKENS", headroom)
+        monkeypatch.setattr(draft, "MIN_PREFILL_TOKENS", 2)
         use = RandomUse(seed, depth)
         for _ in range(150):
             use.act()

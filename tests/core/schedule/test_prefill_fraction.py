@@ -1,0 +1,49 @@
+"""How many prompt tokens join decoding requests: a part of those that wait, 512 at least."""
+
+import pytest
+
+from .device import FakeDevice, asked_of, run_step, scheduler_of
+
+LARGE = {"page_size": 64, "num_pages": 1024, "max_model_len": 32768, "max_batch_tokens": 8192}
+
+
+def beside_a_stream(*prompt_lens, streams=1, **changes):
+    """Prompt tokens of each step from when the prompts arrive until the last one's first token."""
+    scheduler, device = scheduler_of(**(LARGE | changes)), FakeDevice(LARGE["page_size"])
+    for number in range(streams):
+        scheduler.submit(asked_of(f"stream {number}", [number], max_tokens=1000))
+    if streams:
+        run_step(scheduler, device)
+    for number, length in enumerate(prompt_lens):
+        scheduler.submit(asked_of(f"prompt {number}", range(1000 * number, 1000 * number + length), max_tokens=1000))
+    taken = []
+    while sum(taken) < sum(prompt_lens):
+        step, _ = run_step(scheduler, device)
+        assert step.num_decode >= streams, "a stream stands still"
+        taken.append(step.num_prefill_tokens)
+    return taken
+
+
+def test_a_long_prompt_joins_in_parts_that_shrink_with_what_is_left_of_it():
+    taken = beside_a_stream(16384, prefill_fraction=0.25)
+    assert taken[:4] == [4096, 3072, 2304, 1728]
+    assert set(taken[-4:-1]) == {512}
+    assert 0 < taken[-1] <= 512
+
+
+def test_prompts_in_the_queue_count_as_those_in_progress_do():
+    assert beside_a_stream(*[1024] * 8, prefill_fraction=0.25) == beside_a_stream(8192, prefill_fraction=0.25)
+
+
+def test_short_prompts_join_at_once():
+    assert beside_a_stream(100, 200, 212, streams=5, prefill_fraction=0.125) == [512]
+    assert beside_a_stream(300, 300, prefill_fraction=0.125) == [512, 88]
+
+
+@pytest.mark.parametrize(("streams", "fraction"), [(0, 0.125), (3, 1.0)])
+def test_the_whole_budget_is_taken_where_nobody_decodes_or_the_fraction_is_one(streams, fraction):
+    assert beside_a_stream(8192 - streams, 300, streams=streams, prefill_fraction=fraction)[0] == 8192 - streams
+
+
+def test_the_budget_of_a_step_holds_for_any_fraction():
+    assert beside_a_stream(2000, streams=3, prefill_fraction=1.0, max_batch_tokens=128)[0] == 125

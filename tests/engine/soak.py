@@ -119,17 +119,18 @@ class Soak:
 
 
 def soak(engine: Engine, *, seconds: float, longest: int, rate: float, seed: int = 0, least_steps: int = 0) -> dict[str, object]:
-    """Ends after both `seconds` and `least_steps`.
+    """Arrivals end after both `seconds` and `least_steps`.
 
     Raises AssertionError if a page is lost, an output has no owner, or the control request is answered otherwise.
     """
     driver = Soak(engine=engine, longest=longest, rate=rate, chance=random.Random(seed))
     while engine.prepare():
         pass
-    before = driver.control()
+    before, began = driver.control(), time.monotonic()
     driver.run(min(seconds, 30), least_steps)
     memory = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     driver.run(max(seconds - 30, 0))
+    elapsed_s = time.monotonic() - began
     assert not driver.alive, f"{len(driver.alive)} requests were forgotten"
     scheduler = engine._scheduler
     scheduler.check_idle()
@@ -138,7 +139,7 @@ def soak(engine: Engine, *, seconds: float, longest: int, rate: float, seed: int
     assert driver.control() == before, "the control request is answered otherwise"
     grown = (torch.cuda.memory_allocated() if torch.cuda.is_available() else 0) - memory
     return {
-        "seconds": seconds,
+        "elapsed_s": round(elapsed_s, 1),
         **driver.counts,
         "num_pages": engine.facts.num_pages,
         "free_pages": scheduler.free_pages,

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from enginery import LLM, SamplingParams
+from enginery.config.schema import EngineOptions
 from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
+from enginery.plugin.registry import Registry
+from enginery.run.engine import Engine
 
 
 @pytest.fixture
@@ -47,6 +50,15 @@ def test_prompts_are_answered_in_their_order(echo: Path) -> None:
     assert [answer.token_ids for answer in answers] == [continued(prompt, 20) for prompt in prompts]
     assert {answer.finish_reason for answer in answers} == {"length"}
     assert [answer.prompt_token_ids for answer in answers] == [tuple(prompt) for prompt in prompts]
+
+
+def test_a_server_bounds_the_prompts_beside_decoding_and_what_runs_offline_does_not(echo: Path) -> None:
+    asked = EngineOptions(model=str(echo), load_format="dummy", num_pages=64)
+    given = EngineOptions(model=str(echo), load_format="dummy", num_pages=64, prefill_fraction=0.5)
+    online = [Engine.build(each, Registry.load()) for each in (asked, given)]
+    offline = [LLM(**vars(each))._engine for each in (asked, given)]  # as `engine bench offline` does
+    fractions = [engine._scheduler._settings.prefill_fraction for engine in (*online, *offline) if engine is not None]
+    assert fractions == [0.125, 0.5, 1.0, 0.5]
 
 
 def test_a_single_prompt_and_params_for_each_are_accepted(echo: Path) -> None:

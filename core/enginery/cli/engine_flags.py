@@ -78,7 +78,9 @@ _FLAGS: Final = {
     "memory_fraction": _Flag(_MEMORY, "Share of the free memory that may be taken."),
     "max_batch_tokens": _Flag(_MEMORY, "Tokens in a step."),
     "max_batch_requests": _Flag(_MEMORY, "Requests in a step."),
-    "prefill_fraction": _Flag(_MEMORY, "Part of the waiting prompt tokens that joins a decoding step, 512 at least."),
+    "prefill_fraction": _Flag(
+        _MEMORY, "Part of the waiting prompt tokens that joins a decoding step, 512 at least (0.125; offline 1)."
+    ),
     "max_queued_requests": _Flag(_MEMORY, "Waiting requests; one more is refused."),
     "prefix_cache": _Flag(_MEMORY, "Share the KV of equal beginnings.", ("--prefix-cache/--no-prefix-cache",)),
     "overlap": _Flag(_MEMORY, "Prepare a step while the one before runs.", ("--overlap/--no-overlap",)),

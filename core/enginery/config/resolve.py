@@ -17,6 +17,7 @@ MAX_GRAPH_REQUESTS = 512
 MAX_PIECE_TOKENS = 1024  # of more, the device takes longer than the host takes to launch them
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
+DEFAULT_PREFILL_FRACTION = 0.125
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Settings:
     max_model_len: int
     max_batch_tokens: int
     max_batch_requests: int
+    prefill_fraction: float
     prefix_cache: bool
     overlap: bool
     max_graph_requests: int
@@ -76,6 +78,7 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         max_model_len=int(length.value),
         max_batch_tokens=int(tokens.value),
         max_batch_requests=requests,
+        prefill_fraction=asked.prefill_fraction or DEFAULT_PREFILL_FRACTION,
         prefix_cache=asked.prefix_cache and not model.has_states,
         overlap=device.kind != "cpu" if asked.overlap is None else asked.overlap,
         max_graph_requests=min(requests, MAX_GRAPH_REQUESTS) if captures else 0,
@@ -117,7 +120,8 @@ def _check(asked: EngineOptions) -> None:
     if asked.profile_steps < 0:
         raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
     for name in ("memory_fraction", "prefill_fraction"):
-        if not 0 < (value := getattr(asked, name)) <= 1:
+        value = getattr(asked, name)
+        if value is not None and not 0 < value <= 1:
             raise ConfigError(f"{name} is {value}, but must lie in (0, 1]")
     if asked.kv_memory_gib is not None and asked.kv_memory_gib <= 0:
         raise ConfigError(f"kv_memory_gib is {asked.kv_memory_gib}, but must be positive")

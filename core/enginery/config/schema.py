@@ -19,8 +19,8 @@ class EngineOptions:
 
     kv_dtype: of keys and values in memory; auto is the model's, fp8 is float8_e4m3fn. max_batch_tokens: token budget of a step.
     max_batch_requests: requests in a step. prefill_fraction: of the prompt tokens that wait, the part that a step takes which also
-    decodes, though at least `schedule.draft.MIN_PREFILL_TOKENS`; 1 takes what the budget allows. max_model_len: longest context in
-    tokens.
+    decodes, though at least `schedule.draft.MIN_PREFILL_TOKENS`; 1 takes what the budget allows, as `LLM` does. max_model_len:
+    longest context in tokens.
     prefill_attention_backend, decode_attention_backend: instead of one for both. micro_batches: each batch in two halves.
     mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.
     overlap: prepare a step while the one before runs; None does so where the device is not the host. graphs: capture decoding
@@ -51,7 +51,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
     max_batch_requests: int | None = None
-    prefill_fraction: float = 0.125
+    prefill_fraction: float | None = None
     max_queued_requests: int = 4096
     prefix_cache: bool = True
     overlap: bool | None = None

@@ -59,7 +59,7 @@ class Engine:
                 max_model_len=settings.max_model_len,
                 max_batch_tokens=settings.max_batch_tokens,
                 max_batch_requests=settings.max_batch_requests,
-                prefill_fraction=asked.prefill_fraction,
+                prefill_fraction=settings.prefill_fraction,
                 max_queued_requests=asked.max_queued_requests,
                 prefix_cache=settings.prefix_cache,
             ),

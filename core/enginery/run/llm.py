@@ -26,8 +26,7 @@ from enginery.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
-# Nobody else waits in this process, so a queue needs no bound; and nobody watches tokens come, so prompts go first.
-OFFLINE = {"max_queued_requests": 1 << 60, "prefill_fraction": 1.0}
+UNBOUNDED = 1 << 60  # nobody else waits in this process, so a queue needs no bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +107,13 @@ class LLM:
         for name in options:
             if name not in known:
                 raise ConfigError(f"LLM has no option {name!r}{did_you_mean(name, known) or f'; known are {known_names(known)}'}")
-        given = {"model": None if model is None else str(model), **OFFLINE, **options}
+        given = {"model": None if model is None else str(model), "max_queued_requests": UNBOUNDED, **options}
         try:
             asked = msgspec.convert(given, EngineOptions)
         except msgspec.ValidationError as error:
             raise ConfigError(f"LLM has an option of a wrong type: {error}") from error
+        if asked.prefill_fraction is None:  # nobody watches tokens come, so prompts go first
+            asked = dataclasses.replace(asked, prefill_fraction=1.0)
         registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
         self._engine: Engine | None = Engine.build(asked, registry)
         self.facts = self._engine.facts

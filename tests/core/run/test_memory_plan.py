@@ -68,6 +68,7 @@ def test_what_does_not_fit_names_the_flags_and_the_sizes(asked: EngineOptions) -
     [
         EngineOptions(page_size=0),
         EngineOptions(memory_fraction=1.5),
+        EngineOptions(prefill_fraction=0.0),
         EngineOptions(kv_memory_gib=0),
         EngineOptions(max_model_len=5000),
         EngineOptions(dtype="int8"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import shutil
 import sys
@@ -319,7 +318,7 @@ def _rejection(said: messages.Rejected) -> EnginError:
 
 def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
     """Two outputs of a request, one after the other, as one."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         then,
         token_ids=first.token_ids + then.token_ids,
         logprobs=then.logprobs if first.logprobs is None else first.logprobs + (then.logprobs or ()),

@@ -210,13 +210,12 @@ class Engine:
             if item.request.wants_prompt_logits:
                 collected = [None] if item.start == 0 else self._prompt_logprobs[item.request.request_id]
                 self._prompt_logprobs[item.request.request_id] = [*collected, *reported]
-        logprobs = {item.request.request_id: logprob for item, logprob in zip(step.items, result.logprobs, strict=True)}
         outputs = self._advance_grammars(step, result)
         for update in self._scheduler.complete(step, result.token_ids):
             request = update.request
             if update.token_id is None and update.finish_reason is None:
                 continue
-            logprob = logprobs[request.request_id]
+            logprob = result.logprobs[update.item]
             prompt = self._prompt_logprobs.pop(request.request_id, None)
             outputs.append(
                 RequestOutput(

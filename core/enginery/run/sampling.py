@@ -7,8 +7,7 @@ steps: a request that is preempted, or runs in other company, gets the same numb
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +22,10 @@ _NOTHING = float("-inf")
 NAN_TOKEN: Final = -1
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row to sample, the token at `position` of its request, of which the first `num_prompt_tokens` are the prompt.
+
+    A tuple, because a step has hundreds.
 
     token_ids: all tokens before it, as far as they are known; what needs them is in `reads_tokens`.
     """

@@ -42,12 +42,14 @@ class SamplingRow(NamedTuple):
         return self.position - self.num_prompt_tokens
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from SplitMix64 (Steele et al., OOPSLA 2014) over both."""
-    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """A number in [0, 1) of each seed and position, from SplitMix64 (Steele et al., OOPSLA 2014) over both. [N] float64."""
+    seed, position = np.array([seed & _MASK64 for seed in seeds], np.uint64), np.array(positions, np.uint64)
+    x = seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15  # modulo 2^64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = (x ^ (x >> 31)) >> 11
+    return x * 2.0**-53
 
 
 def sample(
@@ -116,14 +118,13 @@ def _adjust(logits: torch.Tensor, row: SamplingRow, eos_token_ids: frozenset[int
 def _draws(rows: Sequence[SamplingRow], logits: torch.Tensor) -> Draws:
     """One upload for all rows, without waiting for the device."""
     every = [row.params for row in rows]
-    drawn = [uniform(row.params.seed or 0, row.position) for row in rows]
-    columns = [
-        (params.temperature, params.top_k, params.top_p, params.min_p, number) for params, number in zip(every, drawn, strict=True)
-    ]
-    table = to_device(torch.tensor(columns, dtype=torch.float32).t().contiguous(), logits.device)  # [5, N]
+    asked = np.array([(params.temperature, params.top_k, params.top_p, params.min_p) for params in every], np.float64).T  # [4, N]
+    drawn = uniform([params.seed or 0 for params in every], [row.position for row in rows])
+    table = np.vstack([asked, drawn]).astype(np.float32, order="C")  # [5, N]
+    _, top_k, top_p, min_p = asked
     vocab_size = logits.shape[-1]
     return Draws(
-        table=table,
-        most_kept=max(min(params.top_k or vocab_size, vocab_size) for params in every),
-        cut=any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in every),
+        table=to_device(torch.from_numpy(table), logits.device),
+        most_kept=int(np.where(top_k == 0, vocab_size, top_k).clip(max=vocab_size).max()),
+        cut=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
     )

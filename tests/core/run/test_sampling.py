@@ -49,7 +49,7 @@ def draw(values: torch.Tensor, count: int = 2000, **params: object) -> Counter[i
 
 
 def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position() -> None:
-    numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
+    numbers = uniform([seed for seed in range(100) for _ in range(100)], [*range(100)] * 100).tolist()
     assert len(set(numbers)) == len(numbers)
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.01
     counts = Counter(int(number * 10) for number in numbers)
@@ -162,7 +162,7 @@ def test_nothing_is_read_from_the_device_while_a_step_is_launched() -> None:
 
 def test_a_number_that_rounds_to_one_never_takes_an_excluded_token() -> None:
     seed = 48117297
-    assert torch.tensor(uniform(seed, 5), dtype=torch.float32) == 1
+    assert torch.tensor(uniform([seed], [5]), dtype=torch.float32) == 1
     values = logits(t3=9.0)
     values[7:] = -1e4
     asked = dict(prompt=(1, 2, 3, 4, 5), seed=seed)

@@ -87,13 +87,10 @@ def _input_ids(items: Sequence[ScheduledItem]) -> np.ndarray:
     return np.frombuffer(ids, dtype=np.int32).astype(np.int64)
 
 
-def _page_table(pages: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
+def _page_table(pages: Sequence[array[int]], num_columns: int) -> np.ndarray:
     """[B, P] int32; a request's pages past the last one it needs now are left out."""
-    table = np.zeros((len(pages), num_columns), dtype=np.int32)
-    for row, owned in enumerate(pages):
-        needed = owned[:num_columns]
-        table[row, : len(needed)] = needed
-    return table
+    rows = [owned[:num_columns].tobytes().ljust(num_columns * owned.itemsize, b"\0") for owned in pages]
+    return np.frombuffer(bytearray().join(rows), dtype=np.int32).reshape(len(pages), num_columns)
 
 
 def logits_rows(batch: ForwardBatch) -> torch.Tensor:

@@ -31,8 +31,8 @@ class Request:
         expected    [===================================] ? ]    known tokens, and those that steps in flight will sample
 
     asked: what its sender said. token_ids: array of int32, prompt and output. limit: it ends when it has so many tokens. stop_ids:
-    tokens that end it. order: its place among all requests, smallest first. pages: in the order of the tokens; the first of them,
-    on the path to `node`, belong to the prefix cache and are locked. announced: the page of its prompt that it computes next.
+    tokens that end it. order: its place among all requests, smallest first. pages: int32, in the order of the tokens; the first of
+    them, on the path to `node`, belong to the prefix cache and are locked. announced: the page of its prompt that it computes next.
     in_flight: steps not completed yet that it is in. state_slot: where its recurrent state is, while it may have pages.
     num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. started_s: when its first chunk was
     scheduled, by the clock of `arrival_s`. grammar: what its output must be; has
@@ -47,7 +47,7 @@ class Request:
     num_prompt_tokens: int
     num_expected: int
     status: RequestStatus = RequestStatus.WAITING
-    pages: list[int]
+    pages: array[int]
     node: PrefixNode | None = None
     announced: Announcement | None = None
     num_computed: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from enginery.memory.pages import PageAllocator
 from enginery.memory.prefix import PrefixCache
 from enginery.schedule.request import Request
@@ -46,7 +48,7 @@ class Residency:
             if next_announced:
                 return False
         self.cache.lock(node)
-        request.node, request.pages = node, pages
+        request.node, request.pages = node, array("i", pages)
         if self.num_missing(request, len(request.token_ids)) + reserved > self.available:
             self._let_go(request)
             return False
@@ -61,7 +63,7 @@ class Residency:
         """Take more pages for it, evicting what must be. They must be available."""
         if num_pages > self.allocator.num_free:
             self.cache.evict(num_pages - self.allocator.num_free)
-        request.pages += self.allocator.take(num_pages)
+        request.pages.extend(self.allocator.take(num_pages))
 
     def share(self, request: Request) -> None:
         """Put the pages written for its prompt into the prefix cache while it goes on using them.
@@ -71,7 +73,7 @@ class Residency:
         self._withdraw(request)
         num_pages = request.num_written // self.page_size
         known = self.cache.match(request.token_ids[: num_pages * self.page_size + 1], request.asked.cache_salt).pages
-        if known == request.pages[: len(known)]:
+        if known == request.pages[: len(known)].tolist():
             self._insert(request)
             self._announce(request)
 
@@ -79,14 +81,14 @@ class Residency:
         """Leave what is written to the cache and free the rest. No step may be in flight that writes to it."""
         self._withdraw(request)
         duplicates = self._insert(request)
-        self.allocator.give_back(duplicates + request.pages[request.num_written // self.page_size :])
+        self.allocator.give_back(duplicates + request.pages[request.num_written // self.page_size :].tolist())
         self.free_states.append(request.state_slot)
         self._let_go(request)
 
     def _insert(self, request: Request) -> list[int]:
         """Cache its whole written pages and lock them. Returns those that the cache did not want."""
         num_pages = request.num_written // self.page_size
-        inserted = self.cache.insert(request.token_ids, request.pages[:num_pages], request.asked.cache_salt)
+        inserted = self.cache.insert(request.token_ids, request.pages[:num_pages].tolist(), request.asked.cache_salt)
         assert request.node is not None
         self.cache.lock(inserted.node)
         self.cache.unlock(request.node)
@@ -108,6 +110,6 @@ class Residency:
     def _let_go(self, request: Request) -> None:
         assert request.node is not None
         self.cache.unlock(request.node)
-        request.node, request.pages = None, []
+        request.node, request.pages = None, array("i")
         request.num_computed = request.num_written = 0
         request.num_expected = len(request.token_ids)

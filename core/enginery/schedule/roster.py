@@ -10,6 +10,7 @@ A request leaves while steps in flight still write to its pages; they go back wh
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from operator import attrgetter
 
@@ -119,7 +120,7 @@ class Roster:
         for request in resident:
             assert request.node is not None
             locked = request.node.prefix_pages()
-            assert locked == request.pages[: len(locked)], "a request has pages locked that are not its own"
+            assert locked == request.pages[: len(locked)].tolist(), "a request has pages locked that are not its own"
             assert not cached.intersection(request.pages[len(locked) :]), "a request uses cached pages that it has not locked"
         self.waiting.check_integrity()
         assert self.running == sorted(self.running, key=attrgetter("order")), "the running requests are out of order"
@@ -129,6 +130,6 @@ class Roster:
         self.check_idle()
 
 
-def _beginning(request: Request) -> list[int]:
+def _beginning(request: Request) -> array[int]:
     """Every 16th of its first pages: that compares fast, and orders by shared prefixes well enough."""
     return request.pages[:1024:16]

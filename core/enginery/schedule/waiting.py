@@ -50,7 +50,7 @@ class RequestIntake:
             order=(self._policy.key(facts), arrival_s, next(self._numbers)),
             num_prompt_tokens=len(token_ids),
             num_expected=len(token_ids),
-            pages=[],
+            pages=array("i"),
         )
 
 

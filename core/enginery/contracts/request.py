@@ -8,6 +8,7 @@ import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -84,6 +85,12 @@ class SamplingParams:
             raise RequestError(f"grammar is {self.grammar!r}, but must be a Grammar", param="grammar")
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty string, which would end every completion at once; leave it out", param="stop")
+
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether a token's choice depends on which tokens came before."""
+        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalised or self.grammar is not None
 
     def _normalise(self) -> None:
         """Take lists for tuples, one stop string for a tuple of one, and any kind of whole number; refuse other types by name."""

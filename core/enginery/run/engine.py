@@ -24,7 +24,6 @@ from enginery.plugin.registry import Registry
 from enginery.run.build import BuiltParts, build_parts
 from enginery.run.grammars import Compilers, GrammarDesk, Vocabulary
 from enginery.run.runner import LaunchedStep, Runner, StepResult
-from enginery.run.sampling import reads_tokens
 from enginery.run.step_meter import StepMeter
 from enginery.schedule.request import RequestStatus
 from enginery.schedule.scheduler import Scheduler
@@ -134,7 +133,7 @@ class Engine:
         if step.items:
             for item in step.items[step.num_decode :]:
                 item.request.started_s = item.request.started_s or time.monotonic()
-            if any(item.input_pending and reads_tokens(item.request.asked.params) for item in step.items):
+            if any(item.input_pending and item.request.asked.params.reads_tokens for item in step.items):
                 outputs += self._publish_first()
             with self._naming(step):
                 self._in_flight.append(self._runner.launch(step, began_s=began))
@@ -248,9 +247,12 @@ class Engine:
     def _advance_grammars(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Let the grammars take the sampled tokens. Requests that cannot go on end with an error."""
         errors = []
-        for index, (item, token_id) in enumerate(zip(step.items, result.token_ids, strict=True)):
-            grammar, error = item.request.grammar, result.failed.get(index)
-            if token_id is None or item.request.status is RequestStatus.FINISHED or (grammar is None and error is None):
+        for index, item in enumerate(step.items):
+            grammar = item.request.grammar
+            if grammar is None and index not in result.failed:
+                continue
+            token_id, error = result.token_ids[index], result.failed.get(index)
+            if token_id is None or item.request.status is RequestStatus.FINISHED:
                 continue
             if error is None and grammar is not None and not grammar.accept(token_id):
                 error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"

@@ -225,7 +225,7 @@ class Runner:
             sampled = sample(logits, rows, self.eos_token_ids, ops=self.ops, mask=None if masks is None else masks.apply)
             self.feed.keep(sampled, slots)
             marked = mark_nan(logits, sampled)
-        asked = [items[index].request.asked.params.logprobs for index in sampling]
+        asked = [row.params.logprobs for row in rows]
         reported = any(count is not None for count in asked)
         logprobs = token_logprobs(logits, sampled.clamp(min=0), [count or 0 for count in asked]) if reported else None
         failed = {} if masks is None else {sampling[row]: why for row, why in masks.failed.items()}
@@ -257,10 +257,6 @@ class Runner:
 
 def _sampling_row(item: ScheduledItem) -> SamplingRow:
     request = item.request
-    return SamplingRow(
-        params=request.asked.params,
-        token_ids=request.token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        position=item.start + item.num_tokens,
-        grammar=None if request.status is RequestStatus.FINISHED else request.grammar,  # its end may be new since it was scheduled
-    )
+    # The end of its grammar may be new since it was scheduled.
+    grammar = None if request.grammar is None or request.status is RequestStatus.FINISHED else request.grammar
+    return SamplingRow(request.asked.params, request.token_ids, request.num_prompt_tokens, item.start + item.num_tokens, grammar)

@@ -27,7 +27,7 @@ class SamplingRow(NamedTuple):
 
     A tuple, because a step has hundreds.
 
-    token_ids: all tokens before it, as far as they are known; what needs them is in `reads_tokens`.
+    token_ids: all tokens before it, as far as they are known; what needs them is in `SamplingParams.reads_tokens`.
     """
 
     params: SamplingParams
@@ -45,7 +45,7 @@ class SamplingRow(NamedTuple):
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """A number in [0, 1) of each seed and position, from SplitMix64 (Steele et al., OOPSLA 2014) over both. [N] float64."""
     seed, position = np.array([seed & _MASK64 for seed in seeds], np.uint64), np.array(positions, np.uint64)
-    x = seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15  # modulo 2^64
+    x: np.ndarray = seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15  # modulo 2^64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     x = (x ^ (x >> 31)) >> 11
@@ -86,14 +86,9 @@ def takes_best(row: SamplingRow) -> bool:
     return row.params.temperature < LEAST_TEMPERATURE and not _is_adjusted(row)
 
 
-def reads_tokens(params: SamplingParams) -> bool:
-    """Whether a token's choice depends on which tokens came before."""
-    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalised or params.grammar is not None
-
-
 def _is_adjusted(row: SamplingRow) -> bool:
-    return reads_tokens(row.params) or bool(row.params.logit_bias) or row.num_output_tokens < row.params.min_tokens
+    params = row.params
+    return params.reads_tokens or bool(params.logit_bias) or row.num_output_tokens < params.min_tokens
 
 
 def _adjust(logits: torch.Tensor, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:

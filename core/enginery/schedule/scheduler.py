@@ -155,10 +155,9 @@ def _append(roster: Roster, request: Request, *, token_id: int, index: int) -> I
     """Add a sampled token and find out whether it was the last."""
     request.token_ids.append(token_id)
     complete = request.grammar is not None and request.grammar.is_finished
-    enough = complete or request.num_output_tokens >= request.asked.params.min_tokens
-    stop_token_id = token_id if enough and token_id in request.stop_ids else None
-    stops = complete or stop_token_id is not None
-    if not stops and len(request.token_ids) < request.limit:
+    stopped = token_id in request.stop_ids and (complete or request.num_output_tokens >= request.asked.params.min_tokens)
+    if not (stopped or complete) and len(request.token_ids) < request.limit:
         return ItemResult(index, request, token_id)
     roster.end(request)
-    return ItemResult(index, request, token_id, FinishReason.STOP if stops else FinishReason.LENGTH, stop_token_id)
+    reason = FinishReason.STOP if stopped or complete else FinishReason.LENGTH
+    return ItemResult(index, request, token_id, reason, token_id if stopped else None)

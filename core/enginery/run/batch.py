@@ -37,17 +37,16 @@ class HostStep:
 def build_step(step: ScheduledStep, *, page_size: int) -> HostStep:
     """Lay the step's requests out one after the other: decoding ones first, as scheduled."""
     items = step.items
-    starts = np.fromiter((item.start for item in items), np.int64, len(items))
-    q_lens = np.fromiter((item.num_tokens for item in items), np.int64, len(items))
-    states = np.fromiter((item.request.state_slot for item in items), np.int64, len(items))
-    pending = np.fromiter((item.input_pending for item in items), np.bool_, len(items))
+    requests, *columns = zip(*items, strict=True)
+    starts, q_lens, num_logits, samples, pending = (np.array(column, np.int64) for column in columns)  # [B] each
+    states = np.array([request.state_slot for request in requests], np.int64)
     kv_lens = starts + q_lens
-    page_table = _page_table([item.request.pages for item in items], -(-int(kv_lens.max()) // page_size))
+    page_table = _page_table([request.pages for request in requests], -(-int(kv_lens.max()) // page_size))
     row_of = np.repeat(np.arange(len(items)), q_lens)  # [T]
     first_of = np.cumsum(q_lens) - q_lens
     positions = np.arange(len(row_of)) - first_of[row_of] + starts[row_of]
     slots = page_table[row_of, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    sampling = tuple(index for index, item in enumerate(items) if item.samples)
+    sampling = np.flatnonzero(samples)
     batch = ForwardBatch(
         phase=_phase(step),
         input_ids=torch.from_numpy(_input_ids(items)),
@@ -56,14 +55,14 @@ def build_step(step: ScheduledStep, *, page_size: int) -> HostStep:
         q_lens_cpu=torch.from_numpy(q_lens.astype(np.int32)),
         kv_lens_cpu=torch.from_numpy(kv_lens.astype(np.int32)),
         page_table_cpu=torch.from_numpy(page_table),
-        num_logits_cpu=torch.tensor([item.num_logits for item in items], dtype=torch.int32),
+        num_logits_cpu=torch.from_numpy(num_logits.astype(np.int32)),
         state_slots_cpu=torch.from_numpy(states.astype(np.int32)),
     )
     return HostStep(
         batch=batch,
         sources=torch.from_numpy(np.where(pending, states, KNOWN)[row_of]),
-        sampling=sampling,
-        sampled_slots=torch.from_numpy(states[list(sampling)]),
+        sampling=tuple(sampling.tolist()),
+        sampled_slots=torch.from_numpy(states[sampling]),
     )
 
 

@@ -132,7 +132,8 @@ class Engine:
         step = self._scheduler.next_step()
         if step.items:
             for item in step.items[step.num_decode :]:
-                item.request.started_s = item.request.started_s or time.monotonic()
+                if item.request.queued_s is None:
+                    item.request.queued_s = max(time.monotonic() - item.request.arrival_s, 0.0)
             if any(item.input_pending and item.request.asked.params.reads_tokens for item in step.items):
                 outputs += self._publish_first()
             with self._naming(step):
@@ -211,22 +212,21 @@ class Engine:
                 self._prompt_logprobs[item.request.request_id] = [*collected, *reported]
         outputs = self._advance_grammars(step, result)
         for update in self._scheduler.complete(step, result.token_ids):
-            request = update.request
-            if update.token_id is None and update.finish_reason is None:
+            if update.token_id is None:
                 continue
-            logprob = result.logprobs[update.item]
+            request, logprob = update.request, result.logprobs[update.item]
             prompt = self._prompt_logprobs.pop(request.request_id, None)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
-                    token_ids=() if update.token_id is None else (update.token_id,),
+                    token_ids=(update.token_id,),
                     logprobs=None if logprob is None else (logprob,),
                     prompt_logprobs=None if prompt is None else tuple(prompt),
                     finish_reason=update.finish_reason,
                     stop_token_id=update.stop_token_id,
                     num_cached_tokens=request.num_cached_tokens,
                     embedding=result.embeddings.get(update.item),
-                    queued_s=max(request.started_s - request.arrival_s, 0.0),
+                    queued_s=request.queued_s or 0.0,
                 )
             )
         return outputs

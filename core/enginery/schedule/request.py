@@ -34,9 +34,8 @@ class Request:
     tokens that end it. order: its place among all requests, smallest first. pages: int32, in the order of the tokens; the first of
     them, on the path to `node`, belong to the prefix cache and are locked. announced: the page of its prompt that it computes next.
     in_flight: steps not completed yet that it is in. state_slot: where its recurrent state is, while it may have pages.
-    num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. started_s: when its first chunk was
-    scheduled, by the clock of `arrival_s`. grammar: what its output must be; has
-    accepted the output.
+    num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. queued_s: how long it had waited
+    when its first chunk was scheduled. grammar: what its output must be; has accepted the output.
     """
 
     asked: GenerationRequest
@@ -56,7 +55,7 @@ class Request:
     state_slot: int = -1
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    started_s: float = 0.0
+    queued_s: float | None = None
     grammar: GrammarState | None = None
 
     @property

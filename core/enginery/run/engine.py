@@ -207,7 +207,7 @@ class Engine:
 
     def _publish(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         for item, reported in zip(step.items, result.prompt_logprobs, strict=True):
-            if item.request.wants_prompt_logits:
+            if item.request.wants_prompt_logits and item.request.status is not RequestStatus.FINISHED:
                 collected = [None] if item.start == 0 else self._prompt_logprobs[item.request.request_id]
                 self._prompt_logprobs[item.request.request_id] = [*collected, *reported]
         outputs = self._advance_grammars(step, result)

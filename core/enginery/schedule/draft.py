@@ -10,7 +10,8 @@ Rules that keep everybody moving:
   does not come back only to be preempted again. When nothing runs, the head always fits.
 - A step that decodes takes a part of the prompt tokens that wait, `ScheduleSettings.prefill_fraction`, so that few prompts do not
   hold up many streams; the more wait, the more it takes. `MIN_PREFILL_TOKENS` it takes always: they cost no more than their share,
-  as they read the weights that decoding reads anyway.
+  as they read the weights that decoding reads anyway. And it takes as many as make whole tiles of `TILE_ROWS` with the decoding
+  requests: products are computed by such, and steps of few tokens are padded to them.
 - A waiting request whose next page is just being computed for another one waits for that instead of computing it again.
 """
 
@@ -25,6 +26,7 @@ from enginery.schedule.step import ScheduledItem, ScheduledStep
 
 HEADROOM_TOKENS = 32
 MIN_PREFILL_TOKENS = 512  # what makes a step compute-bound on a large GPU, twice over
+TILE_ROWS = 128
 
 
 class StepDraft:
@@ -42,7 +44,7 @@ class StepDraft:
         """Choose, and move the chosen requests on."""
         prompts = self._schedule_decodes()
         num_decode = len(self._items)
-        budget = self._budget = self._prefill_budget(prompts) if num_decode else self._budget
+        budget = self._budget = self._prefill_budget(prompts, num_decode) if num_decode else self._budget
         for request in prompts:
             self._schedule_chunk(request)
         if not self._preempted:
@@ -73,10 +75,11 @@ class StepDraft:
         prompts.sort(key=attrgetter("order"))
         return prompts
 
-    def _prefill_budget(self, prompts: list[Request]) -> int:
-        """Prompt tokens that may join the decoding requests."""
+    def _prefill_budget(self, prompts: list[Request], num_decode: int) -> int:
+        """Prompt tokens that may join so many decoding requests."""
         waiting = self._roster.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
-        return min(self._budget, max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction)))
+        wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
+        return min(self._budget, -(-(wanted + num_decode) // TILE_ROWS) * TILE_ROWS - num_decode)
 
     def _schedule_chunk(self, request: Request) -> None:
         """As much of its known tokens as budget and memory allow."""

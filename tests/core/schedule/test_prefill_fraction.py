@@ -1,10 +1,10 @@
-"""How many prompt tokens join decoding requests: a part of those that wait, 512 at least."""
+"""How many prompt tokens join decoding requests: a part of those that wait, 512 at least, and what fills a tile of 128 rows."""
 
 import pytest
 
 from .device import FakeDevice, asked_of, run_step, scheduler_of
 
-LARGE = {"page_size": 64, "num_pages": 1024, "max_model_len": 32768, "max_batch_tokens": 8192}
+LARGE = {"page_size": 64, "num_pages": 1024, "max_model_len": 32768, "max_batch_tokens": 8192, "max_batch_requests": 256}
 
 
 def beside_a_stream(*prompt_lens, streams=1, **changes):
@@ -20,24 +20,30 @@ def beside_a_stream(*prompt_lens, streams=1, **changes):
     while sum(taken) < sum(prompt_lens):
         step, _ = run_step(scheduler, device)
         assert step.num_decode >= streams, "a stream stands still"
+        assert sum(taken) + step.num_prefill_tokens == sum(prompt_lens) or not streams or step.num_tokens % 128 == 0
         taken.append(step.num_prefill_tokens)
     return taken
 
 
 def test_a_long_prompt_joins_in_parts_that_shrink_with_what_is_left_of_it():
-    taken = beside_a_stream(16384, prefill_fraction=0.25)
-    assert taken[:4] == [4096, 3072, 2304, 1728]
-    assert set(taken[-4:-1]) == {512}
-    assert 0 < taken[-1] <= 512
+    taken = beside_a_stream(16384, streams=3, prefill_fraction=0.25)
+    left, parts = 16384, []
+    while left:
+        rows = max(512, left // 4) + 3
+        parts.append(min(left, -(-rows // 128) * 128 - 3))
+        left -= parts[-1]
+    assert taken == parts
+    assert taken[0] == 4096 + 125
+    assert taken[-2] == 512 + 125
 
 
 def test_prompts_in_the_queue_count_as_those_in_progress_do():
-    assert beside_a_stream(*[1024] * 8, prefill_fraction=0.25) == beside_a_stream(8192, prefill_fraction=0.25)
+    assert beside_a_stream(*[1024] * 8, prefill_fraction=0.25)[0] == beside_a_stream(8192, prefill_fraction=0.25)[0] == 2175
 
 
 def test_short_prompts_join_at_once():
     assert beside_a_stream(100, 200, 212, streams=5, prefill_fraction=0.125) == [512]
-    assert beside_a_stream(300, 300, prefill_fraction=0.125) == [512, 88]
+    assert beside_a_stream(400, 400, streams=100, prefill_fraction=0.125) == [540, 260]
 
 
 @pytest.mark.parametrize(("streams", "fraction"), [(0, 0.125), (3, 1.0)])

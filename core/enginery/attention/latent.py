@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 
 from enginery.attention.axes import cut_at, num_decoding, unplanned
 from enginery.attention.composite import Composite, CompositePlan, Part
@@ -157,9 +156,10 @@ class LatentAttention(Composite):
         facts, kv_b = self.facts, _projection(layer)
         to_key, to_value = torch.split(kv_b, [facts.nope_dim, facts.value_dim], dim=1)  # [H, N, R], [H, V, R]
         q_nope, q_rope = torch.split(q, [facts.nope_dim, facts.rope_dim], dim=-1)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), to_key).transpose(0, 1)  # [S, H, R]
-        latent_q = torch.cat((absorbed, q_rope), dim=-1)  # [S, H, R + P]
-        latent_out = torch.empty(absorbed.shape, dtype=q.dtype, device=q.device)
+        latent_q = q.new_empty((*q.shape[:2], facts.rank + facts.rope_dim))  # [S, H, R + P]
+        torch.bmm(q_nope.transpose(0, 1), to_key, out=latent_q[..., : facts.rank].transpose(0, 1))
+        latent_q[..., facts.rank :] = q_rope
+        latent_out = q.new_empty((*q.shape[:2], facts.rank))  # [S, H, R]
         self.children[0].backend.attend(latent_q, k, k[..., : facts.rank], layer, batch, latent_out)
         torch.bmm(latent_out.transpose(0, 1), to_value.transpose(1, 2), out=out.transpose(0, 1))
 
@@ -192,9 +192,15 @@ class LatentAttention(Composite):
     def _keys_values(self, layer: LayerSpec, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [L, H, N + P] and values [L, H, V], made from latents."""
         facts, kv_b = self.facts, _projection(layer)
-        made = F.linear(latents[:, : facts.rank], kv_b.reshape(-1, facts.rank)).view(len(latents), *kv_b.shape[:2])  # [L, H, N + V]
-        rope = latents[:, None, facts.rank :].expand(-1, kv_b.shape[0], -1)  # [L, H, P]
-        return torch.cat((made[..., : facts.nope_dim], rope), dim=-1), made[..., facts.nope_dim :]
+        heads, length = len(kv_b), len(latents)
+        keys = latents.new_empty((length, heads, facts.nope_dim + facts.rope_dim))
+        values = latents.new_empty((length, heads, facts.value_dim))
+        each = latents[:, : facts.rank].expand(heads, -1, -1)  # [H, L, R]
+        from_key, from_value = torch.split(kv_b.transpose(1, 2), [facts.nope_dim, facts.value_dim], dim=2)  # [H, R, N], [H, R, V]
+        torch.bmm(each, from_key, out=keys[..., : facts.nope_dim].transpose(0, 1))
+        torch.bmm(each, from_value, out=values.transpose(0, 1))
+        keys[..., facts.nope_dim :] = latents[:, None, facts.rank :]
+        return keys, values
 
 
 def _projection(layer: LayerSpec) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Runner:
         built = build_step(step, page_size=self.page_size)
         built_at = time.perf_counter()
         prompt_logprobs: list[list[LogprobTable]] = [[] for _ in step.items]
-        embedding = [index for index in built.sampling if step.items[index].request.asked.embed]
+        embedding = [index for index in built.sampling if _ends_embedded_prompt(step.items[index])]
         embedded = torch.empty(0)
         captured = None if self.graphs is None or embedding else self.graphs.plan(built)
         cut = None if self.pieces is None else self.pieces.find(built)
@@ -253,6 +253,11 @@ class Runner:
             logits = self.model.logits(hidden[begin : begin + len(targets)])
             reported.append(token_logprobs(logits, targets, [count] * len(targets)))
         return reported
+
+
+def _ends_embedded_prompt(item: ScheduledItem) -> bool:
+    request = item.request
+    return request.asked.embed and item.start + item.num_tokens == request.num_prompt_tokens
 
 
 def _sampling_row(item: ScheduledItem) -> SamplingRow:

@@ -15,7 +15,7 @@ import torch
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.engine import EngineFacts
-from enginery.contracts.request import GenerationRequest, RequestOutput, TokenLogprob, check_token_ids
+from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.errors import RequestError
 from enginery.memory.pages import PageAllocator
 from enginery.memory.prefix import NoPrefixCache, RadixPrefixCache
@@ -48,7 +48,6 @@ class Engine:
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = _facts(parts)
         self._seeds = random.Random(asked.seed)
-        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
         allocator = PageAllocator(memory.num_pages)
         self._cache = RadixPrefixCache(memory.page_size, allocator) if settings.prefix_cache else NoPrefixCache()
         self._scheduler = Scheduler(
@@ -119,7 +118,6 @@ class Engine:
         """End a request at whatever stage it is; unknown and finished ones are ignored. Nothing more comes of it."""
         self._scheduler.abort(request_id)
         self._grammars.drop(request_id)
-        self._prompt_logprobs.pop(request_id, None)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and return what completed steps added.
@@ -196,8 +194,6 @@ class Engine:
             self._in_flight.clear()
             steps = failed if step in failed else [*failed, step]
             given_up = [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
-            for request_id in given_up:
-                self._prompt_logprobs.pop(request_id, None)
             self._failure = _Failure(error, given_up)
             used = "; ".join(f"{setting} {value} {reason}" for setting, value, reason in self.facts.decisions)
             error.add_note(
@@ -207,21 +203,22 @@ class Engine:
 
     def _publish(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         for item, reported in zip(step.items, result.prompt_logprobs, strict=True):
-            if item.request.wants_prompt_logits and item.request.status is not RequestStatus.FINISHED:
-                collected = [None] if item.start == 0 else self._prompt_logprobs[item.request.request_id]
-                self._prompt_logprobs[item.request.request_id] = [*collected, *reported]
+            if item.request.wants_prompt_logits:
+                if item.start == 0:
+                    item.request.prompt_logprobs = [None]
+                item.request.prompt_logprobs += reported
         outputs = self._advance_grammars(step, result)
         for update in self._scheduler.complete(step, result.token_ids):
             if update.token_id is None:
                 continue
             request, logprob = update.request, result.logprobs[update.item]
-            prompt = self._prompt_logprobs.pop(request.request_id, None)
+            prompt, request.prompt_logprobs = request.prompt_logprobs, []
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
                     token_ids=(update.token_id,),
                     logprobs=None if logprob is None else (logprob,),
-                    prompt_logprobs=None if prompt is None else tuple(prompt),
+                    prompt_logprobs=tuple(prompt) or None,
                     finish_reason=update.finish_reason,
                     stop_token_id=update.stop_token_id,
                     num_cached_tokens=request.num_cached_tokens,
@@ -258,7 +255,6 @@ class Engine:
                 error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"
             if error is not None:
                 self._scheduler.fail([item.request.request_id])
-                self._prompt_logprobs.pop(item.request.request_id, None)
                 errors.append(RequestOutput(request_id=item.request.request_id, error=error, param="grammar" if grammar else None))
         return errors
 

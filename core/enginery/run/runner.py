@@ -262,6 +262,5 @@ def _ends_embedded_prompt(item: ScheduledItem) -> bool:
 
 def _sampling_row(item: ScheduledItem) -> SamplingRow:
     request = item.request
-    # The end of its grammar may be new since it was scheduled.
-    grammar = None if request.grammar is None or request.status is RequestStatus.FINISHED else request.grammar
+    grammar = None if request.status is RequestStatus.FINISHED else request.grammar  # its end may be new since it was scheduled
     return SamplingRow(request.asked.params, request.token_ids, request.num_prompt_tokens, item.start + item.num_tokens, grammar)

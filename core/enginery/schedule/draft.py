@@ -44,7 +44,9 @@ class StepDraft:
         """Choose, and move the chosen requests on."""
         prompts = self._schedule_decodes()
         num_decode = len(self._items)
-        budget = self._budget = self._prefill_budget(prompts, num_decode) if num_decode else self._budget
+        if num_decode:
+            self._budget = self._prefill_budget(prompts, num_decode)
+        budget = self._budget
         for request in prompts:
             self._schedule_chunk(request)
         if not self._preempted:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from enginery.contracts.grammars import GrammarState
-from enginery.contracts.request import GenerationRequest
+from enginery.contracts.request import GenerationRequest, TokenLogprob
 from enginery.memory.prefix import Announcement, PrefixNode
 
 
@@ -34,8 +34,9 @@ class Request:
     tokens that end it. order: its place among all requests, smallest first. pages: int32, in the order of the tokens; the first of
     them, on the path to `node`, belong to the prefix cache and are locked. announced: the page of its prompt that it computes next.
     in_flight: steps not completed yet that it is in. state_slot: where its recurrent state is, while it may have pages.
-    num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. queued_s: how long it had waited
-    when its first chunk was scheduled. grammar: what its output must be; has accepted the output.
+    num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. prompt_logprobs: those of completed
+    steps, until its first token is told. queued_s: how long it had waited when its first chunk was scheduled. grammar: what its
+    output must be; has accepted the output.
     """
 
     asked: GenerationRequest
@@ -54,6 +55,7 @@ class Request:
     in_flight: int = 0
     state_slot: int = -1
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     num_preemptions: int = 0
     queued_s: float | None = None
     grammar: GrammarState | None = None

@@ -39,7 +39,8 @@ def draws(uniform: torch.Tensor, device: str, **cut: float) -> Draws:
     """One row for each of the uniform numbers, all with the same cuts."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
     columns = [torch.full_like(uniform, value, dtype=torch.float32) for value in values.values()]
-    return Draws(table=torch.stack([*columns, uniform.float()]).to(device), most_kept=1 << 30, cut=True)
+    drops = values["top_k"] > 0 or values["top_p"] < 1 or values["min_p"] > 0
+    return Draws(table=torch.stack([*columns, uniform.float()]).to(device), most_kept=1 << 30, cut=drops)
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, device: str, **cut: float) -> torch.Tensor:

@@ -14,7 +14,8 @@ from enginery_ops_triton.kernels import sampling
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
 ARGMAX_BLOCK: Final = 4096
-SAMPLE_BLOCK: Final = 8192
+DRAW_BLOCK: Final = 4096
+CUT_BLOCK: Final = 8192
 _MISSING_BITS: Final = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # in which its float32 differs from no other
 
 
@@ -53,23 +54,55 @@ def greedy_sample(logits: torch.Tensor, *, dependent_launch: bool) -> torch.Tens
 def sample_rows(logits: torch.Tensor, draws: Draws, *, dependent_launch: bool) -> torch.Tensor:
     """A token for each row of logits [N, V]: [N] int64. Of equal logits at a cut the first are kept."""
     num_rows, vocab_size = logits.shape
+    num_blocks = -(-vocab_size // DRAW_BLOCK)
+    tops, masses = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    block = min(SAMPLE_BLOCK, next_power_of_2(vocab_size))
-    sampling.sample_rows[(num_rows,)](
+    asked = draws.temperature, draws.top_k, draws.top_p, draws.min_p
+    sampling.weigh_block[(num_rows, num_blocks)](
         logits,
-        draws.temperature,
-        draws.top_k,
-        draws.top_p,
-        draws.min_p,
-        draws.uniform,
-        tokens,
+        *asked,
+        tops,
+        masses,
         logits.stride(0),
+        num_blocks,
         LEAST_TEMPERATURE,
         VOCAB=vocab_size,
-        SHIFT=_MISSING_BITS[logits.dtype],
-        BLOCK=block,
+        BLOCK=DRAW_BLOCK,
         CHAINED=dependent_launch,
-        num_warps=16 if block > 1024 else 4,
+        num_warps=8,
         launch_pdl=dependent_launch,
     )
+    sampling.draw_rows[(num_rows,)](
+        logits,
+        *asked,
+        draws.uniform,
+        tops,
+        masses,
+        tokens,
+        logits.stride(0),
+        num_blocks,
+        LEAST_TEMPERATURE,
+        VOCAB=vocab_size,
+        BLOCK=DRAW_BLOCK,
+        BLOCKS=next_power_of_2(num_blocks),
+        CHAINED=dependent_launch,
+        num_warps=8,
+        launch_pdl=dependent_launch,
+    )
+    if draws.cut:
+        block = min(CUT_BLOCK, next_power_of_2(vocab_size))
+        sampling.sample_cut_rows[(num_rows,)](
+            logits,
+            *asked,
+            draws.uniform,
+            tokens,
+            logits.stride(0),
+            LEAST_TEMPERATURE,
+            VOCAB=vocab_size,
+            SHIFT=_MISSING_BITS[logits.dtype],
+            BLOCK=block,
+            CHAINED=dependent_launch,
+            num_warps=16 if block > 1024 else 4,
+            launch_pdl=dependent_launch,
+        )
     return tokens

@@ -1,4 +1,7 @@
-"""From logits to tokens without a sort, one program a row; and the greedy choice, several programs a row.
+"""From logits to tokens without a sort.
+
+The greedy choice, and draws from all tokens, take two passes: several programs of a row each look at a block of it, then one finds
+the block with the token, and the token in it. A row whose draw is cut is one program's.
 
 The tokens that top-k and top-p keep are those above a pivot, and some of those equal to it. Logits are compared by integer keys in
 their order, so the pivot is found exactly, by a search that halves its range twice with each pass over the row: eight passes at
@@ -133,7 +136,106 @@ def kept_weights(
 
 
 @kernel
-def sample_rows(
+def drops_tokens(
+    row: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    least_temperature: tl.tensor,
+    VOCAB: tl.constexpr,
+) -> tl.tensor:
+    """Whether a row's token is drawn from a part of the vocabulary."""
+    wanted = tl.load(top_k + row)
+    cut = ((wanted > 0) & (wanted < VOCAB)) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
+    return cut & (tl.load(temperature + row) >= least_temperature)
+
+
+@kernel
+def weigh_block(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    tops: tl.tensor,
+    masses: tl.tensor,
+    row_stride: int,
+    num_blocks: int,
+    least_temperature: float,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Of each block of a row that drops nothing, the largest logit and what all weigh relative to it: [N, num_blocks] float32."""
+    release_successor(CHAINED)
+    wait_for_predecessor(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    if drops_tokens(row, temperature, top_k, top_p, min_p, least_temperature, VOCAB):
+        return
+    heat = tl.load(temperature + row)
+    sharpness = 1.0 / tl.where(heat < least_temperature, 1.0, heat)
+    values = load_logits(logits + row * row_stride, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), VOCAB)
+    top = tl.max(values, axis=0)
+    weights = tl.exp((values - tl.where(top == float("-inf"), 0.0, top)) * sharpness)
+    at = row * num_blocks + tl.program_id(1)
+    tl.store(tops + at, top)
+    tl.store(masses + at, tl.sum(weights, axis=0))
+
+
+@kernel
+def draw_rows(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    uniform: tl.tensor,
+    tops: tl.tensor,
+    masses: tl.tensor,
+    tokens: tl.tensor,
+    row_stride: int,
+    num_blocks: int,
+    least_temperature: float,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """The token of each row that drops nothing, after `weigh_block`: inverse transform sampling in the order of indices."""
+    release_successor(CHAINED)
+    wait_for_predecessor(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    if drops_tokens(row, temperature, top_k, top_p, min_p, least_temperature, VOCAB):
+        return
+    heat = tl.load(temperature + row)
+    greedy = heat < least_temperature
+    sharpness = 1.0 / tl.where(greedy, 1.0, heat)
+    number = tl.arange(0, BLOCKS)
+    known = number < num_blocks
+    top = tl.load(tops + row * num_blocks + number, mask=known, other=float("-inf"))
+    best = tl.max(top, axis=0)
+    centre = tl.where(best == float("-inf"), 0.0, best)
+    mass = tl.load(masses + row * num_blocks + number, mask=known, other=0.0) * tl.exp((top - centre) * sharpness)
+    mass = tl.where(greedy, (top == best).to(tl.float32), mass)
+    target = tl.where(greedy, 0.0, tl.load(uniform + row) * tl.sum(mass, axis=0))
+    reached = (tl.cumsum(mass, axis=0) > target) & (mass > 0.0)
+    last = tl.max(tl.where(mass > 0.0, number, 0), axis=0)  # where the target is the total, as `uniform` is so near to 1
+    block = tl.minimum(tl.min(tl.where(reached, number, BLOCKS), axis=0), last)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    values = load_logits(logits + row * row_stride, index, VOCAB)
+    weights = tl.where(greedy, (values == best).to(tl.float32), tl.exp((values - centre) * sharpness))
+    weights = tl.where(index < VOCAB, weights, 0.0)
+    before = tl.sum(tl.where(number < block, mass, 0.0), axis=0)
+    hit = (before + tl.cumsum(weights, axis=0) > target) & (weights > 0.0)
+    token = tl.min(tl.where(hit, index, VOCAB), axis=0)
+    if token == VOCAB:
+        token = tl.max(tl.where(weights > 0.0, index, 0), axis=0)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+@kernel
+def sample_cut_rows(
     logits: tl.tensor,
     temperature: tl.tensor,
     top_k: tl.tensor,
@@ -148,17 +250,17 @@ def sample_rows(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """A token for each row: inverse transform sampling over the kept tokens in the order of their indices. tokens: [N] int64."""
+    """The token of each row that drops some: as `draw_rows`, over those that are kept. tokens: [N] int64."""
     release_successor(CHAINED)
     wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
+    if not drops_tokens(row, temperature, top_k, top_p, min_p, least_temperature, VOCAB):
+        return
     row_at = logits + row * row_stride
-    heat = tl.load(temperature + row)
-    greedy = heat < least_temperature
-    sharpness = 1.0 / tl.where(greedy, 1.0, heat)
-    wanted = tl.where(greedy, 1, tl.load(top_k + row)).to(tl.int32)
-    share = tl.where(greedy, 1.0, tl.load(top_p + row))
-    least = tl.where(greedy, 0.0, tl.load(min_p + row))
+    sharpness = 1.0 / tl.load(temperature + row)
+    wanted = tl.load(top_k + row).to(tl.int32)
+    share = tl.load(top_p + row)
+    least = tl.load(min_p + row)
     best_parts = tl.full((BLOCK,), float("-inf"), tl.float32)
     worst_parts = tl.full((BLOCK,), float("inf"), tl.float32)
     for start in tl.range(0, VOCAB, BLOCK, num_stages=STAGES):

@@ -3,7 +3,8 @@
 python docs/benchmarks/gpu_profile.py W7 --steps 4:6 60:10 --output docs/benchmarks/gpu-profile-w7.json
 
 Steps are counted from the start of a pass. The profiler slows the host down, so `wall_ms_a_step` is of the same steps in another
-pass, without it.
+pass, without it. `us_a_step` is what kernels took from start to end; one that is launched ahead of its turn starts while the one
+before it runs, so `us_after_others` counts from the end of whatever ended last before it did. The latter add up to the step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from enginery.bench.workloads import find_workload
 from enginery.config.schema import EngineOptions
 
 HAS_DEVICE = torch.cuda.is_available()
-KERNELS = 20  # that took longest
+KERNELS = 26  # that took longest
 
 
 class Profiled:
@@ -50,16 +51,25 @@ class Profiled:
 
     def report(self) -> dict[str, Any]:
         spent: dict[str, list[float]] = collections.defaultdict(list)
-        for event in self.profile.events() or ():
-            if not HAS_DEVICE or event.device_type == torch.autograd.DeviceType.CUDA:
-                spent[event.name].append(event.time_range.end - event.time_range.start)
+        after_others: dict[str, float] = collections.Counter()
+        events = [e for e in self.profile.events() or () if not HAS_DEVICE or e.device_type == torch.autograd.DeviceType.CUDA]
+        ended = None
+        for event in sorted(events, key=lambda event: event.time_range.end):
+            spent[event.name].append(event.time_range.end - event.time_range.start)
+            after_others[event.name] += event.time_range.end - (event.time_range.start if ended is None else ended)
+            ended = event.time_range.end
         longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:KERNELS]
         return {
             "steps": f"{self.first}:{self.count}",
             "busy_ms_a_step": sum(map(sum, spent.values())) / self.count / 1e3,
             "kernels_a_step": sum(map(len, spent.values())) / self.count,
             "kernels": [
-                {"name": name[:160], "us_a_step": sum(each) / self.count, "calls_a_step": len(each) / self.count}
+                {
+                    "name": name[:160],
+                    "us_a_step": sum(each) / self.count,
+                    "us_after_others": after_others[name] / self.count,
+                    "calls_a_step": len(each) / self.count,
+                }
                 for name, each in longest
             ],
         }
@@ -94,7 +104,7 @@ def main() -> None:
         window["wall_ms_a_step"] = (timed.times[first + count] - timed.times[first]) / count * 1e3
         print("{steps}: {wall_ms_a_step:.2f} ms a step, kernels {busy_ms_a_step:.2f}".format(**window))
         for kernel in window["kernels"]:
-            print("{us_a_step:10.1f} us {calls_a_step:6.1f} x  {name:.100}".format(**kernel))
+            print("{us_a_step:10.1f} us {us_after_others:10.1f} after others {calls_a_step:6.1f} x  {name:.100}".format(**kernel))
     if asked.output:
         device = torch.cuda.get_device_name() if HAS_DEVICE else "CPU"
         report = {**make_report("profile", device, [], options=options), "workload": workload.name, "windows": windows}

@@ -57,7 +57,12 @@ class Shape:
 
     def sizes(self, weight_dtype: torch.dtype) -> ExpertSizes:
         return ExpertSizes(
-            num_experts=self.num_experts, columns=self.columns, inner=self.inner, dtype=DTYPE, weight_dtype=weight_dtype
+            num_experts=self.num_experts,
+            columns=self.columns,
+            inner=self.inner,
+            dtype=DTYPE,
+            weight_dtype=weight_dtype,
+            has_descriptors=True,
         )
 
     def blocks(self, num_tokens: int, weight_dtype: torch.dtype) -> Blocks:
@@ -332,7 +337,8 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
         return
     many = num_tokens * shape.routing.top_k > 64 * shape.num_experts
     ms = (64, 128, 256) if many else tuple(sorted({16, 32, 64, chosen.m} & {chosen.m // 2, chosen.m, 2 * chosen.m}))
-    for m, n, k, num_warps, stages in itertools.product(ms, (64, 128, 256), (64, 128), (4, 8), (3, 4, 6)):
+    loads = (False, True) if many else (chosen.described,)
+    for m, n, k, num_warps, stages, described in itertools.product(ms, (64, 128, 256), (64, 128), (4, 8), (3, 4, 6), loads):
         if stages == (6 if k == 128 else 3 if not many else 6):
             continue
         for which, weights in (("gate_up", 2), ("down", 1)):
@@ -340,7 +346,8 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
             shared = stages * k * (weights * n * weight_dtype.itemsize + m * DTYPE.itemsize)
             fits = (32 if many else 4) <= registers <= 128 and shared <= 227 << 10 and n >= 16 * num_warps
             if fits and not (many and k == 128 and weight_dtype is DTYPE):
-                yield which, replace(chosen, m=m, **{which: ProductBlock(n=n, k=k, num_warps=num_warps, stages=stages)})
+                block = ProductBlock(n=n, k=k, num_warps=num_warps, stages=stages)
+                yield which, replace(chosen, m=m, described=described, **{which: block})
 
 
 def sweep(models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -39,22 +39,24 @@ class ProductBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class TileBlocks:
-    """For more pairs: sorted by expert, m of them share its weights."""
+    """For more pairs: sorted by expert, m of them share its weights. described: blocks are loaded by tensor descriptors (TMA)."""
 
     m: int
     gate_up: ProductBlock
     down: ProductBlock
+    described: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """Experts, a model's columns, an expert's inner size; of what type x and the weights are."""
+    """Experts, a model's columns, an expert's inner size; the types of x and of the weights; whether descriptors can load those."""
 
     num_experts: int
     columns: int
     inner: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    has_descriptors: bool = False
 
 
 def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | TileBlocks:
@@ -68,10 +70,12 @@ def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | T
     if m <= 32:
         block = ProductBlock(n=64, k=128, num_warps=4, stages=3)
         return TileBlocks(m=m, gate_up=block, down=block)
+    described = sizes.has_descriptors and m == 128 and sizes.weight_dtype is sizes.dtype
     return TileBlocks(
         m=m,
         gate_up=ProductBlock(n=128, k=64, num_warps=8, stages=4),
-        down=ProductBlock(n=128, k=64, num_warps=8, stages=4),
+        down=ProductBlock(n=256 if sizes.weight_dtype is sizes.dtype else 128, k=64, num_warps=8, stages=4),
+        described=described,
     )
 
 

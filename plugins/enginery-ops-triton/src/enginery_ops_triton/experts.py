@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
 
 from enginery.api import ExpertScales, ExpertsFn, Routed
 from enginery.nn import reference_experts
@@ -18,6 +19,7 @@ from enginery_ops_triton.kernels.launch import next_power_of_2
 WIDE_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8: Final = torch.float8_e4m3fn
 FLOAT8_SINCE: Final = (8, 9)  # compute capability that converts it
+DESCRIBED_SINCE: Final = (9, 0)  # that loads blocks by tensor descriptors
 SORT_FEW, SORT_BLOCK = 256, 4096  # pairs that a program looks at together
 SUM_BLOCK: Final = 1024
 
@@ -43,6 +45,7 @@ class Experts:
         self.scaled = scales is not None
         self.dependent_launch = dependent_launch
         self.num_experts, self.columns, self.inner = down.shape
+        self.has_descriptors = _has_descriptors(self.gate_up) and _has_descriptors(self.down)
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """x [T, C], routed [T, K] -> [T, C]."""
@@ -52,6 +55,7 @@ class Experts:
             inner=self.inner,
             dtype=x.dtype,
             weight_dtype=self.gate_up.dtype,
+            has_descriptors=self.has_descriptors,
         )
         blocks = blocks_for(routed.ids.numel(), routed.ids.shape[1], sizes)
         return self.of_pairs(x, routed, blocks) if isinstance(blocks, PairBlocks) else self.of_tiles(x, routed, blocks)
@@ -115,7 +119,7 @@ class Experts:
         block = blocks.gate_up
         kernels.gate_up_of_tiles[(len(tiles) * -(-self.inner // block.n),)](
             x,
-            self.gate_up,
+            _described(self.gate_up.flatten(0, 1), block.n, block.k) if blocks.described else self.gate_up,
             self.gate_up_scale,
             order,
             tiles,
@@ -130,14 +134,15 @@ class Experts:
             GROUP=block.group,
             STAGES=block.stages,
             SCALED=self.scaled,
+            DESCRIBED=blocks.described,
             CHAINED=self.dependent_launch,
             num_warps=block.num_warps,
             launch_pdl=self.dependent_launch,
         )
         block = blocks.down
         kernels.down_of_tiles[(len(tiles) * -(-self.columns // block.n),)](
-            inner,
-            self.down,
+            _described(inner, blocks.m, block.k) if blocks.described else inner,
+            _described(self.down.flatten(0, 1), block.n, block.k) if blocks.described else self.down,
             self.down_scale,
             order,
             tiles,
@@ -150,6 +155,7 @@ class Experts:
             GROUP=block.group,
             STAGES=block.stages,
             SCALED=self.scaled,
+            DESCRIBED=blocks.described,
             CHAINED=self.dependent_launch,
             num_warps=block.num_warps,
             launch_pdl=self.dependent_launch,
@@ -187,3 +193,15 @@ class Experts:
             launch_pdl=self.dependent_launch,
         )
         return order, tiles
+
+
+def _has_descriptors(weight: torch.Tensor) -> bool:
+    """Rows have to begin at multiples of 16 bytes."""
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < DESCRIBED_SINCE:
+        return False
+    return weight.data_ptr() % 16 == 0 and weight.shape[-1] * weight.element_size() % 16 == 0
+
+
+def _described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Of blocks of so many rows and columns. What lies outside of the matrix is loaded as zero."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])

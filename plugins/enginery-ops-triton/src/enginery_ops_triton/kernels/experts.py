@@ -199,6 +199,15 @@ def tile_and_block(NUM_BLOCKS: tl.constexpr, GROUP: tl.constexpr) -> tuple[tl.te
 
 
 @kernel
+def loaded(at: tl.tensor, left: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
+    """A block, with zeros where nothing is left. WHOLE: all of it is there."""
+    if WHOLE:
+        return tl.load(at)
+    else:  # noqa: RET505 - the compiler takes only one of them
+        return tl.load(at, mask=left, other=0.0)
+
+
+@kernel
 def widened(block: tl.tensor, scale_at: tl.tensor, DTYPE: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
     """scale_at: [rows], of the block's columns."""
     if SCALED:
@@ -234,9 +243,13 @@ def gate_up_of_tiles(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [T, COLUMNS] with its row stride; order, tiles: see `sort_pairs`; out: [pairs, INNER] in that order."""
+    """x: [T, COLUMNS] with its row stride; order, tiles: see `sort_pairs`; out: [pairs, INNER] in that order.
+
+    DESCRIBED: weight is a descriptor of [E 2 INNER, COLUMNS] in blocks of [BLOCK_N, BLOCK_K].
+    """
     release_successor(CHAINED)
     tile, block_n = tile_and_block((INNER + BLOCK_N - 1) // BLOCK_N, GROUP)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -248,7 +261,9 @@ def gate_up_of_tiles(
         end = tl.load(tiles + tile * 3 + 2)
         token = tl.load(order + tl.minimum(m, end - 1)) // TOP_K
         row = tl.minimum(n, INNER - 1)
-        gate_at = weight + (expert * (2 * INNER) + row)[:, None] * COLUMNS + k[None, :]
+        gate_row = expert * (2 * INNER) + block_n * BLOCK_N
+        if not DESCRIBED:
+            gate_at = weight + (expert * (2 * INNER) + row)[:, None] * COLUMNS + k[None, :]
         x_at = x + token[None, :].to(tl.int64) * x_stride + k[:, None]
         scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
         scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
@@ -257,15 +272,14 @@ def gate_up_of_tiles(
         gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for start in tl.range(0, COLUMNS, BLOCK_K, num_stages=STAGES):
-            if COLUMNS % BLOCK_K == 0:
-                x_part = tl.load(x_at + start)
-                gate_block = tl.load(gate_at + start)
-                up_block = tl.load(gate_at + start + INNER * COLUMNS)
+            left = start + k < COLUMNS
+            x_part = loaded(x_at + start, left[:, None], COLUMNS % BLOCK_K == 0)
+            if DESCRIBED:
+                gate_block = weight.load([gate_row.to(tl.int32), start])
+                up_block = weight.load([gate_row.to(tl.int32) + INNER, start])
             else:
-                left = start + k < COLUMNS
-                x_part = tl.load(x_at + start, mask=left[:, None], other=0.0)
-                gate_block = tl.load(gate_at + start, mask=left[None, :], other=0.0)
-                up_block = tl.load(gate_at + start + INNER * COLUMNS, mask=left[None, :], other=0.0)
+                gate_block = loaded(gate_at + start, left[None, :], COLUMNS % BLOCK_K == 0)
+                up_block = loaded(gate_at + start + INNER * COLUMNS, left[None, :], COLUMNS % BLOCK_K == 0)
             of_columns = start // SCALE_BLOCK
             gate = add_product(gate, widened(gate_block, gate_scale + of_columns, x_part.dtype, SCALED), x_part)
             up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
@@ -289,9 +303,13 @@ def down_of_tiles(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [pairs, INNER], from `gate_up_of_tiles`; out: [pairs, COLUMNS], in the pairs' own order."""
+    """x: [pairs, INNER], from `gate_up_of_tiles`; out: [pairs, COLUMNS], in the pairs' own order.
+
+    DESCRIBED: x is a descriptor of blocks of [BLOCK_M, BLOCK_K], weight of [E COLUMNS, INNER] in blocks of [BLOCK_N, BLOCK_K].
+    """
     release_successor(CHAINED)
     tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -299,23 +317,26 @@ def down_of_tiles(
     wait_for_predecessor(CHAINED)
     expert = tl.load(tiles + tile * 3).to(tl.int64)
     if expert >= 0:
-        m = tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_M)
+        first = tl.load(tiles + tile * 3 + 1)
+        m = first + tl.arange(0, BLOCK_M)
         end = tl.load(tiles + tile * 3 + 2)
         known = tl.minimum(m, end - 1)
         row = tl.minimum(n, COLUMNS - 1)
-        at = weight + (expert * COLUMNS + row)[:, None] * INNER + k[None, :]
-        x_at = x + known[None, :].to(tl.int64) * INNER + k[:, None]
+        first_row = expert * COLUMNS + block_n * BLOCK_N
+        if not DESCRIBED:
+            at = weight + (expert * COLUMNS + row)[:, None] * INNER + k[None, :]
+            x_at = x + known[None, :].to(tl.int64) * INNER + k[:, None]
         scale_columns: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
         scale_at = scale + (expert * ((COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK) + row // SCALE_BLOCK) * scale_columns
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for start in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-            if INNER % BLOCK_K == 0:
-                x_part = tl.load(x_at + start)
-                block = tl.load(at + start)
+            if DESCRIBED:
+                x_part = x.load([first, start]).T
+                block = weight.load([first_row.to(tl.int32), start])
             else:
                 left = start + k < INNER
-                x_part = tl.load(x_at + start, mask=left[:, None], other=0.0)
-                block = tl.load(at + start, mask=left[None, :], other=0.0)
+                x_part = loaded(x_at + start, left[:, None], INNER % BLOCK_K == 0)
+                block = loaded(at + start, left[None, :], INNER % BLOCK_K == 0)
             acc = add_product(acc, widened(block, scale_at + start // SCALE_BLOCK, x_part.dtype, SCALED), x_part)
         pair = tl.load(order + known).to(tl.int64)
         result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]

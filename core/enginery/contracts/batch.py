@@ -41,7 +41,8 @@ class ForwardBatch:
     """What changes from one forward to the next, and nothing else. Facts about layers are in their `LayerSpec`.
 
     The tensors named `_cpu` are in host memory: planning reads those and never the device. A request's rows are contiguous, and
-    requests follow each other in the same order everywhere.
+    requests follow each other in the same order everywhere. `wanted_rows` are the rows that hidden states are needed of, None for
+    all: a model may leave the others out of what follows its last attention.
     """
 
     phase: Phase = along(Axis.NONE)
@@ -53,6 +54,7 @@ class ForwardBatch:
     page_table_cpu: torch.Tensor = along(Axis.REQUEST)  # [B, P] int32: page numbers; what lies past the last page is not read
     num_logits_cpu: torch.Tensor = along(Axis.REQUEST)  # [B] int32: how many of the last rows of each request need logits
     state_slots_cpu: torch.Tensor = along(Axis.REQUEST)  # [B] int32: where each request's recurrent state is
+    wanted_rows: torch.Tensor | None = field(default=None, metadata={"axis": Axis.NONE})  # [N] int64, device
     plan: ForwardPlan | None = field(default=None, metadata={"axis": Axis.NONE})
     replan_equivalent: bool = field(default=False, metadata={"axis": Axis.NONE})
 

@@ -64,13 +64,21 @@ class DecoderLayer:
         self, delta: torch.Tensor | None, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Adds `delta`, the last layer's output, to the residual stream in place and returns this layer's own: all [T, C]."""
+        return self.feed_forward(self.attend(delta, residual, cos_sin=cos_sin, batch=batch), residual)
+
+    def attend(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, *, cos_sin: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The first half, which looks at other rows: adds `delta` to the residual stream and returns attention's output."""
         if delta is None:
             x = self.rms_norm(residual, self.attention_norm, self.eps)
         else:
             x = self.add_rms_norm(delta, residual, self.attention_norm, self.eps)
-        x = self.attention(x, cos_sin, batch)
-        x = self.add_rms_norm(x, residual, self.mlp_norm, self.eps)
-        return self.mlp(x)
+        return self.attention(x, cos_sin, batch)
+
+    def feed_forward(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The second half, each row for itself: adds `delta` to the residual stream and returns the MLP's output."""
+        return self.mlp(self.add_rms_norm(delta, residual, self.mlp_norm, self.eps))
 
 
 class LayerFactory(Protocol):
@@ -122,14 +130,20 @@ class Decoder:
         self.rotary = rotary_table(shape.rope, context.max_positions, dtype=context.dtype, device=context.device)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states after the last norm: [T, C]."""
+        """Hidden states after the last norm: [T, C], or [N, C] of the rows that are wanted.
+
+        Of a long prompt that is one row, and what follows the last attention is a thirtieth of the work.
+        """
         residual = self.embed(self.embedding, batch.input_ids)  # [T, C]
         delta: torch.Tensor | None = None
         cos_sin = self.embed(self.rotary, batch.positions)  # [T, R]
-        for layer in self.layers:
+        *first, last = self.layers
+        for layer in first:
             delta = layer(delta, residual, cos_sin=cos_sin, batch=batch)
-        assert delta is not None, "a decoder without layers"
-        return self.add_rms_norm(delta, residual, self.norm, self.eps)
+        delta = last.attend(delta, residual, cos_sin=cos_sin, batch=batch)
+        if batch.wanted_rows is not None:
+            delta, residual = delta.index_select(0, batch.wanted_rows), residual.index_select(0, batch.wanted_rows)
+        return self.add_rms_norm(last.feed_forward(delta, residual), residual, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V]."""

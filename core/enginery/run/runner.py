@@ -162,8 +162,13 @@ class Runner:
             batch = self.feed.upload(built) if self.pieces is None or cut is None else self.pieces.upload(built, cut)
             self.relay.plan(batch)
             planned = time.perf_counter()
-            hidden = self.model.forward(batch) if self.pieces is None or cut is None else self.pieces.run(cut, batch)
-            wanted = self._wanted(batch, hidden)
+            rows = self._wanted_rows(batch)
+            if self.pieces is None or cut is None:
+                batch.wanted_rows = rows
+                hidden = self.model.forward(batch)
+            else:
+                hidden = self.pieces.run(cut, batch)
+            wanted = hidden if rows is None or len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
             prompt_logprobs = self._prompt_logprobs(step.items, wanted)
             last = self._last(built, wanted)
             logits = self.model.logits(last)
@@ -196,10 +201,10 @@ class Runner:
             ),
         )
 
-    def _wanted(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows that need logits: [N, C]."""
-        rows = logits_rows(batch)  # [N]
-        return hidden if len(rows) == hidden.shape[0] else hidden.index_select(0, to_device(rows, self.device))
+    def _wanted_rows(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Those that need logits, [N] int64, device; None for all."""
+        rows = logits_rows(batch)
+        return None if len(rows) == batch.num_tokens else to_device(rows, self.device)
 
     def _last(self, built: HostStep, wanted: torch.Tensor) -> torch.Tensor:
         """The last rows of the items that sample: [N, C]."""

@@ -40,6 +40,22 @@ def test_logits_of_a_prompt_are_within_1e_4(oracle: Oracle, any_ops: Registry) -
     torch.testing.assert_close(actual, oracle.logits(prompt), atol=1e-4, rtol=0)
 
 
+def test_the_last_layers_mlp_has_no_rows_but_those_that_are_wanted(
+    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = write_oracle("llama", FAMILIES["llama"])
+    asked = options(oracle, max_batch_tokens=32)
+    parts = build_parts(asked, registry)
+    rows: list[list[int]] = [[], []]
+    for of_layer, layer in zip(rows, (parts.model.layers[0], parts.model.layers[-1]), strict=True):
+        monkeypatch.setattr(layer, "mlp", lambda x, of_layer=of_layer, mlp=layer.mlp: of_layer.append(len(x)) or mlp(x))
+    engine = Engine(parts, registry, asked)
+    engine.submit(greedy("a", oracle.prompts[0][:1] * 40, max_tokens=2))  # a chunk that yields nothing, and one that does
+    engine.submit(greedy("b", oracle.prompts[1][:1] * 8, max_tokens=1, prompt_logprobs=0))
+    drain(engine, {})
+    assert rows == [[32, 16, 1], [0, 1 + 8, 1]]
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk", [16, UNLIMITED])
 @pytest.mark.parametrize("batch", [1, 7])

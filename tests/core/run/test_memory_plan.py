@@ -82,6 +82,15 @@ def test_a_value_that_cannot_be_honoured_is_refused(asked: EngineOptions) -> Non
         planned(asked, device(10))
 
 
+def test_steps_are_larger_on_a_gpu_where_prompts_go_first() -> None:
+    sizes = {
+        (kind, fraction): resolve(EngineOptions(prefill_fraction=fraction), device(10, kind), MODEL, config={}).max_batch_tokens
+        for kind in ("cpu", "cuda")
+        for fraction in (None, 1.0)
+    }
+    assert sizes == {("cpu", None): 2048, ("cpu", 1.0): 2048, ("cuda", None): 8192, ("cuda", 1.0): 16384}
+
+
 def test_every_setting_says_why() -> None:
     settings = resolve(EngineOptions(max_batch_tokens=77), device(10, "cpu"), MODEL, config={"torch_dtype": "float16"})
     reasons = {decision.setting: (decision.value, decision.reason) for decision in settings.decisions}

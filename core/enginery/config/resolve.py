@@ -16,7 +16,7 @@ KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 MAX_GRAPH_REQUESTS = 512
 MAX_PIECE_TOKENS = 1024  # of more, the device takes longer than the host takes to launch them
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
-PROMPTS_FIRST_TOKENS = 16384  # on a GPU, where no step's length matters: W1 and W7 are 2 % faster, see docs/log.md
+PROMPTS_FIRST_TOKENS = 16384  # on a GPU, where no step's length matters: W1 and W7 are 1 % faster, see docs/log.md
 DEFAULT_BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 DEFAULT_PREFILL_FRACTION = 0.125
 

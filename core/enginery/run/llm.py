@@ -174,9 +174,9 @@ class LLM:
         growing = self._run(self._engine, token_ids, each, progress=progress)
         return [_generation(ids, parts) for ids, parts in zip(token_ids, growing, strict=True)]
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            return tuple(prompt)
+            return prompt
         if self.tokenizer is None:
             raise CheckpointError(f"{self.facts.folder} has no tokenizer.json; give prompts as lists of token ids")
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
@@ -242,7 +242,7 @@ def _text_side(folder: str) -> TextSide | None:
         raise
 
 
-def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     """Texts and tuples of ids. A single prompt is a batch of one."""
     if isinstance(prompts, str):
         return [prompts]

@@ -10,6 +10,7 @@ from enginery.checkpoint.decoder_shape import (
     RopeShape,
     read_decoder_shape,
     read_grouped_experts,
+    read_rope,
     required,
     whole_number,
 )
@@ -111,7 +112,7 @@ from enginery.contracts.plan import (
     covering_plan,
 )
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
-from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec, StepReport
+from enginery.contracts.schedule import PageCounts, QueuedFacts, SchedulePolicySpec, StepReport
 from enginery.contracts.versions import CONTRACT_VERSIONS, ApiVersion, HookGroup
 from enginery.contracts.weights import (
     SILU,
@@ -233,6 +234,7 @@ __all__ = [
     "OutOfMemory",
     "OutputParser",
     "Overloaded",
+    "PageCounts",
     "ParallelFacts",
     "ParserEvent",
     "ParserFacts",
@@ -286,6 +288,7 @@ __all__ = [
     "hookimpl",
     "read_decoder_shape",
     "read_grouped_experts",
+    "read_rope",
     "required",
     "whole_number",
 ]

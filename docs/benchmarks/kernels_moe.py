@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from enginery.api import ExpertScales, Routed, Routing
+from enginery.api import SILU, ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts
-from enginery.nn.moe import Parts
+from enginery.nn.moe import JoinedExperts
+from enginery.nn.stored import FLOAT8_BLOCKS, widen
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
 from enginery_ops_triton.experts import Experts
 from enginery_ops_triton.ops import TritonOps
@@ -90,11 +91,11 @@ class Layer:
     def __init__(self, shape: Shape, weight_dtype: torch.dtype, *, num_experts: int | None = None) -> None:
         experts, columns, inner = num_experts or shape.num_experts, shape.columns, shape.inner
         self.shape = shape
-        self.scales: ExpertScales | None = None
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of gate_up, of down
         self.gate_up = self.drawn(experts, 2 * inner, columns, weight_dtype=weight_dtype)
         self.down = self.drawn(experts, columns, inner, weight_dtype=weight_dtype)
         if weight_dtype is FLOAT8:
-            self.scales = ExpertScales(gate_up=self.drawn_scales(self.gate_up), down=self.drawn_scales(self.down))
+            self.scales = self.drawn_scales(self.gate_up), self.drawn_scales(self.down)
 
     def drawn(self, experts: int, rows: int, columns: int, *, weight_dtype: torch.dtype) -> torch.Tensor:
         weight = torch.empty((experts, rows, columns), dtype=weight_dtype, device=DEVICE)
@@ -108,8 +109,16 @@ class Layer:
         blocks = (experts, math.ceil(rows / 128), math.ceil(columns / 128))
         return torch.rand(blocks, device=DEVICE).add_(0.5).mul_(columns**-0.5 / 100)
 
+    def weights(self, some: slice = slice(None)) -> list[torch.Tensor | StoredWeight]:
+        """gate_up and down of some experts, as operations are given them."""
+        values = [self.gate_up[some], self.down[some]]
+        if self.scales is None:
+            return values
+        pairs = zip(values, self.scales, strict=True)
+        return [StoredWeight(scheme=FLOAT8_BLOCKS, values=value, scales=scale[some]) for value, scale in pairs]
+
     def bound(self) -> Experts:
-        return Experts(self.gate_up, self.down, self.scales, dependent_launch=True)
+        return Experts(*self.weights(), dependent_launch=True)
 
     def inputs(self, num_tokens: int) -> tuple[torch.Tensor, Routed]:
         x = torch.randn((num_tokens, self.shape.columns), dtype=DTYPE, device=DEVICE)
@@ -123,8 +132,8 @@ class Layer:
             token, place = (routed.ids == expert).nonzero(as_tuple=True)
             gate_up, down = self.gate_up[expert].double(), self.down[expert].double()
             if self.scales is not None:
-                gate_up *= spread_out(self.scales.gate_up[expert], gate_up)
-                down *= spread_out(self.scales.down[expert], down)
+                gate_up *= spread_out(self.scales[0][expert], gate_up)
+                down *= spread_out(self.scales[1][expert], down)
             gate, up = F.linear(x[token].double(), gate_up).chunk(2, dim=-1)
             out.index_add_(0, token, F.linear(F.silu(gate) * up, down) * routed.weights[token, place, None])
         return out
@@ -232,7 +241,8 @@ def compare(models: Sequence[str], *, loop: bool) -> Iterator[dict[str, Any]]:
             if weight_dtype is DTYPE:
                 found["grouped"] = rates(found, time_us([partial(layer.grouped, *each) for each in inputs], replays=5))
             if loop:
-                reference = reference_experts.bind_experts(layer.gate_up, layer.down, layer.scales)
+                sizes = ExpertsShape(names=ExpertNames(), count=shape.num_experts, inner=shape.inner, hidden=shape.columns)
+                reference = reference_experts.bind_experts(*layer.weights(), sizes)
                 found["reference"] = rates(found, time_loop_us(partial(reference, x, routed)))
             yield found
         del layer, bound
@@ -244,18 +254,13 @@ class WithShared:
     def __init__(self, shape: Shape, weight_dtype: torch.dtype) -> None:
         count, inner, self.shape = shape.num_experts, shape.inner, shape
         layer = Layer(shape, weight_dtype, num_experts=count + shape.shared)
-        ops, scales = TritonOps(dependent_launch=True), layer.scales
+        ops = TritonOps(dependent_launch=True)
         self.joined_experts = layer.bound()
-        own = None if scales is None else ExpertScales(gate_up=scales.gate_up[:count], down=scales.down[:count])
-        self.routed_experts = Experts(layer.gate_up[:count], layer.down[:count], own, dependent_launch=True)
-        gate_up, down = layer.gate_up[count:], layer.down[count:]  # [S, 2I, C], [S, C, I]
-        if scales is not None:
-            pairs = ((gate_up, scales.gate_up[count:]), (down, scales.down[count:]))
-            gate_up, down = (
-                torch.stack([reference_experts.widen(*each, DTYPE) for each in zip(*pair, strict=True)]) for pair in pairs
-            )
+        self.routed_experts = Experts(*layer.weights(slice(count)), dependent_launch=True)
+        last = layer.weights(slice(count, None))
+        gate_up, down = (widen(each, DTYPE) if isinstance(each, StoredWeight) else each for each in last)  # [S, 2I, C], [S, C, I]
         gate, up = gate_up[:, :inner].flatten(0, 1), gate_up[:, inner:].flatten(0, 1)  # [S I, C]
-        self.parts = Parts(gate_up, down)
+        self.parts = JoinedExperts(gate_up, down, SILU, ops)
         self.shared_gate_up = ops.bind_linear(torch.cat((gate, up)), None)
         self.shared_down = ops.bind_linear(down.transpose(0, 1).flatten(1).contiguous(), None)
         self.gated_silu = ops.gated_silu
@@ -273,12 +278,7 @@ class WithShared:
         return out.add_(self.shared_down(self.gated_silu(self.shared_gate_up(x))))
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.routed_experts(x, self.routed(x))
-        both = F.linear(x, self.parts.gate_up.view(-1, self.shape.columns)).view(-1, 2 * self.shape.inner)
-        hidden = self.gated_silu(both).view(-1, self.shape.shared * self.shape.inner)
-        for values, down in zip(hidden.split(self.shape.inner, dim=1), self.parts.down, strict=True):
-            out.addmm_(values, down.T)
-        return out
+        return self.parts(self.routed_experts(x, self.routed(x)), x, None)
 
 
 def layers(models: Sequence[str], counts: Sequence[int]) -> Iterator[dict[str, Any]]:

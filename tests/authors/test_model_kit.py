@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from enginery.cli.main import build_app
 from enginery.errors import CheckpointError
+from enginery.nn import attention
 from enginery.nn.decoder import Decoder
 from enginery.testing.fixtures import write_tiny_checkpoint
 from enginery.testing.kits.checks import KitReport, run_checks
@@ -74,6 +75,24 @@ def test_a_model_whose_numbers_depend_on_the_batch_is_caught_by_chunks_and_batch
 def test_nan_has_its_own_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: hidden.new_full((len(hidden), 256), float("nan")))
     assert {row.fault for row in tried(folder, only="chunked").rows} <= {"NaN", "crash"}
+
+
+def test_a_sum_that_is_taken_twice_is_caught_by_tensor_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = attention._out_shape
+    monkeypatch.setattr(attention, "_out_shape", lambda *of, **named: dataclasses.replace(shape(*of, **named), complete=True))
+    report = tried(folder, only="ranks")
+    assert outcomes(report) == {"tensor-ranks": "failed"}
+
+
+def test_what_does_not_cross_is_caught_by_pipeline_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Decoder._begin
+
+    def forgetting(self, batch, arrived):
+        delta, residual = begin(self, batch, arrived)
+        return (delta if arrived is None else None), residual
+
+    monkeypatch.setattr(Decoder, "_begin", forgetting)
+    assert outcomes(tried(folder, only="stages")) == {"pipeline-stages": "failed"}
 
 
 def test_without_weights_there_is_nothing_to_compare(tmp_path: Path) -> None:

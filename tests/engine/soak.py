@@ -100,15 +100,16 @@ def soak(engine: Engine, *, seconds: float, longest: int, rate: float, seed: int
     scheduler = engine._scheduler
     scheduler.check_idle()
     scheduler.check_integrity()
-    assert scheduler.free_pages + scheduler.cached_pages == engine.facts.num_pages
+    stats = engine.meter.stats()
+    assert stats.free_pages + stats.cached_pages == engine.facts.num_pages
     assert driver.control() == before, "the control request is answered otherwise"
     grown = (torch.cuda.memory_allocated() if torch.cuda.is_available() else 0) - memory
     return {
         "elapsed_s": round(elapsed_s, 1),
         **driver.counts,
         "num_pages": engine.facts.num_pages,
-        "free_pages": scheduler.free_pages,
-        "cached_pages": scheduler.cached_pages,
+        "free_pages": stats.free_pages,
+        "cached_pages": stats.cached_pages,
         "control_request_is_answered_as_before": True,
         "device_memory_grown_bytes": grown,
         "backends": engine.facts.attn_backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from enginery.api import (
     LinearShape,
     ParallelFacts,
     Routed,
+    Scheme,
+    StoredPart,
+    StoredWeight,
     Unsupported,
 )
 from enginery.checkpoint.files import scan_checkpoint
@@ -29,6 +33,7 @@ from enginery.worker.weights.load import load, random_weights
 from enginery.worker.weights.matrices import Matrices, RankSetting
 from enginery.worker.weights.rank import RankWeights
 from enginery.worker.weights.store import WeightRecord, check
+from enginery_format_fp8.spec import FP8
 
 CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 SCALES = "w.weight_scale_inv"
@@ -178,3 +183,34 @@ def test_other_float8_is_refused_with_the_size(size: object) -> None:
     config = {"quant_method": "fp8", "weight_block_size": size}
     with pytest.raises(CheckpointError, match="reads blocks of 128 x 128, and weight_block_size is"):
         formats.choose_format(config, Registry.load().weight_formats, needs(config))
+
+
+class RowFloat8:
+    """Another format: a scale for each row."""
+
+    def parts(self, scheme: Scheme) -> tuple[StoredPart, ...]:
+        scales = StoredPart(suffix=".weight_scale", dtype="F32", per_element=(1, 0), role="scales")
+        return StoredPart(suffix=".weight", dtype="F8_E4M3"), scales
+
+    def unpack(self, parts: dict[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
+        return StoredWeight(scheme=scheme, values=parts[".weight"], scales=parts[".weight_scale"])
+
+
+@pytest.mark.parametrize(("cut", "rank"), [(Cut.ROWS, 1), (Cut.COLUMNS, 1), (Cut.NONE, 0)])
+def test_a_format_may_have_a_scale_for_each_row(tmp_path: Path, cut: Cut, rank: int) -> None:
+    narrow, scales = torch.randn(6, 10).to(torch.float8_e4m3fn), torch.rand(6, 1) + 0.5
+    save_file({"a.weight": narrow, "a.weight_scale": scales}, tmp_path / "model.safetensors")
+    stored, rows = scan_checkpoint(tmp_path), Scheme(values="f8e4m3", block=(1, 0))
+    (offer,) = Registry.load().weight_formats
+    offer = dataclasses.replace(offer, spec=dataclasses.replace(FP8, reads=lambda config, module: rows))
+    reader, ops = formats.FormatReader(offer, {}, RowFloat8(), stored), reference_ops()
+    setting = RankSetting(ops=ops, comm=SingleRank(ops), parallel=ParallelFacts(tensor_rank=rank, tensor_size=2), reader=reader)
+    shape = LinearShape(names=("a",), rows=(6,), columns=10, cut=cut, complete=False)
+    record = WeightRecord(torch.float32)
+    RankWeights(Matrices(record, setting)).linear(shape)
+    check(record, stored, (), folder=tmp_path)
+    linear = RankWeights(Matrices(load(record, stored, torch.device("cpu"), reader=reader), setting)).linear(shape)
+    whole = narrow.float() * scales
+    mine = whole if cut is Cut.NONE else whole.chunk(2, dim=0 if cut is Cut.ROWS else 1)[rank]
+    x = torch.randn(3, mine.shape[1])
+    torch.testing.assert_close(linear(x), x @ mine.T)

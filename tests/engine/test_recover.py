@@ -25,6 +25,17 @@ def engine() -> Engine:
     return Engine.build(EngineOptions(num_pages=32, max_model_len=128, overlap=True, num_threads=1), Registry.load())
 
 
+class Lost:
+    """A step whose tokens never come."""
+
+    def wait(self) -> None:
+        raise ValueError("no device")
+
+
+def tokens_of(outputs: list) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
 def fail_when(engine: Engine, condition: Callable[[set[str]], bool], error: Exception) -> None:
     """Launching a step raises if `condition` holds of the ids of its requests."""
     launch = engine._runner.launch
@@ -71,6 +82,20 @@ def test_steps_in_flight_are_given_up_and_the_memory_is_whole(engine):
     assert not engine.has_work
     engine._scheduler.check_integrity()
     assert engine.meter.stats().num_failed_steps == 1
+
+
+def test_a_step_that_is_scheduled_when_the_one_before_fails_is_given_up_with_it(engine):
+    """With a penalty a step waits for the tokens of the one before after it was scheduled, and before it is launched."""
+    engine.submit(request("a", frequency_penalty=0.5))
+    engine.step()
+    engine.submit(request("b"))
+    engine._in_flight[0] = engine._in_flight[0]._replace(running=Lost())
+    error, _ = run_until_it_fails(engine)
+    assert sorted(output.request_id for output in engine.recover(error)) == ["a", "b"]
+    assert not engine.has_work
+    engine._scheduler.check_integrity()
+    engine.submit(request("c"))
+    assert len(tokens_of(drain(engine))) == 10
 
 
 def test_what_fails_every_time_is_raised_in_the_end_but_not_for_memory(engine):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,17 @@ from enginery.checkpoint.files import scan_checkpoint, unstack
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import KVGeometry
 from enginery.engine.build import build_parts
-from enginery.errors import CheckpointError, EnginError
+from enginery.errors import CheckpointError, EnginError, PluginError
 from enginery.kv.pool import PagedKVPool
+from enginery.nn.parallel import SingleRank
+from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.registry import Registry
+from enginery.worker.choice import choose
 from enginery.worker.weights.load import load, random_weights
-from enginery.worker.weights.store import WeightRecord, check
+from enginery.worker.weights.matrices import Matrices, RankSetting
+from enginery.worker.weights.pieces import Piece, Slice
+from enginery.worker.weights.rank import RankWeights
+from enginery.worker.weights.store import PieceStore, WeightRecord, check
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],
@@ -298,3 +306,73 @@ def test_stacked_tensors_are_found_by_the_names_of_their_parts(folder: Path) -> 
     assert torch.equal(load(record, stored, torch.device("cpu")).tensor(up), stack[1, 2:])
     with pytest.raises(CheckpointError, match=r"'m\.router' .* cannot be 3 matrices"):
         unstack(scan_checkpoint(folder), {".router": (".{}.a", ".{}.b", ".{}.c")})
+
+
+def test_a_tensor_that_is_taken_twice_is_in_memory_once_and_given_away_at_the_end(folder: Path) -> None:
+    table = torch.randn(6, 4)
+    save_file({"table": table}, folder / "model.safetensors")
+    whole, some = (
+        piece("table", (6, 4), torch.float32),
+        Piece((replace(Slice.all_of("table", (6, 4)), shape=(2, 4)),), torch.float32),
+    )
+    record = WeightRecord(torch.float32)
+    for asked in (whole, whole, some):
+        record.tensor(asked)
+    assert record.num_bytes() == 6 * 4 * 4
+    loaded = load(record, scan_checkpoint(folder), torch.device("cpu"))
+    first, second, rows = (loaded.tensor(asked) for asked in (whole, whole, some))
+    assert first.data_ptr() == second.data_ptr() == rows.data_ptr()
+    assert torch.equal(rows, table[:2])
+    assert loaded.tensors == {}
+    with pytest.raises(AssertionError, match="table is taken more often than it was when the weights were recorded"):
+        loaded.tensor(whole)
+
+
+def test_integers_are_read_where_they_are_asked_for_and_nowhere_else(folder: Path) -> None:
+    table = torch.tensor([[3, 1], [2, 7]])
+    save_file({"routes": table, "w": torch.zeros(2, 2, dtype=torch.int64)}, folder / "model.safetensors")
+    ops = reference_ops()
+
+    def source(store: PieceStore) -> RankWeights:
+        return RankWeights(Matrices(store, RankSetting(ops=ops, comm=SingleRank(ops))))
+
+    record = WeightRecord(torch.float32)
+    assert source(record).take("routes", (2, 2), dtype=torch.int64).dtype is torch.int64
+    check(record, scan_checkpoint(folder), ("w",), folder=folder)
+    assert torch.equal(
+        source(load(record, scan_checkpoint(folder), torch.device("cpu"))).take("routes", (2, 2), dtype=torch.int64), table
+    )
+    source(record).take("w", (2, 2))
+    with pytest.raises(CheckpointError, match=r"'w' in model.safetensors has dtype I64; no installed weight format reads it"):
+        check(record, scan_checkpoint(folder), (), folder=folder)
+
+
+SECOND_FAMILY = """
+from enginery.api import ModelSpec, hookimpl
+
+@hookimpl
+def register_models():
+    architectures = ("LlamaForCausalLM",)
+    return [ModelSpec(name="another", api=(2, 0), priority={priority}, architectures=architectures, describe=None, build=None)]
+"""
+
+
+@pytest.mark.parametrize(("priority", "chosen"), [(-1, "llama"), (1, "another")])
+def test_a_second_family_for_an_architecture_stops_nobody_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, priority: int, chosen: str
+) -> None:
+    (tmp_path / "second_family.py").write_text(SECOND_FAMILY.format(priority=priority))
+    info = tmp_path / "second_family-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: second-family\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[enginery]\nsecond-family = second_family\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "second_family", raising=False)
+    registry = Registry.load()
+    if chosen == "llama":
+        (family,) = (made for made in choose(EngineOptions(device="cpu"), registry).decisions if made.setting == "family")
+        assert family.value == "llama"
+        assert "before or instead of another (priority -1, plugin second-family (second-family==1.0))" in family.reason
+    else:
+        with pytest.raises(PluginError, match=r"second-family.* could not describe the model"):
+            choose(EngineOptions(device="cpu"), registry)

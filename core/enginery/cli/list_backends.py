@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Final
 
 import typer
@@ -19,11 +19,12 @@ from enginery.cli.tables import Row, console, print_paragraph, print_table
 from enginery.config.resolve import DeviceFacts, resolve
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
+from enginery.contracts.ops import OpNeeds
 from enginery.errors import ConfigError
 from enginery.plugin.loading import present_devices
 from enginery.plugin.records import Offer, Status
 from enginery.plugin.registry import Registry
-from enginery.plugin.selection import Candidate, ranked, weigh
+from enginery.plugin.selection import Candidate, ranked, weigh, weigh_ops
 from enginery.worker.needs import attn_needs, by_phase
 
 _KINDS: Final = {
@@ -49,27 +50,37 @@ def list_backends(
     """Show the attention backends on offer. With --why MODEL, exits with 1 if none of them serves the model."""
     registry = load_registry(block, no_plugins=no_plugins)
     asked = EngineOptions(model=why, device=device, dtype=dtype, page_size=page_size)
-    candidates = {} if why is None else _weigh(why, asked, registry)
+    asking = None if why is None else _asking(why, asked, registry)
+    candidates = {} if asking is None else _weigh(asking, registry)
+    ops = [] if asking is None else weigh_ops(asking.ops, registry.ops)
     if as_json:
-        print(json.dumps(_as_data(registry, candidates), indent=2))
+        print(json.dumps(_as_data(registry, candidates) | ({} if asking is None else {"ops": ops}), indent=2))
     else:
-        _show(registry, candidates)
+        _show(registry, candidates, ops)
     if not all(any(candidate.chosen for candidate in weighed) for weighed in candidates.values()):
         raise typer.Exit(1)
 
 
-def _weigh(model: str, asked: EngineOptions, registry: Registry) -> dict[str, tuple[Candidate, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class _Asking:
+    """What a model needs. layers: of its attention layers, by kind."""
+
+    layers: Mapping[str, AttnNeeds]
+    ops: OpNeeds
+
+
+def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ...]]:
     """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them."""
     weighed: dict[str, tuple[Candidate, ...]] = {}
-    for kind, needs in _needs(model, asked, registry):
+    for kind, needs in asking.layers.items():
         phases = {role: weigh(part, registry.attn_backends) for role, part in by_phase(needs).items()}
         best = {next((candidate.name for candidate in each if candidate.chosen), None) for each in phases.values()}
         weighed |= {kind: weigh(needs, registry.attn_backends)} if len(best) == 1 or kind == "recurrent" else phases
     return weighed
 
 
-def _needs(model: str, asked: EngineOptions, registry: Registry) -> Iterator[tuple[str, AttnNeeds]]:
-    """What each kind of attention layer of the model needs, by the kind's name."""
+def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
+    """What the model needs of attention backends and of operations."""
     best = "cuda" if "cuda" in present_devices() else "cpu"
     device = best if asked.device == "auto" else asked.device
     if device not in ("cpu", "cuda"):
@@ -80,10 +91,12 @@ def _needs(model: str, asked: EngineOptions, registry: Registry) -> Iterator[tup
     capability = _compute_capability() if device == "cuda" else None
     where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
     settings = resolve(asked, where, facts, config=config)
-    for kind, recurrent in (("softmax", False), ("recurrent", True)):
-        needs = attn_needs(facts, settings, where, recurrent=recurrent)
-        if needs.layers:
-            yield kind, needs
+    kinds = {"softmax": False, "recurrent": True}
+    needs = {kind: attn_needs(facts, settings, where, recurrent=recurrent) for kind, recurrent in kinds.items()}
+    return _Asking(
+        layers={kind: each for kind, each in needs.items() if each.layers},
+        ops=OpNeeds(device=device, dtype=settings.dtype, compute_capability=capability),
+    )
 
 
 def _compute_capability() -> tuple[int, int] | None:
@@ -126,7 +139,7 @@ def _status(registry: Registry, offer: Offer[AttnBackendSpec]) -> Status:
     return next(record.status for record in registry.records if record.is_live and record.name == offer.plugin)
 
 
-def _show(registry: Registry, candidates: Mapping[str, Sequence[Candidate]]) -> None:
+def _show(registry: Registry, candidates: Mapping[str, Sequence[Candidate]], ops: Sequence[str]) -> None:
     out = console()
     rows: list[Row] = [
         {
@@ -148,3 +161,7 @@ def _show(registry: Registry, candidates: Mapping[str, Sequence[Candidate]]) -> 
         out.print(f"\nfor {_KINDS[kind]}:")
         for candidate in weighed:
             print_paragraph(out, ("-> " if candidate.chosen else "   ") + str(candidate))
+    if ops:
+        out.print("\nfor operations, each from the first that gives it:")
+    for line in ops:
+        print_paragraph(out, f"   {line}")

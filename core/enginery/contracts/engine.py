@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from enginery.contracts.request import GenerationRequest, RequestOutput
+from enginery.contracts.schedule import PageCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +74,11 @@ STEP_SIZES: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 class EngineStats:
     """How an engine does: what is so now, and after `free_pages` totals since it was built.
 
-    cached_pages: of the prefix cache, in use by requests or not. num_tokens: rows of all batches. steps_by_size: steps of up to so
-    many tokens as `STEP_SIZES` says, and last those of more. num_graph_steps: run by a captured graph. host_s: of scheduling,
-    building, planning and launching. num_failed_steps: given up with their requests. num_nan: requests that ended for NaN logits.
-    steps_by_backend: steps by the attention backends they ran. attn_backend: those that run now.
+    cached_pages: of the prefix cache, in use by requests or not; like free_pages, of all kinds of memory together. pages: of each
+    kind. num_tokens: rows of all batches. steps_by_size: steps of up to so many tokens as `STEP_SIZES` says, and last those of
+    more. num_graph_steps: run by a captured graph. host_s: of scheduling, building, planning and launching. num_failed_steps:
+    given up with their requests. num_nan: requests that ended for NaN logits. steps_by_backend: steps by the attention backends
+    they ran. attn_backend: those that run now.
     """
 
     num_running: int = 0
@@ -96,6 +98,7 @@ class EngineStats:
     attn_backend: str = ""
     steps_by_backend: Mapping[str, int] = field(default_factory=dict)
     kernels: KernelState = field(default_factory=KernelState)
+    pages: Mapping[str, PageCounts] = field(default_factory=dict)
 
 
 class EngineMeter(Protocol):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from enginery.contracts.versions import ApiVersion
 
@@ -19,11 +19,20 @@ class QueuedFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageCounts:
+    """The pages of one kind of memory. cached: of the prefix cache, in use by requests or not."""
+
+    free: int
+    cached: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
     """What one step did; given to `observe_step`.
 
-    step: counts from 0. captured: a CUDA graph ran it. The times are of the host: schedule, build and plan, and until the results
-    were there.
+    step: counts from 0. free_pages, cached_pages, total_pages: of all kinds of memory together; pages: of each. captured: a CUDA
+    graph ran it. The times are of the host: schedule, build and plan, and until the results were there.
     """
 
     step: int
@@ -40,6 +49,7 @@ class StepReport:
     schedule_s: float
     plan_s: float
     run_s: float
+    pages: Mapping[str, PageCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

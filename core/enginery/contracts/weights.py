@@ -245,7 +245,7 @@ class StoredPart:
     """One tensor of the checkpoint among those that a matrix is stored in.
 
     suffix: behind the module's name. dtype: as safetensors spell it. per_element: the rows and columns of the matrix that one
-    element stands for; the tensor's shape, and where ranks cut it, follow from that. role: what random weights put there.
+    element stands for, 0 for all; the shape, and where ranks cut it, follow from that. role: what random weights put there.
     """
 
     suffix: str

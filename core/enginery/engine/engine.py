@@ -156,9 +156,9 @@ class Engine:
         if step.items:
             at = SteppedAt(began_s, time.perf_counter(), len(self._scheduler.preempted))
             requests = self._scheduler.requests
-            if self._in_flight and _reads_pending(step, requests):
-                outputs += self._publish_first()
             with self._naming(step):
+                if self._in_flight and _reads_pending(step, requests):
+                    outputs += self._publish_first()
                 self._in_flight.append(self._sample(self._runner.launch(step), requests, at))
         if len(self._in_flight) > (self._overlap if step.items else 0):
             outputs += self._publish_first()
@@ -237,7 +237,8 @@ class Engine:
             failed = [launched.step for launched in self._in_flight]
             self._in_flight.clear()
             steps = failed if step in failed else [*failed, step]
-            given_up = [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
+            given_up = [] if self._failure is None or self._failure.error is not error else self._failure.request_ids
+            given_up += [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
             self._runner.resume_at(self._scheduler.next_number)
             self._failure = _Failure(error, given_up)
             used = "; ".join(f"{setting} {value} {reason}" for setting, value, reason in self.facts.decisions)

@@ -86,12 +86,13 @@ class StepMeter:
 
     def stats(self) -> EngineStats:
         """The totals since the start, and how many requests and pages there are now."""
-        scheduler = self._scheduler
+        scheduler, pages = self._scheduler, self._scheduler.pages
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            free_pages=scheduler.free_pages,
-            cached_pages=scheduler.cached_pages,
+            free_pages=sum(counts.free for counts in pages.values()),
+            cached_pages=sum(counts.cached for counts in pages.values()),
+            pages=pages,
             num_steps=self.num_steps,
             num_graph_steps=self._num_graph_steps,
             num_failed_steps=self._num_failed_steps,
@@ -119,6 +120,7 @@ class StepMeter:
 
     def _report(self, step: StepInput, output: StepOutput, at: SteppedAt) -> StepReport:
         scheduler, times, num_tokens = self._scheduler, output.times, step.num_tokens
+        pages = scheduler.pages
         return StepReport(
             step=self.num_steps,
             num_running=scheduler.num_running,
@@ -126,9 +128,10 @@ class StepMeter:
             num_tokens=num_tokens,
             num_prefill_tokens=num_tokens - int(step.columns().num_tokens[: step.num_decode].sum()),
             num_preempted=at.num_preempted,
-            free_pages=scheduler.free_pages,
-            cached_pages=scheduler.cached_pages,
-            total_pages=self._facts.num_pages,
+            free_pages=sum(counts.free for counts in pages.values()),
+            cached_pages=sum(counts.cached for counts in pages.values()),
+            total_pages=sum(counts.total for counts in pages.values()),
+            pages=pages,
             attn_backend=self._attn_backend,
             captured=output.captured,
             schedule_s=at.scheduled_s - at.began_s,

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from enginery.config.schema import ScheduleSettings
+from enginery.contracts.batch import FULL
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest, RequestOutput
-from enginery.contracts.schedule import SchedulePolicySpec
+from enginery.contracts.schedule import PageCounts, SchedulePolicySpec
 from enginery.contracts.step import NO_SIZES, RunSizes, StepInput, StepOutput
 from enginery.errors import RequestError
 from enginery.kv.manager import KVCacheManager
@@ -68,14 +69,10 @@ class Scheduler:
         return bool(self._table.by_id or self._in_flight)
 
     @property
-    def free_pages(self) -> int:
-        """Pages that neither a request nor the prefix cache owns."""
-        return self._kv.allocator.num_free
-
-    @property
-    def cached_pages(self) -> int:
-        """Pages of the prefix cache, in use by requests or not."""
-        return self._kv.cache.num_cached
+    def pages(self) -> Mapping[str, PageCounts]:
+        """How many there are, by kind of memory; those that neither a request nor the prefix cache owns are free."""
+        allocator = self._kv.allocator
+        return {FULL: PageCounts(free=allocator.num_free, cached=self._kv.cache.num_cached, total=allocator.num_pages)}
 
     def submit(self, asked: GenerationRequest, *, held: bool = False) -> None:
         """Queue it; held: only after `release`. Raises `RequestError` if it can never run, `QueueFull` if too many wait."""

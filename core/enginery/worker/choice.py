@@ -28,7 +28,7 @@ from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
 from enginery.worker.device import device_facts, torch_device
 from enginery.worker.needs import attn_needs, by_phase
-from enginery.worker.weights.formats import choose_format, stated_quantization
+from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
         refuse_idle_coordinator(coordinator, attention)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
     ops = registry.select_ops(op_needs)
-    weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs)
+    weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
     considered = (*attention.considered, *(f"ops: {line}" for line in weigh_ops(op_needs, registry.ops)))
     for line in considered[len(attention.considered) :]:
         log.debug("%s", line)
@@ -167,7 +167,7 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
 
 
 def _weight_format(
-    config: Mapping[str, Any], registry: Registry, needs: OpNeeds
+    config: Mapping[str, Any], registry: Registry, needs: OpNeeds, ops: Sequence[Offer[OpSpec]]
 ) -> tuple[Offer[WeightFormatSpec] | None, tuple[Decision, ...]]:
     """None: the weights are plain."""
     stated = stated_quantization(config)
@@ -175,7 +175,9 @@ def _weight_format(
         return None, ()
     format_needs = FormatNeeds(config=stated, device=needs.device, dtype=needs.dtype, compute_capability=needs.compute_capability)
     offer, why = choose_format(stated, registry.weight_formats, format_needs)
-    decision = Decision(setting="weight format", value=offer.name, reason=f"{why}, from {offer.source}", source=offer.source)
+    stays = [f"{scheme} for {name}" for name, schemes in kept_schemes(ops).items() for scheme in schemes]
+    reason = f"{why}, from {offer.source}; in memory stays {', '.join(stays) or 'nothing'} of it, the rest becomes {needs.dtype}"
+    decision = Decision(setting="weight format", value=offer.name, reason=reason, source=offer.source)
     return offer, (decision,)
 
 

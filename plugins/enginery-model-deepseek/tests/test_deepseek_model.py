@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 from enginery.api import FULL, ForwardBatch, LayerKV, LayerSpec, LocalLayerId, ModelContext, Phase, StageLayers, View
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
-from enginery.testing.weights import WholeTensors, weights_of
+from enginery.testing.kits.weights import WholeTensors, weights_of
 from enginery_model_deepseek.spec import build, describe
 
 LENGTH = 24

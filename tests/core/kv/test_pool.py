@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LatentFacts, LocalLayerId
+from enginery.contracts.attention import (
+    AttnLayerFacts,
+    AttnNeeds,
+    Capabilities,
+    GlobalLayerId,
+    KVGeometry,
+    LatentFacts,
+    LocalLayerId,
+    capability_refusals,
+)
 from enginery.contracts.batch import FULL, STATE
 from enginery.contracts.memory import RecurrentFacts
 from enginery.kv.pool import PagedKVPool, page_bytes
@@ -46,3 +58,26 @@ def test_sizes_are_those_of_the_memory() -> None:
     grouped, latents = (pool.layer(LocalLayerId(layer)).k for layer in (0, 2))
     assert page_bytes(GEOMETRY) * 4 == 2 * grouped.nbytes + latents.nbytes
     assert state_bytes(GEOMETRY) * 3 == states.layer(LocalLayerId(1)).nbytes
+
+
+@pytest.mark.parametrize("wrong", [GlobalLayerId(0), 0])
+def test_a_pool_is_indexed_by_nothing_but_a_local_layer_id(wrong: int) -> None:
+    pool, states = PagedKVPool(GEOMETRY, torch.device("cpu")), RecurrentStatePool(GEOMETRY, torch.device("cpu"))
+    for ask in (pool.layer, pool.by_slot, states.layer):
+        with pytest.raises(TypeError, match=f"indexed by LocalLayerId .*, not by {type(wrong).__name__} 0"):
+            ask(wrong)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    narrow = AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=5)
+    geometry = KVGeometry(pages={FULL: 3}, page_size=4, layers=(narrow,), dtype="float32")
+    pool = PagedKVPool(geometry, torch.device("cpu"))
+    k, v = pool.layer(LocalLayerId(0))
+    assert (k.shape, v.shape) == ((4, 4, 2, 8), (4, 4, 2, 5))
+    assert page_bytes(geometry) * 4 == k.nbytes + v.nbytes
+    needs = AttnNeeds(device="cpu", dtype="float32", kv_dtype="float32", page_size=4, layers=(narrow,))
+    everywhere = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
+    assert [reason.text for reason in capability_refusals(everywhere, needs)] == [
+        "values of another width than keys is needed and not offered"
+    ]
+    assert capability_refusals(replace(everywhere, unequal_values=True), needs) == []

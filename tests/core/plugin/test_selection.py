@@ -23,7 +23,7 @@ from enginery.api import (
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.records import Offer, PluginRecord, Status
 from enginery.plugin.registry import Registry
-from enginery.plugin.selection import select, weigh
+from enginery.plugin.selection import select, weigh, weigh_ops
 from enginery.worker.needs import by_phase
 
 CAN = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
@@ -308,3 +308,19 @@ def test_options_that_text_cannot_set_make_the_plugin_broken(site, field: str, m
     (record,) = (record for record in Registry.load().records if record.name == "p")
     assert record.status is Status.BROKEN
     assert message in record.reason
+
+
+def test_the_winner_of_each_operation_and_what_was_refused_are_said_for_a_model(site) -> None:
+    code = """
+    from enginery.api import OpSpec, Reason, hookimpl
+
+    @hookimpl
+    def register_ops():
+        def refuse(needs):
+            return [] if needs.device == "cpu" else [Reason(rule="device", text="for CPUs")]
+        return [OpSpec(name="mine", api=(2, 0), priority=5, provides=("greedy",), refuse=refuse, load=dict)]
+    """
+    site.install("mine", code)
+    registry = Registry.load()
+    assert weigh_ops(OpNeeds(device="cpu", dtype="float32"), registry.ops) == ["mine (priority 5): gives greedy"]
+    assert weigh_ops(OpNeeds(device="cuda", dtype="float32"), registry.ops) == ["mine (priority 5): for CPUs"]

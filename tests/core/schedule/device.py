@@ -97,6 +97,14 @@ class WatchedScheduler(Scheduler):
         assert [item.request.kv.seat for item in items] == step.columns().seat.tolist()
         return Scheduled(step, tuple(items), tuple(self.preempted))
 
+    @property
+    def free_pages(self):
+        return self.pages["full"].free
+
+    @property
+    def cached_pages(self):
+        return self.pages["full"].cached
+
     def complete(self, step, sampled):
         alive = [index for index, item in enumerate(step.items) if item.request.status is not RequestStatus.FINISHED]
         outputs = {output.request_id: output for output in super().complete(step.value, output_of(step.value, sampled))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,38 +63,42 @@ def test_what_was_not_written_is_told_from_a_nan_that_was(dtype: torch.dtype) ->
     assert is_poison(out).flatten(1).all(1).tolist() == [True, False, False, False]
 
 
-class NoSoftcap(GoodBackend):
-    """Forgets the soft cap."""
+def attending(change: Callable[..., None]) -> type:
+    """The good backend with another `attend`, of the same parameters. change: is given what `attend` is."""
 
-    def attend(self, q, k, v, layer, batch, out):
-        super().attend(q, k, v, layer, batch, out)
-        if layer.facts.softcap is not None:
-            out.mul_(1.5)
+    @functools.wraps(GoodBackend.attend)
+    def attend(self, *given):
+        change(self, *given)
 
-
-class WritesNothing(GoodBackend):
-    def attend(self, q, k, v, layer, batch, out):
-        return None
+    return type(f"Bad_{change.__name__}", (GoodBackend,), {"attend": attend})
 
 
-class WritesNaN(GoodBackend):
-    def attend(self, q, k, v, layer, batch, out):
-        out.copy_(torch.full_like(out, float("nan")))
+def forgets_the_softcap(self, *given):
+    GoodBackend.attend(self, *given)
+    layer, out = given[3], given[-1]
+    if layer.facts.softcap is not None:
+        out.mul_(1.5)
 
 
-class Crashes(GoodBackend):
-    def attend(self, q, k, v, layer, batch, out):
-        raise ZeroDivisionError("by design")
+def writes_nothing(self, *given):
+    return None
 
 
-class MixesDtypes(GoodBackend):
-    def attend(self, q, k, v, layer, batch, out):
-        q.double().flatten(1) @ q.flatten(1).T.to(torch.bfloat16)
+def writes_nan(self, *given):
+    given[-1].copy_(torch.full_like(given[-1], float("nan")))
 
 
-def report_of(backend: type, rule: str, **how: object) -> Report:
+def crashes(self, *given):
+    raise ZeroDivisionError("by design")
+
+
+def mixes_dtypes(self, q, *given):
+    q.double().flatten(1) @ q.flatten(1).T.to(torch.bfloat16)
+
+
+def report_of(change: Callable[..., None], rule: str, **how: object) -> Report:
     def create(context: BackendContext) -> object:
-        return backend(context)
+        return attending(change)(context)
 
     spec = AttnBackendSpec(name="bad", api=(2, 0), priority=1, capabilities=CAPABILITIES, summary="")
     subject = Subject.imported("core.testing.good_backend:GOOD", device="cpu")
@@ -104,21 +110,21 @@ def report_of(backend: type, rule: str, **how: object) -> Report:
 @pytest.mark.parametrize(
     ("backend", "fault", "said"),
     [
-        (WritesNothing, "nothing written", "nothing is written to"),
-        (WritesNaN, "NaN", "rows are NaN"),
-        (Crashes, "crash", "ZeroDivisionError at"),
-        (MixesDtypes, "wrong dtype", "RuntimeError at"),
-        (NoSoftcap, "wrong numbers", "is off by"),
+        (writes_nothing, "nothing written", "nothing is written to"),
+        (writes_nan, "NaN", "rows are NaN"),
+        (crashes, "crash", "ZeroDivisionError at"),
+        (mixes_dtypes, "wrong dtype", "RuntimeError at"),
+        (forgets_the_softcap, "wrong numbers", "is off by"),
     ],
 )
-def test_each_kind_of_fault_has_its_word(backend: type, fault: str, said: str) -> None:
+def test_each_kind_of_fault_has_its_word(backend: Callable[..., None], fault: str, said: str) -> None:
     rows = [row for row in report_of(backend, "numbers", stop_first=True).rows if row.outcome == "failed"]
     assert [row.fault for row in rows] == [fault]
     assert said in rows[0].message
 
 
 def test_the_advice_is_what_the_failing_cases_alone_claim() -> None:
-    report = report_of(NoSoftcap, "numbers")
+    report = report_of(forgets_the_softcap, "numbers")
     failed = report.count("failed")
     assert failed > 1
     (advice,) = report.advice()
@@ -126,10 +132,10 @@ def test_the_advice_is_what_the_failing_cases_alone_claim() -> None:
 
 
 def test_checks_can_be_chosen_by_words_and_end_at_the_first_failure() -> None:
-    some = report_of(NoSoftcap, "numbers", only="numbers softcap float32")
+    some = report_of(forgets_the_softcap, "numbers", only="numbers softcap float32")
     assert some.rows
     assert all("softcap" in row.case and "float32" in row.case for row in some.rows)
-    assert len(report_of(NoSoftcap, "numbers", only="softcap", stop_first=True).rows) == 1
+    assert len(report_of(forgets_the_softcap, "numbers", only="softcap", stop_first=True).rows) == 1
 
 
 def offer(**loads: object) -> Offer[OpSpec]:

@@ -22,6 +22,7 @@ from enginery.contracts.request import SamplingParams
 from enginery.errors import Unsupported
 from enginery.llm.llm import LLM
 from enginery.testing.kits.checks import KitCheck
+from enginery.testing.kits.model_ranks import pipeline_stages, tensor_ranks
 from enginery.testing.rules import BrokenRule, Fault, SkippedCheck
 
 FLOAT32: Final = 2e-3
@@ -91,7 +92,7 @@ def model_checks(subject: ModelSubject) -> list[KitCheck]:
         raise Unsupported("there is no CUDA device here; leave --device out to try the model on the CPU")
     return [
         KitCheck(rule=rule, case=case, run=functools.partial(check, subject))
-        for rule, case, check in (*_WAYS, *_REFERENCES, *RANKS)
+        for rule, case, check in (*_WAYS, *_REFERENCES, *_RANKS)
     ]
 
 
@@ -219,5 +220,7 @@ _REFERENCES: Final[tuple[ModelCheck, ...]] = (
     ("parity", "transformers in float32", _parity),
     ("bfloat16", "transformers in bfloat16, by relative error", _bfloat16),
 )
-# Of several ranks: TP 2 and PP 2 as threads of this process. Each is (rule, case, check), as above.
-RANKS: Final[tuple[ModelCheck, ...]] = ()
+_RANKS: Final[tuple[ModelCheck, ...]] = (  # threads of this process, on the CPU
+    ("tensor-ranks", "two tensor ranks", lambda subject: tensor_ranks(subject.folder, subject.config, subject.prompts[2])),
+    ("pipeline-stages", "two stages", lambda subject: pipeline_stages(subject.folder, subject.config, subject.prompts[2])),
+)

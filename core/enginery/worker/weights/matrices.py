@@ -60,7 +60,7 @@ class Matrices:
         if scheme is None:
             return plain
         parts = self._reader.parts(scheme)
-        blocks = [math.lcm(*(part.per_element[axis] for part in parts)) for axis in (0, 1)]
+        blocks = [math.lcm(*(part.per_element[axis] or 1 for part in parts)) for axis in (0, 1)]
         starts = tuple(start // block * block for start, block in zip(plain.starts, blocks, strict=True))
         ends = tuple(
             min(-(-(start + length) // block) * block, size)
@@ -89,11 +89,11 @@ class Matrices:
 
 def _stored(part: StoredPart, module: str, whole: Sequence[int], *, starts: Sequence[int], ends: Sequence[int]) -> Slice:
     """Rows and columns of a matrix in one of the tensors that it is stored in."""
-    firsts = tuple(start // each for start, each in zip(starts, part.per_element, strict=True))
-    lasts = tuple(-(-end // each) for end, each in zip(ends, part.per_element, strict=True))
+    firsts = tuple(start // each if each else 0 for start, each in zip(starts, part.per_element, strict=True))
+    lasts = tuple(-(-end // each) if each else 1 for end, each in zip(ends, part.per_element, strict=True))
     return Slice(
         name=f"{module}{part.suffix}",
-        whole=tuple(-(-size // each) for size, each in zip(whole, part.per_element, strict=True)),
+        whole=tuple(-(-size // each) if each else 1 for size, each in zip(whole, part.per_element, strict=True)),
         starts=firsts,
         shape=tuple(last - first for first, last in zip(firsts, lasts, strict=True)),
         dtype=part.dtype,

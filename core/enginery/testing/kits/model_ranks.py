@@ -1,0 +1,108 @@
+"""Part of the kit for model families: several tensor ranks, and two pipeline stages, compute what one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from enginery.checkpoint.files import READABLE, scan_checkpoint, unstack
+from enginery.checkpoint.reader import read_tensors
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import FULL
+from enginery.contracts.model import ModelContext, ModelSpec
+from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.weights import FormatNeeds
+from enginery.errors import Unsupported
+from enginery.kv.pool import PagedKVPool
+from enginery.nn.parallel import SingleRank
+from enginery.nn.reference_ops import REFERENCE_SCHEMES, reference_ops
+from enginery.plugin.registry import Registry
+from enginery.testing.kits.ranks import RankAnswer, RankThreads, advance_by_definition, attend_by_definition
+from enginery.testing.kits.weights import WholeTensors
+from enginery.testing.rules import BrokenRule, Fault, SkippedCheck
+from enginery.worker.weights.formats import FormatReader, choose_format, stated_quantization
+from enginery.worker.weights.matrices import Matrices, RankSetting
+from enginery.worker.weights.pieces import Slice
+from enginery.worker.weights.rank import RankWeights
+from enginery.worker.weights.shares import stage_of
+from enginery.worker.weights.store import WeightRecord
+
+WORST: Final = 1.25  # of one rank's distance from float64
+
+
+def tensors_asked_for(family: ModelSpec, config: Mapping[str, Any], reader: FormatReader | None) -> dict[str, Slice]:
+    """Every tensor of the checkpoint that a single rank takes something of, by its name."""
+    record, ops, facts = WeightRecord(torch.float32), reference_ops(), family.describe(config)
+    comm, meta, stage = SingleRank(ops), torch.device("meta"), stage_of(facts, ParallelFacts())
+    setting = RankSetting(ops=ops, comm=comm, reader=reader, kept=REFERENCE_SCHEMES)
+    context = ModelContext(
+        config=config,
+        facts=facts,
+        weights=RankWeights(Matrices(record, setting)),
+        ops=ops,
+        attend=attend_by_definition,
+        advance=advance_by_definition,
+        pool=PagedKVPool(KVGeometry(pages={FULL: 1}, page_size=16, layers=stage.memory, dtype="float32"), meta),
+        device=meta,
+        dtype=torch.float32,
+        max_positions=64,
+        stage=stage,
+        comm=comm,
+    )
+    family.build(context)
+    return {source.name: source for piece in record.pieces for part in piece.slices for source in part.sources}
+
+
+class FolderModel:
+    """A checkpoint folder's family with its weights, whole and in memory. Raises `SkippedCheck` where there are none."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        if not list(folder.glob("*.safetensors")):
+            raise SkippedCheck("the folder has no weights, of which ranks could have their parts")
+        registry = Registry.load()
+        self._config, (offer, _) = config, registry.find_model(config)
+        self._family, self._reader = offer.spec, None
+        stored = unstack(scan_checkpoint(folder), self._family.stacked_weights)
+        if (stated := stated_quantization(config)) is not None:
+            needs = FormatNeeds(config=stated, device="cpu", dtype="float32")
+            self._reader = FormatReader.load(choose_format(stated, registry.weight_formats, needs)[0], stated, stored)
+        asked = tensors_asked_for(self._family, config, self._reader)
+        self._tensors = {name: torch.empty(part.whole, dtype=READABLE[stored[name].dtype]) for name, part in asked.items()}
+        read_tensors(self._tensors.items(), stored, torch.device("cpu"))
+
+    def run(self, ids: Sequence[int], dtype: torch.dtype, *, tensor_size: int = 1, num_stages: int = 1) -> list[RankAnswer]:
+        """By rank. Raises `SkippedCheck` for sizes that the ranks cannot share."""
+        tensors = WholeTensors(self._tensors, dtype, self._reader)
+        threads = RankThreads(
+            family=self._family, config=self._config, tensors=tensors, tensor_size=tensor_size, num_stages=num_stages
+        )
+        try:
+            return threads.run(ids)
+        except Unsupported as error:
+            raise SkippedCheck(str(error)) from error
+
+
+def tensor_ranks(folder: Path, config: Mapping[str, Any], ids: Sequence[int]) -> None:
+    """Two ranks are as close to float64 as one, and have the same bits. Raises `BrokenRule`."""
+    model = FolderModel(folder, config)
+    (truth,), (one,), several = (
+        model.run(ids, torch.float64),
+        model.run(ids, torch.float32),
+        model.run(ids, torch.float32, tensor_size=2),
+    )
+    own, theirs = (float((answer.logits - truth.logits).norm() / truth.logits.norm()) for answer in (one, several[0]))
+    if not theirs <= WORST * own + 1e-6:
+        raise BrokenRule(f"two ranks are {theirs:.1e} from float64, one rank {own:.1e}", Fault.NUMBERS)
+    if not torch.equal(several[0].hidden, several[1].hidden):
+        raise BrokenRule("hidden states of two ranks differ: something is not summed, or summed twice", Fault.NUMBERS)
+
+
+def pipeline_stages(folder: Path, config: Mapping[str, Any], ids: Sequence[int]) -> None:
+    """Two stages are one bit for bit. Raises `BrokenRule`."""
+    model = FolderModel(folder, config)
+    (one,), (two,) = model.run(ids, torch.float32), model.run(ids, torch.float32, num_stages=2)
+    if not torch.equal(one.logits, two.logits):
+        raise BrokenRule("two pipeline stages compute other bits than one: more crosses than is handed over", Fault.NUMBERS)

@@ -1,0 +1,235 @@
+"""Ranks of a model as threads of one process: their parts of the weights, and collectives over barriers.
+
+    thread 0   stage 0 ── arrived ──> stage 1      each thread is one tensor rank, and runs the stages one after the other
+    thread 1   stage 0 ── arrived ──> stage 1      sums over ranks are taken in rank order, so all ranks have the same bits
+
+Attention follows its definition, over one sequence that is computed at once: what is compared is the model, not a backend.
+T tokens, H query heads, K KV heads, D head dim, V value dim; R latent rank, N, P: head dims without and with rotary position.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from enginery.contracts.attention import KVGeometry, LayerSpec
+from enginery.contracts.batch import FULL, ForwardBatch
+from enginery.contracts.model import Model, ModelContext, ModelFacts, ModelSpec
+from enginery.contracts.ops import OpTable
+from enginery.contracts.parallel import ParallelFacts, StageTensors
+from enginery.kv.pool import TORCH_DTYPES, PagedKVPool
+from enginery.nn.reference_ops import reference_ops
+from enginery.testing import reference
+from enginery.testing.kits.weights import WholeTensors, weights_of
+from enginery.worker.weights.shares import stage_of
+
+AnyT = TypeVar("AnyT")
+
+
+class Meeting:
+    """Where the threads of a group exchange values."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=50)
+        self._values: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: AnyT) -> list[AnyT]:
+        """The values of all ranks, by rank."""
+        self._values[rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def abort(self) -> None:
+        """Nobody waits any more: those that do raise `BrokenBarrierError`."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True, eq=False)
+class ThreadCollectives:
+    """Implements `enginery.contracts.parallel.Collectives` for one lane whose tensor ranks are threads."""
+
+    meeting: Meeting
+    rank: int
+    ops: OpTable
+    vocab_size: int
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """In rank order and at least float32, rounded once."""
+        parts = self.meeting.exchange(self.rank, partial)
+        total = parts[0].to(torch.promote_types(partial.dtype, torch.float32))
+        for part in parts[1:]:
+            total = total + part
+        return total.to(partial.dtype)
+
+    def all_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """There is one lane."""
+        return x
+
+    def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """There is one lane."""
+        return self.sum(partial)
+
+    def add_rms_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
+    ) -> torch.Tensor:
+        """The sum, then the operation."""
+        return self.ops.add_rms_norm(self.sum(partial), residual, weight, eps)
+
+    def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
+        """[N, V], without what only pads."""
+        return torch.cat(self.meeting.exchange(self.rank, partial), dim=-1)[:, : self.vocab_size]
+
+    def best(self, partial: torch.Tensor) -> torch.Tensor:
+        """By each rank's largest, of equal ones the first rank's."""
+        first = self.rank * partial.shape[-1]
+        own = partial[:, : max(self.vocab_size - first, 0)]
+        empty = torch.full((len(partial), 1), -torch.inf, dtype=partial.dtype)
+        values, ids = (own if own.shape[1] else empty).max(dim=-1)
+        found = self.meeting.exchange(self.rank, (values, ids + first))
+        winner = torch.stack([values for values, _ in found]).max(dim=0).indices
+        return torch.stack([ids for _, ids in found])[winner, torch.arange(len(winner))]
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSequence:
+    """What a model reads of a batch of one sequence. logits_rows: [N] int64, None for all."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logits_rows: torch.Tensor | None
+
+    def slots_for(self, layer: LayerSpec) -> torch.Tensor:
+        """[T], for every layer the same."""
+        return self.slots
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankAnswer:
+    """Of one tensor rank: hidden states of the last stage, logits of all columns, and the best tokens."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    best: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankThreads:
+    """A model of a family on so many ranks. tensors: the whole model; their dtype is that of weights and activations."""
+
+    family: ModelSpec
+    config: Mapping[str, Any]
+    tensors: WholeTensors
+    tensor_size: int = 1
+    num_stages: int = 1
+
+    def run(self, ids: Sequence[int], logits_rows: Sequence[int] | None = None) -> list[RankAnswer]:
+        """One forward pass over the sequence `ids`, by rank.
+
+        Raises what a rank raised, first of all `Unsupported` for sizes that the ranks cannot share.
+        """
+        facts, meeting = self.family.describe(self.config), Meeting(self.tensor_size)
+        rows = None if logits_rows is None else torch.tensor(logits_rows)
+        places = torch.arange(len(ids))
+        batch = WholeSequence(torch.tensor(ids), places, places, rows)
+
+        def work(rank: int) -> RankAnswer:
+            with torch.inference_mode():  # it is off in new threads
+                try:
+                    return self._run_rank(facts, batch, ThreadCollectives(meeting, rank, reference_ops(), facts.vocab_size))
+                except BaseException:
+                    meeting.abort()
+                    raise
+
+        with ThreadPoolExecutor(self.tensor_size, thread_name_prefix="rank") as pool:
+            return _answers([pool.submit(work, rank) for rank in range(self.tensor_size)])
+
+    def _run_rank(self, facts: ModelFacts, batch: Any, comm: ThreadCollectives) -> RankAnswer:
+        arrived: StageTensors | None = None
+        for stage in range(self.num_stages):
+            parallel = ParallelFacts(tensor_rank=comm.rank, tensor_size=self.tensor_size, stage=stage, num_stages=self.num_stages)
+            model = self._build(facts, parallel, comm, num_slots=len(batch.slots))
+            passed = model.forward(batch, arrived)
+            if not isinstance(passed, torch.Tensor):
+                assert set(passed) == {channel.name for channel in facts.boundary}
+                arrived = passed
+                continue
+            partial = model.logits(passed)
+            return RankAnswer(hidden=passed, logits=comm.gather_columns(partial), best=comm.best(partial))
+        raise AssertionError("the last stage returned what would cross to the next")
+
+    def _build(self, facts: ModelFacts, parallel: ParallelFacts, comm: ThreadCollectives, *, num_slots: int) -> Model:
+        stage, dtype = stage_of(facts, parallel), self.tensors.dtype
+        kv_dtype = next((name for name, known in TORCH_DTYPES.items() if known is dtype), "float32")
+        geometry = KVGeometry(pages={FULL: 1}, page_size=num_slots, layers=stage.memory, dtype=kv_dtype)
+        context = ModelContext(
+            config=self.config,
+            facts=facts,
+            weights=weights_of(self.tensors, ops=comm.ops, comm=comm, parallel=parallel),
+            ops=comm.ops,
+            attend=attend_by_definition,
+            advance=advance_by_definition,
+            pool=PagedKVPool(geometry, torch.device("cpu")),
+            device=torch.device("cpu"),
+            dtype=dtype,
+            max_positions=num_slots,
+            stage=stage,
+            comm=comm,
+        )
+        return self.family.build(context)
+
+
+def _answers(futures: Sequence[Future[RankAnswer]]) -> list[RankAnswer]:
+    """A rank that only waited for another raises `BrokenBarrierError`; the other's reason comes first."""
+    failures = [failure for future in futures if (failure := future.exception()) is not None]
+    for failure in failures:
+        if not isinstance(failure, threading.BrokenBarrierError):
+            raise failure
+    return [future.result() for future in futures]
+
+
+def attend_by_definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+) -> None:
+    """q [T, H, D], k [T, K, D], v [T, K, V], out [T, H, V] of a whole sequence."""
+    if layer.latent is not None:
+        k, v = _of_latents(k[:, 0], layer)
+    heads, length = q.shape[1], len(q)
+    k, v = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("ihd,jhd->hij", q.to(wide), k.to(wide)) * layer.scale
+    if layer.facts.softcap is not None:
+        scores = torch.tanh(scores / layer.facts.softcap) * layer.facts.softcap
+    before = torch.arange(length)[:, None] - torch.arange(length)  # [T, T]
+    hidden = (before < 0) | (before >= (layer.facts.sliding_window or length))
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    out.copy_(torch.einsum("hij,jhv->ihv", weights.to(v.dtype), v))
+
+
+def _of_latents(latents: torch.Tensor, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, R + P] -> keys [T, H, N + P] and values [T, H, V]."""
+    facts = layer.facts.latent
+    assert facts is not None
+    assert layer.latent is not None
+    made = torch.einsum("tr,hnr->thn", latents[:, : facts.rank], layer.latent.kv_b)
+    keys, values = torch.split(made, [facts.nope_dim, facts.value_dim], dim=-1)
+    rotated = latents[:, None, facts.rank :].expand(-1, keys.shape[1], -1)
+    return torch.cat((keys, rotated), dim=-1), values
+
+
+def advance_by_definition(
+    mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, out: torch.Tensor
+) -> None:
+    """mixed [T, C], gates [T, G], out [T, HV, V] of a whole sequence, from a state of zeros."""
+    facts, weights = layer.facts.recurrent, layer.recurrent
+    assert facts is not None
+    assert weights is not None
+    out.copy_(reference.recurrence(mixed, gates, facts=facts, weights=weights, scale=layer.scale)[0])

@@ -1,0 +1,223 @@
+"""Every family computes the same on several ranks as on one: tensor ranks within rounding, pipeline stages bit for bit.
+
+Ranks are threads. With float64 as the truth, the error of several ranks may be a quarter larger than that of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from engine import hybrid_model
+from engine.hybrid_reference import SIZES
+from parity.oracle import EXPERT_FAMILIES, FAMILIES, grouped_expert_shape, latent_shape, shape
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
+
+from enginery.contracts.model import ModelFacts, ModelSpec
+from enginery.errors import Unsupported
+from enginery.plugin.registry import Registry
+from enginery.testing.kits.model_ranks import tensors_asked_for
+from enginery.testing.kits.ranks import RankAnswer, RankThreads
+from enginery.testing.kits.weights import WholeTensors
+from enginery.worker.weights.formats import FormatReader, stated_quantization
+
+IDS = [5, 77, 200, 31, 8, 9, 140, 3, 99, 101, 55, 12, 13, 240, 7, 19, 5, 77, 64, 33, 17, 2, 90, 111]
+WORST = 1.25  # of the error of one rank
+HYBRIDS = {
+    "hybrid": {**SIZES, "latent_layers": [3], "vocab_size": 250},
+    "hybrid, latents first": {**SIZES, "latent_layers": [0], "vocab_size": 250},
+}
+
+
+def stated(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(config, PretrainedConfig):
+        return dict(config)
+    name = type(config).__name__.removesuffix("Config")
+    return {**config.to_dict(), "architectures": [f"{name}ForCausalLM"]}
+
+
+CONFIGS = {name: stated(config) for name, config in (FAMILIES | EXPERT_FAMILIES | HYBRIDS).items()}
+CONFIGS["llama-odd-vocabulary"] = {**CONFIGS["llama"], "vocab_size": 251}
+CONFIGS["llama-tied-odd"] = {**CONFIGS["llama-tied"], "vocab_size": 251}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+def family_of(registry: Registry, config: dict[str, Any]) -> ModelSpec:
+    if config["architectures"] == ["HybridForCausalLM"]:
+        (spec,) = hybrid_model.register_models()
+        return spec
+    offer, _ = registry.find_model(config)
+    return offer.spec
+
+
+def whole_tensors(family: ModelSpec, config: dict[str, Any], reader: FormatReader | None = None) -> dict[str, torch.Tensor]:
+    """Random, rounded to bfloat16, so that every dtype has the same numbers; norms that are not 1, biases that are not 0."""
+    made: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for part in tensors_asked_for(family, config, reader).values():
+        noise = torch.randn(part.whole, generator=generator)
+        if part.fill is not None:
+            made[part.name] = noise.abs() * part.fill
+        elif part.dtype == "F8_E4M3":
+            made[part.name] = noise.to(torch.float8_e4m3fn)
+        elif len(part.whole) == 1:
+            made[part.name] = (noise * 0.1 + (0.0 if "bias" in part.name else 1.0)).bfloat16()
+        else:
+            made[part.name] = (noise * (1.0 if "embed" in part.name else part.whole[1] ** -0.5)).bfloat16()
+    return made
+
+
+class OneModel:
+    """A family with its weights, for any number of ranks."""
+
+    def __init__(self, registry: Registry, config: dict[str, Any]) -> None:
+        self.family, self.config, self.reader = family_of(registry, config), config, None
+        if (quantization := stated_quantization(config)) is not None:
+            (offer,) = registry.weight_formats
+            self.reader = FormatReader.load(offer, quantization, None)
+        self.tensors = whole_tensors(self.family, config, self.reader)
+
+    def run(
+        self, dtype: torch.dtype, *, tensor_size: int = 1, num_stages: int = 1, rows: list[int] | None = None
+    ) -> list[RankAnswer]:
+        tensors = WholeTensors(self.tensors, dtype, self.reader)
+        ranks = RankThreads(family=self.family, config=self.config, tensors=tensors, tensor_size=tensor_size, num_stages=num_stages)
+        return ranks.run(IDS, rows)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, OneModel]:
+    return {}
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, registry: Registry, models: dict[str, OneModel]) -> OneModel:
+    if request.param not in models:
+        models[request.param] = OneModel(registry, CONFIGS[request.param])
+    return models[request.param]
+
+
+every_family = pytest.mark.parametrize("model", sorted(CONFIGS), indirect=True)
+
+
+def error(answer: RankAnswer, truth: RankAnswer) -> float:
+    return float((answer.logits.double() - truth.logits).norm() / truth.logits.norm())
+
+
+@every_family
+@pytest.mark.parametrize("tensor_size", [2, 4])
+def test_tensor_ranks_are_as_close_to_float64_as_one(model: OneModel, tensor_size: int) -> None:
+    (truth,) = model.run(torch.float64)
+    exact = model.run(torch.float64, tensor_size=tensor_size)
+    assert error(exact[0], truth) < 1e-6  # norms, softmax and angles are float32 in both
+    (one,) = model.run(torch.float32)
+    several = model.run(torch.float32, tensor_size=tensor_size)
+    assert error(several[0], truth) <= WORST * error(one, truth) + 1e-7
+    assert torch.equal(several[0].logits.argmax(-1), one.logits.argmax(-1))
+    for rank in several:
+        assert torch.equal(rank.hidden, several[0].hidden), "residuals are the same bits on all ranks"
+        assert torch.equal(rank.best, rank.logits.argmax(-1))
+
+
+@every_family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_pipeline_stages_are_one_bit_for_bit(model: OneModel, dtype: torch.dtype) -> None:
+    (one,) = model.run(dtype, rows=[3, 23])
+    (two,) = model.run(dtype, num_stages=2, rows=[3, 23])
+    assert one.logits.shape == (2, model.config["vocab_size"])
+    assert torch.equal(two.hidden, one.hidden)
+    assert torch.equal(two.logits, one.logits)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "glm4", "hybrid", "qwen2-moe", "llama-tied-odd"], indirect=True)
+def test_stages_of_several_ranks_are_ranks_of_one_stage(model: OneModel) -> None:
+    one = model.run(torch.float32, tensor_size=2)
+    two = model.run(torch.float32, tensor_size=2, num_stages=2)
+    assert all(torch.equal(mine.logits, other.logits) for mine, other in zip(one, two, strict=True))
+
+
+FLOAT8 = stated(
+    DeepseekV3Config(
+        **latent_shape(q_lora_rank=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+        | grouped_expert_shape(moe_intermediate_size=256, n_routed_experts=8, norm_topk_prob=True)
+    )
+) | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def test_float8_blocks_are_shared_by_two_ranks_and_cut_by_none(registry: Registry) -> None:
+    model = OneModel(registry, FLOAT8)
+    assert model.tensors["model.layers.1.mlp.experts.0.gate_proj.weight"].dtype is torch.float8_e4m3fn
+    (truth,), (one,) = model.run(torch.float64), model.run(torch.float32)
+    several = model.run(torch.float32, tensor_size=2)
+    assert error(several[0], truth) <= WORST * error(one, truth) + 1e-7
+    with pytest.raises(Unsupported, match="experts has 256 in units of 128, which 4 ranks cannot share; 2 ranks can"):
+        model.run(torch.float32, tensor_size=4)
+
+
+REFUSED = {
+    "query heads": (
+        CONFIGS["llama"],
+        8,
+        "query heads has 4 in units of 1, which 8 ranks cannot share; 2 or 4 ranks can",
+    ),
+    "KV heads": (
+        stated(LlamaConfig(**shape(num_attention_heads=12, num_key_value_heads=3, hidden_size=96))),
+        4,
+        "the attention's KV heads has 3 in units of 1, which 4 ranks cannot share",
+    ),
+    "heads of MLA": (CONFIGS["deepseek-v2"], 8, "the attention's query heads has 4"),
+    "heads of a recurrence": (CONFIGS["hybrid"] | {"num_attention_heads": 6}, 4, "query heads has 6 in units of 1, which 4 ranks"),
+    "inner size": (
+        CONFIGS["llama"] | {"intermediate_size": 130},
+        4,
+        "gate_proj has 130 in units of 1, which 4 ranks cannot share",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "tensor_size", "said"), REFUSED.values(), ids=REFUSED)
+def test_sizes_that_ranks_cannot_share_are_refused_with_what_would_do(
+    registry: Registry, config: dict[str, Any], tensor_size: int, said: str
+) -> None:
+    model = OneModel(registry, config)
+    with pytest.raises(Unsupported, match=said):
+        model.run(torch.float32, tensor_size=tensor_size)
+
+
+def test_a_rank_that_fails_frees_the_others(registry: Registry) -> None:
+    model = OneModel(registry, CONFIGS["llama"])
+    del model.tensors["model.norm.weight"]
+    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
+        model.run(torch.float32, tensor_size=2)
+
+
+def test_values_narrower_than_keys_are_values_with_zeros_behind(registry: Registry) -> None:
+    """Of 16 dims of a value the last 6 are zero in the wide model; the narrow one has 10, and writes keys and values apart."""
+    wide = OneModel(registry, CONFIGS["qwen3"])
+    facts = wide.family.describe(wide.config)
+    dim, value_dim, heads, kv_heads = facts.layers[0].head_dim, 10, facts.layers[0].num_heads, facts.layers[0].num_kv_heads
+    narrow = OneModel(registry, CONFIGS["qwen3"])
+    for name, tensor in wide.tensors.items():
+        if "v_proj.weight" in name:
+            rows = tensor.view(kv_heads, dim, -1)
+            rows[:, value_dim:] = 0
+            narrow.tensors[name] = rows[:, :value_dim].flatten(0, 1)
+        elif "o_proj.weight" in name:
+            narrow.tensors[name] = tensor.view(-1, heads, dim)[..., :value_dim].flatten(1)
+
+    def describe(config: Mapping[str, object]) -> ModelFacts:
+        layers = tuple(dataclasses.replace(layer, v_head_dim=value_dim) for layer in facts.layers)
+        return dataclasses.replace(facts, layers=layers)
+
+    narrow.family = dataclasses.replace(narrow.family, describe=describe)
+    (expected,) = wide.run(torch.float64)
+    for tensor_size in (1, 2):
+        answer = narrow.run(torch.float64, tensor_size=tensor_size)[0]
+        torch.testing.assert_close(answer.logits, expected.logits, atol=1e-6, rtol=0)

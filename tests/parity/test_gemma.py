@@ -1,0 +1,73 @@
+"""Gemma 2 and 3, made of the core's blocks by an outside plugin, equal transformers: alone, on several ranks, and in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from parity import gemma_model
+from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.oracle import Oracle, shape
+from transformers import Gemma2Config, Gemma3TextConfig
+
+from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
+from enginery.testing.kits.ranks import RankAnswer, RankThreads
+from enginery.testing.kits.weights import WholeTensors
+
+SIZES = dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=24)
+KINDS = ["sliding_attention", "full_attention"] * 2
+GEMMAS = {
+    "gemma2": Gemma2Config(**shape(**SIZES, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)),
+    "gemma3": Gemma3TextConfig(**shape(**SIZES, layer_types=KINDS)),
+}
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    """With the test's family as an installed distribution."""
+    info = tmp_path_factory.mktemp("site") / "enginery_gemma-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-gemma\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[enginery]\ngemma = parity.gemma_model\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(info.parent))
+        yield Registry.load()
+
+
+@pytest.fixture(params=sorted(GEMMAS))
+def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle(request.param, GEMMAS[request.param])
+
+
+def run(oracle: Oracle, *, tensor_size: int = 1, num_stages: int = 1) -> list[RankAnswer]:
+    (family,) = gemma_model.register_models()
+    config = {**oracle.model.config.to_dict(), "architectures": [type(oracle.model).__name__]}
+    tensors = WholeTensors({name: tensor.detach() for name, tensor in oracle.model.state_dict().items()}, torch.float32)
+    ranks = RankThreads(family=family, config=config, tensors=tensors, tensor_size=tensor_size, num_stages=num_stages)
+    return ranks.run(oracle.prompts[4])
+
+
+def test_the_blocks_give_transformers_logits(oracle: Oracle) -> None:
+    (answer,) = run(oracle)
+    torch.testing.assert_close(answer.logits, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tensor_size", [2, 4])
+def test_so_do_several_ranks_and_stages(oracle: Oracle, tensor_size: int) -> None:
+    for answer in run(oracle, tensor_size=tensor_size, num_stages=2):
+        torch.testing.assert_close(answer.logits, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
+
+
+def test_the_engine_gives_its_greedy_tokens(oracle: Oracle, registry: Registry) -> None:
+    engine = Engine.build(options(oracle, max_batch_tokens=16), registry)
+    assert_greedy(oracle, generate(engine, oracle.prompts[3:5]), oracle.prompts[3:5])
+
+
+def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
+    """1 + w is rounded when it is read, and in transformers when it is used."""
+    prompt = oracle.prompts[1]
+    expected = oracle.logits(prompt)[-1]
+    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
+    assert error < 0.04

@@ -7,7 +7,7 @@ bin := $(VENV)/bin
 projects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 plugins := $(patsubst %/pyproject.toml,%,$(filter plugins/%,$(projects)))
 sources := core/enginery $(sort $(wildcard plugins/*/src)) tests/meta/typing_snippets
-# The 20 projects of this tree share one setuptools.
+# The 21 projects of this tree share one setuptools.
 install := $(bin)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 # For DEVICE=cpu: an interpreter of kernels, for tests of some plugins; and torch's CPU build: 0.2 GB to fetch and not 3. Where that index is out of reach, what pip finds elsewhere will do.
 DEVICE ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),cuda,cpu)

@@ -7,12 +7,39 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.plan import ForwardPlan
 from enginery.errors import PluginError, StalePlan
+
+
+class UnwrittenOutput(PluginError):
+    """A backend returned, and rows of `out` are as they were."""
+
+
+# A NaN that no computation gives, by the bytes of its dtype: where it is still there, nothing was written.
+_POISON: Final = {
+    1: (torch.uint8, 0x7F),
+    2: (torch.int16, 0x7FED),
+    4: (torch.int32, 0x7FC0DEAD),
+    8: (torch.int64, 0x7FF8DEADC0DEDEAD),
+}
+
+
+def poison(out: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with NaN that `is_poison` knows again, and return it."""
+    bits, value = _POISON[out.dtype.itemsize]
+    out.view(bits).fill_(value)
+    return out
+
+
+def is_poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a tensor that was poisoned was not written to: bool, of the same shape."""
+    bits, value = _POISON[tensor.dtype.itemsize]
+    return tensor.view(bits) == value
 
 
 class Watch:
@@ -33,16 +60,16 @@ class Watch:
             raise StalePlan(
                 f"a host tensor of the batch was written after it was planned for {plan.key}; make another batch instead"
             )
-        out.fill_(float("nan"))
+        poison(out)
 
     def after(self, inputs: Sequence[torch.Tensor], batch: ForwardBatch, out: torch.Tensor, backend_id: str) -> None:
         """Raises `PluginError` if a row of a request was not written. inputs: if they are no numbers, nor need `out` be."""
         if is_capturing(out):
             return
         count = int(batch.q_lens_cpu.sum())
-        unwritten = out[:count].isnan().flatten(1).all(1)
+        unwritten = is_poison(out[:count]).flatten(1).all(1)
         if bool(unwritten.any()) and all(bool(tensor[:count].isfinite().all()) for tensor in inputs):
-            raise PluginError(f"{backend_id} left {int(unwritten.sum())} of {count} rows of `out` unwritten")
+            raise UnwrittenOutput(f"{backend_id} left {int(unwritten.sum())} of {count} rows of `out` unwritten")
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:

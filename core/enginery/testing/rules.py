@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from enginery.attention.watch import UnwrittenOutput, is_poison
 from enginery.testing.cases import AttnCase
 from enginery.testing.subject import Subject
 
@@ -72,30 +73,11 @@ def rule(scope: Scope, advice: str) -> Callable[[CheckFn], Rule]:
     return make
 
 
-# A NaN that no computation gives, by the bits of its dtype's size: where it is still there, nothing was written.
-_POISON: Final = {
-    1: (torch.uint8, 0x7F),
-    2: (torch.int16, 0x7FED),
-    4: (torch.int32, 0x7FC0DEAD),
-    8: (torch.int64, 0x7FF8DEADC0DEDEAD),
-}
-
-
-def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor that nothing has been written to yet: NaN everywhere, by bits that `is_poison` knows again."""
-    bits, value = _POISON[dtype.itemsize]
-    return torch.full(tuple(shape), value, dtype=bits, device=device).view(dtype)
-
-
-def is_poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Where a tensor of `poisoned` was not written to: bool, of the same shape."""
-    bits, value = _POISON[tensor.dtype.itemsize]
-    return tensor.contiguous().view(bits) == value
-
-
 def fault_of(error: Exception) -> Fault:
     """Of an exception that a plugin's code raised: torch has no type of its own for operands whose dtypes do not fit."""
     text = str(error).lower()
+    if isinstance(error, UnwrittenOutput):
+        return Fault.UNWRITTEN
     return Fault.DTYPE if "dtype" in text or "scalar type" in text else Fault.CRASH
 
 

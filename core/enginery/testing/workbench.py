@@ -10,14 +10,14 @@ import torch
 from enginery.attention import axes
 from enginery.attention.latent import LatentAttention, LatentSettings
 from enginery.attention.relay import BackendRelay
-from enginery.attention.watch import Watch
+from enginery.attention.watch import Watch, poison
 from enginery.contracts.attention import BackendContext, SparseCoordinator
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.plan import ForwardPlan
 from enginery.kv.arena import DeviceArena
 from enginery.testing.cases import AttnCase
-from enginery.testing.rules import BrokenRule, poisoned
+from enginery.testing.rules import BrokenRule
 from enginery.testing.stage import Stage, Turn, num_out_heads
 from enginery.testing.subject import Subject
 
@@ -126,7 +126,7 @@ class Workbench(Stage):
     def guarded_out(self, num_tokens: int) -> torch.Tensor:
         """[T + 2, H, V]: what is not written stays NaN; the first row and the last are not the backend's."""
         shape = (num_tokens + 2, num_out_heads(self.case.facts), self.dims[1])
-        whole = poisoned(shape, self.dtype, self.device)
+        whole = poison(torch.empty(shape, dtype=self.dtype, device=self.device))
         whole[0], whole[-1] = _GUARD, _GUARD
         return whole
 

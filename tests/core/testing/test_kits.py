@@ -11,6 +11,7 @@ import torch
 from core.testing.bad_backends import CAPABILITIES
 from core.testing.good_backend import GoodBackend
 
+from enginery.attention.watch import is_poison, poison
 from enginery.contracts.attention import AttnBackendSpec, BackendContext, Reason
 from enginery.contracts.ops import OpSpec
 from enginery.contracts.parsers import ArgumentsText, ContentText, ParserSetup, ParserSpec, Tool, ToolCallBegun, ToolCallEnded
@@ -23,7 +24,7 @@ from enginery.testing.conformance import RULES, Report, run_conformance
 from enginery.testing.kits.checks import KitReport, run_checks
 from enginery.testing.kits.ops import checks_of_ops
 from enginery.testing.kits.parsers import check_cuts, check_order, check_plain, parsed
-from enginery.testing.rules import BrokenRule, is_poison, poisoned
+from enginery.testing.rules import BrokenRule
 from enginery.testing.subject import Subject
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_what_failures_alone_have_in_common(failed: tuple[str, ...], passed: tup
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_was_not_written_is_told_from_a_nan_that_was(dtype: torch.dtype) -> None:
-    out = poisoned((4, 2, 3), dtype, CPU)
+    out = poison(torch.empty(4, 2, 3, dtype=dtype))
     assert bool(out.isnan().all())
     out[1] = float("nan")
     out[2] = 1.0
@@ -110,7 +111,7 @@ def report_of(change: Callable[..., None], rule: str, **how: object) -> Report:
 @pytest.mark.parametrize(
     ("backend", "fault", "said"),
     [
-        (writes_nothing, "nothing written", "nothing is written to"),
+        (writes_nothing, "nothing written", "rows of `out` unwritten"),
         (writes_nan, "NaN", "rows are NaN"),
         (crashes, "crash", "ZeroDivisionError at"),
         (mixes_dtypes, "wrong dtype", "RuntimeError at"),

@@ -69,6 +69,12 @@ KINDS: Final[Mapping[str, Kind]] = {
         summary="a model family",
         use="Checkpoints whose config.json names its architecture use it; `engine test-model FOLDER` tries it on one.",
     ),
+    "backend": Kind(
+        prefix="attn",
+        group=HookGroup.ATTN_BACKEND,
+        summary="an attention backend",
+        use="`engine test-backend @name@` tries it; `engine serve --attention-backend @name@` uses it.",
+    ),
     "format": Kind(
         prefix="format",
         group=HookGroup.WEIGHT_FORMAT,

@@ -4,6 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 
 bin := $(VENV)/bin
+wheels := $(VENV)/editable
 projects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 plugins := $(patsubst %/pyproject.toml,%,$(filter plugins/%,$(projects)))
 sources := core/enginery $(sort $(wildcard plugins/*/src)) tests/meta/typing_snippets
@@ -51,14 +52,16 @@ lint: $(VENV)/.lint
 venv: $(VENV)/.serve
 dev: $(VENV)/.test $(VENV)/.lint
 
-# One pip call for the core and all plugins: in two, the first could take a stranger's `enginery` from the package index.
-# Of 170 MB of compiled modules, only those that a server imports are made.
+# One pip call for the core and all plugins: in two, the first could take a stranger's `enginery` from the package index. It would leave
+# those of the same version that are there already as they are. Of 170 MB of compiled modules, only those that a server imports are made.
 $(VENV)/.serve: $(projects) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Enginery needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@$(install) --quiet 'setuptools>=77'
 	@$(cpu_torch)
-	$(install) --no-compile -e . $(addprefix -e ,$(plugins))
+	@$(bin)/python plugins/editable_wheels.py $(wheels) . $(plugins)
+	@$(bin)/python -m pip --disable-pip-version-check -qqq uninstall --yes enginery $(notdir $(plugins))
+	$(install) --no-compile $(wheels)/*.whl
 	@env -u PYTHONDONTWRITEBYTECODE $(bin)/python -c 'import enginery.serve.server, enginery.engine.engine'
 	@touch $@
 

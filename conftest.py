@@ -10,9 +10,12 @@ counts it; what fails twice fails.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
+from typing import Any
 from unittest.mock import patch
 
 import hypothesis
@@ -25,6 +28,25 @@ WITH_PROCESSES = ("tests/chaos/", "tests/serve/", "tests/engine/test_bench_serve
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.experimental.gluon")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+
+    @functools.cache
+    def builtins_of(module: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(module) if interpreter.tl.core.is_builtin(member)]
+
+    def patch_builtins(module: Any, builder: Any, scope: Any) -> None:
+        """Runs for each launch and each function that a kernel calls; looking for builtins takes longer than most of these."""
+        for name, member in builtins_of(module):
+            if getattr(module, name) is member:
+                interpreter._patch_attr(module, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
+
+# Each client reads all certificates of this machine anew, 0.1 s of processor time; the tests make thousands.
+for name in ("httpx", "httpx2"):
+    if importlib.util.find_spec(name) is not None:
+        transports = importlib.import_module(f"{name}._transports.default")
+        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 # No example is too slow. They are the same every time: `--hypothesis-profile searching` looks for new ones.
 hypothesis.settings.register_profile("searching", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

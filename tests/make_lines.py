@@ -24,6 +24,11 @@ def editables(command: list[str]) -> list[str]:
     return [value for flag, value in itertools.pairwise(command) if flag == "-e"]
 
 
+def built(commands: list[list[str]]) -> list[str]:
+    """What is built of this tree in one process, to be installed from there."""
+    return [project for command in commands for project in command[3:] if command[1].endswith("editable_wheels.py")]
+
+
 def installs(folder: Path, *arguments: str) -> list[list[str]]:
     """The pip commands among those."""
     return [command for command in would_run(folder, *arguments) if "pip" in command[1:4]]

@@ -293,10 +293,8 @@ def server(folder: Path, site: Path, *flags: str) -> Iterator[tuple[openai.OpenA
         assert process.wait(timeout=40) == 0
 
 
-@pytest.mark.parametrize(
-    ("leaf", "mla_prefill"), [("batch-only", "one-shot"), ("batch-and-flag", "chunked"), ("without-hook", "one-shot")]
-)
-def test_each_child_is_served_over_http(
+@pytest.mark.parametrize(("leaf", "mla_prefill"), [("batch-and-flag", "chunked"), ("without-hook", "one-shot")])
+def test_a_child_with_the_hook_and_one_without_are_served_over_http(
     oracle: HybridOracle, site: Path, tokenizer: PreTrainedTokenizerFast, leaf: str, mla_prefill: str
 ) -> None:
     flags = ("--attention-backend", leaf, "--mla-prefill", mla_prefill, "--max-batch-tokens", "32", "--num-pages", "256")

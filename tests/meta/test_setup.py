@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from make_lines import editables, installs
+from make_lines import built, editables, installs, would_run
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +26,34 @@ def test_serving_requires_nothing_that_only_tests_need() -> None:
         assert not required & NOT_FOR_SERVING, path
 
 
-def test_serve_installs_the_core_and_every_plugin_in_one_call_and_no_extras(tmp_path: Path) -> None:
-    commands = installs(tmp_path, "serve")
-    (tree,) = [editables(command) for command in commands if editables(command)]
+def test_serve_installs_the_core_and_every_plugin_and_no_extras(tmp_path: Path) -> None:
+    tree = built(would_run(tmp_path, "serve"))
     assert tree[0] == "."
     assert sorted(tree[1:]) == sorted(path.parent.relative_to(ROOT).as_posix() for path in PROJECTS[1:])
-    assert not [word for command in commands for word in command if "[" in word]
+    commands = installs(tmp_path, "serve")
+    assert not [word for command in commands for word in command if "[" in word or word == "-e"]
+    assert len([command for command in commands if command[-1].endswith("*.whl")]) == 1, (
+        "in two, one could take a stranger's enginery"
+    )
+
+
+def test_wheels_of_a_project_that_changed_are_made_and_installed_anew(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    wheels = tmp_path / "wheels"
+    for version in ("1", "2"):
+        (project / "pyproject.toml").write_text(f'[project]\nname = "some"\nversion = "{version}"\n')
+        command = [sys.executable, str(ROOT / "plugins/editable_wheels.py"), str(wheels), str(project)]
+        subprocess.run(command, check=True, capture_output=True)
+        (made,) = wheels.iterdir()
+        assert made.name.startswith(f"some-{version}-")
+    (project / "pyproject.toml").write_text("[project]\nname = 3\n")
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"{project} cannot be built" in done.stderr
+    names = [tomllib.loads(path.read_text())["project"]["name"] for path in PROJECTS]
+    (removed,) = [words for words in installs(tmp_path, "serve") if "uninstall" in words]
+    assert sorted(removed[-len(names) :]) == sorted(names), "pip would leave those of the same version as they are"
 
 
 def test_no_project_of_the_tree_is_built_in_an_environment_of_its_own(tmp_path: Path) -> None:

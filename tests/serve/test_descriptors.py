@@ -39,6 +39,10 @@ def said_to(connection):
     return b""
 
 
+def is_live(url):
+    return httpx.get(f"{url}/health/live", timeout=PATIENCE_S).status_code == 200
+
+
 def completion(url):
     return httpx.post(f"{url}/v1/completions", json={"prompt": "hello world"}, timeout=PATIENCE_S)
 
@@ -55,9 +59,10 @@ def test_without_descriptors_probes_are_answered_streams_go_on_and_the_rest_is_r
             httpx.stream("POST", f"{url}/v1/completions", json=held, timeout=PATIENCE_S) as stream,
             idle_connections(url, 4 * FEW) as connections,
         ):
+            wait_until(lambda: is_live(url))  # all of them have been taken or refused
             began = time.monotonic()
             for _ in range(50):
-                assert httpx.get(f"{url}/health/live", timeout=PATIENCE_S).status_code == 200
+                assert is_live(url)
                 refused = completion(url)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
                 assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
@@ -67,7 +72,7 @@ def test_without_descriptors_probes_are_answered_streams_go_on_and_the_rest_is_r
             told = [said_to(connection) for connection in connections]
             politely = [answer for answer in told if answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer]
             assert len(politely) >= len(connections) - FEW, (
-                "the others have a place, or had one until they were silent for too long"
+                "the others have a place, or had one until they said nothing for too long"
             )
         wait_until(lambda: completion(url).status_code == 200)
         process.terminate()

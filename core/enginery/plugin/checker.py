@@ -77,6 +77,7 @@ def marked_options(plugin: object, name: str) -> HookimplOpts | None:
     return options if isinstance(options, dict) else None
 
 
+@functools.cache
 def hooks_of(specs: type) -> dict[str, Callable[..., object]]:
     """The functions of `specs` that are marked as hooks, by name."""
     functions = inspect.getmembers_static(specs, inspect.isfunction)
@@ -147,7 +148,7 @@ def _delegation_problems(plugin: object) -> list[str]:
 def _static_function(
     plugin: object, name: str
 ) -> types.FunctionType | types.MethodType | staticmethod[..., object] | classmethod[object, ..., object] | None:
-    found = inspect.getattr_static(plugin, name, None)
+    found = vars(plugin).get(name) if isinstance(plugin, types.ModuleType) else inspect.getattr_static(plugin, name, None)
     return found if isinstance(found, _HOLDERS) else None
 
 

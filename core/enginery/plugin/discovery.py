@@ -153,14 +153,15 @@ class _Metadata:
     def read(cls, distribution: Distribution) -> _Metadata:
         place = Path(str(distribution.locate_file("")))
         try:
-            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+            told = distribution.metadata  # parsed anew each time it is asked for
+            name, version = told["Name"], told["Version"]
             Version(version)
             return cls(
                 name=name,
                 version=version,
                 place=place,
                 entry_points=tuple(distribution.entry_points.select(group=GROUP)),
-                refusal=core_refusal(distribution.requires or [], __version__),
+                refusal=core_refusal(told.get_all("Requires-Dist") or distribution.requires or [], __version__),
             )
         except Exception as error:  # other people's files: whatever is wrong with them is a row, not a crash
             name = str(distribution.read_text("entry_points.txt")).partition(f"[{GROUP}]")[2].partition("=")[0].strip()

@@ -43,7 +43,8 @@ def test_a_file_is_refused(site, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("path", ["./nope", "../x", "nope/.hidden", "-/x"])
-def test_a_path_that_is_not_there_is_taken_for_no_hub_id(site, path: str) -> None:
+def test_a_path_that_is_not_there_is_taken_for_no_hub_id(site, path: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):
         find_folder(path, Registry.load())
 

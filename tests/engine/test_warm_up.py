@@ -119,8 +119,8 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
     known = set(launches.variants)
     assert {"decode", "merge", "prefill"} <= {str(variant[0]) for variant in known}
     for batch in typical_batches(parts, most=most, longest=longest):
-        parts.relay.plan(batch)
-        logits = parts.model.logits(parts.model.forward(batch)[: batch.num_requests])
+        planned = parts.relay.plan(batch)
+        logits = parts.model.logits(parts.model.forward(planned)[: batch.num_requests])
         table = torch.rand(5, batch.num_requests)
         for values in (logits, logits.float()):
             parts.ops.greedy(values)

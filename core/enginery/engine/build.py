@@ -38,7 +38,6 @@ from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
-from enginery.worker.checked_model import CheckedModel
 from enginery.worker.choice import Choice, choose
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
@@ -294,8 +293,7 @@ def build_model(
     """The model a second time, bound to its weights and its backend."""
     context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device)
     with torch.inference_mode(), inside(choice.family, "build the model"):
-        model = choice.family.spec.build(context)
-    return CheckedModel(model, choice.facts, source=choice.family.source)
+        return choice.family.spec.build(context)
 
 
 def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model, geometry: KVGeometry) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import STATED, VIEWS, ForwardBatch
 from enginery.contracts.plan import ForwardPlan
 from enginery.errors import PluginError, StalePlan
 
@@ -56,7 +56,7 @@ def digest(batch: ForwardBatch) -> int:
 
 
 def _host_tensors(batch: ForwardBatch) -> Iterator[torch.Tensor]:
-    for owner in (batch, *batch.views.values()):
-        for name, value in vars(owner).items():
-            if name.endswith("_cpu") and value is not None:
+    for owner, stated in ((batch, STATED), *((view, VIEWS[type(view)]) for view in batch.views.values())):
+        for name in stated:
+            if name.endswith("_cpu") and (value := getattr(owner, name)) is not None:
                 yield value

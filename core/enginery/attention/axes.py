@@ -9,7 +9,7 @@ What is cut or padded is another batch, without a plan: plans are made last.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -30,16 +30,24 @@ from enginery.contracts.batch import (
     Stated,
     StateView,
     View,
+    Whole,
+    new_identity,
 )
 
 AnyView = View | StateView
 ViewT = TypeVar("ViewT", View, StateView)
+AnyCut = ForwardBatch | View | StateView
+CutT = TypeVar("CutT", bound=AnyCut)
 # A tensor, what its field states, and the kind of memory that it is about, if any.
 Change = Callable[[torch.Tensor, Axis, Fill, MemoryKind], torch.Tensor]
 
 _GROWING: Final = tuple((name, stated) for name, stated in STATED.items() if stated.axis in (Axis.TOKEN, Axis.REQUEST))
 _KEPT: Final = tuple(name for name, stated in STATED.items() if stated.axis is Axis.NONE and stated.split is Split.SHARED)
 _ONLY_WHOLE: Final = tuple(name for name, stated in STATED.items() if stated.axis is Axis.NONE and stated.split is Split.DROPPED)
+_OPTIONAL: Final[Mapping[type, Sequence[tuple[str, Axis]]]] = {
+    owner: tuple((name, each.axis) for name, each in stated.items() if each.fill is not None and name in vars(owner))
+    for owner, stated in ((ForwardBatch, STATED), *VIEWS.items())
+}  # those with a default
 _OF_VIEW: Final = {view: tuple(stated.items()) for view, stated in VIEWS.items()}
 
 
@@ -66,11 +74,11 @@ def with_token_fields(batch: ForwardBatch, fields: Iterator[torch.Tensor]) -> Fo
 
 def _token_fields(batch: ForwardBatch) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
     for name, stated in _GROWING:
-        if stated.axis is Axis.TOKEN and (values := vars(batch)[name]) is not None:
+        if stated.axis is Axis.TOKEN and (values := getattr(batch, name)) is not None:
             yield ("", name), values
     for kind, view in batch.views.items():
         for name, stated in _OF_VIEW[type(view)]:
-            if stated.axis is Axis.TOKEN and (values := vars(view)[name]) is not None:
+            if stated.axis is Axis.TOKEN and (values := getattr(view, name)) is not None:
                 yield ("views", f"{kind} {name}"), values
     for name, (values, named) in batch.inputs.items():
         if rides(named):
@@ -84,7 +92,11 @@ def rides(named: NamedTensor) -> bool:
 
 def narrowed(batch: ForwardBatch, kind: type[ViewT]) -> ForwardBatch:
     """The batch with the views of one type alone, as a leaf is given it; another batch, unplanned."""
-    return dataclasses.replace(batch, views={name: view for name, view in batch.views.items() if isinstance(view, kind)})
+    other = object.__new__(type(batch))
+    views = {name: view for name, view in batch.views.items() if isinstance(view, kind)}
+    whole = None if batch.whole is None else Whole(batch)  # what is cut for one is there for all
+    vars(other).update(vars(batch), views=views, identity=new_identity(), plan=None, whole=whole)
+    return other
 
 
 class Cut(NamedTuple):
@@ -132,18 +144,41 @@ def num_decoding(batch: ForwardBatch) -> int:
 
 
 def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> ForwardBatch:
-    ranges = {Axis.TOKEN: rows, Axis.REQUEST: requests}
+    part = _part(batch, rows, requests)
+    vars(part).update(
+        {name: getattr(batch, name) for name in _KEPT},
+        phase=phase,
+        views={kind: _part(view, rows, requests) for kind, view in batch.views.items()},
+        inputs=_split_named(batch.inputs, rows, requests) if batch.inputs else batch.inputs,
+        outputs=_split_named(batch.outputs, rows, requests) if batch.outputs else batch.outputs,
+        num_tokens=rows.stop - rows.start,
+        num_requests=requests.stop - requests.start,
+        identity=new_identity(),
+        plan=None,
+    )
+    return part
 
-    def cut(values: torch.Tensor, axis: Axis, fill: Fill, kind: MemoryKind) -> torch.Tensor:
-        return values[ranges[axis]]
 
-    kept = {name: vars(batch)[name] for name in _KEPT}
-    named = {name: _split_named(vars(batch)[name], ranges) for name in ("inputs", "outputs")}
-    return ForwardBatch(**{**kept, **_changed(batch, cut), **named, "phase": phase})
+def _part(whole: CutT, rows: slice, requests: slice) -> CutT:
+    """The rows and requests of a batch or view, whose tensors are cut when they are read; but for optional ones, cut here."""
+    part = object.__new__(type(whole))
+    values = vars(part)
+    for name, axis in _OPTIONAL[type(whole)]:
+        if (tensor := getattr(whole, name)) is not None:
+            values[name] = tensor[rows if axis is Axis.TOKEN else requests]
+    owner: AnyCut = whole
+    while (further := owner.whole) is not None:  # so that a part of a part is cut once
+        owner = further.owner
+        if further.rows is not None and further.requests is not None:
+            rows = slice(further.rows.start + rows.start, further.rows.start + rows.stop)
+            requests = slice(further.requests.start + requests.start, further.requests.start + requests.stop)
+    values["whole"] = tuple.__new__(Whole, (owner, rows, requests))
+    return part
 
 
-def _split_named(tensors: Mapping[str, Named], ranges: Mapping[Axis, slice]) -> dict[str, Named]:
+def _split_named(tensors: Mapping[str, Named], rows: slice, requests: slice) -> dict[str, Named]:
     """Of a part: cut, the same, or not there."""
+    ranges = {Axis.TOKEN: rows, Axis.REQUEST: requests}
     found = {}
     for name, (values, stated) in tensors.items():
         if stated.split is not Split.DROPPED:
@@ -171,9 +206,9 @@ def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, geometry: KV
         value = _fill_value(fill, kind, length=length, geometry=geometry)
         return F.pad(values, [0, 0] * (values.dim() - 1) + [0, count], value=value)
 
-    kept = {name: vars(batch)[name] for name in (*_KEPT, *_ONLY_WHOLE)}
+    kept = {name: getattr(batch, name) for name in (*_KEPT, *_ONLY_WHOLE)}
     named = {
-        name: {key: Named(_grown(grow, named), named.stated) for key, named in vars(batch)[name].items()}
+        name: {key: Named(_grown(grow, named), named.stated) for key, named in getattr(batch, name).items()}
         for name in ("inputs", "outputs")
     }
     return ForwardBatch(**{**kept, **_changed(batch, grow), **named})
@@ -197,10 +232,10 @@ def _fill_value(fill: Fill, kind: MemoryKind, *, length: int, geometry: KVGeomet
 
 def _changed(batch: ForwardBatch, change: Change) -> dict[str, Any]:
     """Every tensor along tokens or requests of the batch and its views, changed; what is None stays None."""
-    found: dict[str, Any] = {name: _maybe(change, vars(batch)[name], stated, "") for name, stated in _GROWING}
+    found: dict[str, Any] = {name: _maybe(change, getattr(batch, name), stated, "") for name, stated in _GROWING}
     views: dict[MemoryKind, AnyView] = {}
     for kind, view in batch.views.items():
-        changed: dict[str, Any] = {name: _maybe(change, vars(view)[name], stated, kind) for name, stated in _OF_VIEW[type(view)]}
+        changed: dict[str, Any] = {name: _maybe(change, getattr(view, name), stated, kind) for name, stated in _OF_VIEW[type(view)]}
         views[kind] = type(view)(**changed)
     return {**found, "views": views}
 

@@ -27,7 +27,7 @@ from enginery.errors import StalePlan, Unsupported
 from enginery.plugin.hookspecs import hookimpl
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, init=False)
 class Part:
     """What one child does of a batch.
 
@@ -40,6 +40,18 @@ class Part:
     batch: ForwardBatch
     requests: slice | None = None
     plan: ForwardPlan | None = None
+
+    def __init__(
+        self, *, child: int, rows: slice | None, batch: ForwardBatch, requests: slice | None = None, plan: ForwardPlan | None = None
+    ) -> None:
+        """A step has a dozen parts, so the fields are set at once."""
+        vars(self).update(child=child, rows=rows, batch=batch, requests=requests, plan=plan)
+
+    def planned(self, plan: ForwardPlan) -> Part:
+        """The part with its child's plan."""
+        same = object.__new__(type(self))
+        vars(same).update(vars(self), plan=plan)
+        return same
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,8 +91,7 @@ class Composite(ABC):
 
     def plan_part(self, part: Part, *, capture: bool) -> Part:
         """The part with its child's plan."""
-        plan = self.children[part.child].make_plan(part.batch, capture=capture)
-        return Part(child=part.child, rows=part.rows, requests=part.requests, batch=part.batch, plan=plan)
+        return part.planned(self.children[part.child].make_plan(part.batch, capture=capture))
 
     @hookimpl
     def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[CompositePlan, ...] | None:
@@ -93,7 +104,7 @@ class Composite(ABC):
             if len(plans) < len(parts):
                 return None
             for into, part, plan in zip(planned, parts, plans, strict=True):
-                into.append(dataclasses.replace(part, plan=plan))
+                into.append(part.planned(plan))
         return tuple(
             CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
             for batch, parts in zip(batches, planned, strict=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -72,7 +73,7 @@ class BackendRelay:
     def plan(self, batch: ForwardBatch, *, capture: bool = False) -> ForwardBatch:
         """The same batch with a plan of this backend; the one it has, if that covers it."""
         plan = batch.plan
-        if plan is not None and plan.key == PlanKey.of(batch, self.backend_id, epoch=plan.key.epoch, capture=capture):
+        if plan is not None and plan.key.covers(batch, self.backend_id, epoch=plan.key.epoch, capture=capture):
             return batch
         return batch.planned(self.make_plan(batch, capture=capture))
 
@@ -107,7 +108,7 @@ class BackendRelay:
             raise PluginError(
                 f"{self.source}: {self.backend_id} answered {CHUNKS} with {plan!r:.100}, neither a ChunkPlan nor Denied"
             )
-        if plan.key != PlanKey.of(batch, self.backend_id, epoch=plan.key.epoch):
+        if not plan.key.covers(batch, self.backend_id, epoch=plan.key.epoch, capture=False):
             raise PluginError(f"{self.source}: {self.backend_id} answered {CHUNKS} with a plan for {plan.key}, not for this batch")
         return plan
 
@@ -157,8 +158,8 @@ class BackendRelay:
             raise PluginError(
                 f"{self.source}: {self.backend_id} answered {hook} with {plan!r:.100}; a ForwardPlan is needed for every batch"
             )
-        wanted = PlanKey.of(batch, self.backend_id, epoch=plan.key.epoch, capture=capture)
-        if plan.key != wanted:
+        if not plan.key.covers(batch, self.backend_id, epoch=plan.key.epoch, capture=capture):
+            wanted = PlanKey.of(batch, self.backend_id, epoch=plan.key.epoch, capture=capture)
             raise PluginError(
                 f"{self.source}: {self.backend_id} answered {hook} with a plan for {plan.key} instead of {wanted}; "
                 "make its key with PlanKey.of(batch, self.backend_id, capture=capture)"
@@ -202,5 +203,8 @@ def _bind(caller: pluggy.HookCaller) -> Callable[[Mapping[str, object]], object]
     """A call of the one implementation with those of the hook's arguments that pluggy found it to take; None if there is none."""
     for implementation in caller.get_hookimpls():
         function, names = implementation.function, implementation.argnames
-        return lambda arguments: function(*[arguments[name] for name in names])
+        if len(names) < 2:
+            return lambda arguments: function(*[arguments[name] for name in names])
+        in_order = operator.itemgetter(*names)
+        return lambda arguments: function(*in_order(arguments))
     return None

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import STATED, VIEWS, ForwardBatch
 from enginery.contracts.plan import ForwardPlan
 from enginery.errors import PluginError, StalePlan
 
@@ -83,7 +83,7 @@ def digest(batch: ForwardBatch) -> int:
 
 
 def _host_tensors(batch: ForwardBatch) -> Iterator[torch.Tensor]:
-    for owner in (batch, *batch.views.values()):
-        for name, value in vars(owner).items():
-            if name.endswith("_cpu") and value is not None:
+    for owner, stated in ((batch, STATED), *((view, VIEWS[type(view)]) for view in batch.views.values())):
+        for name in stated:
+            if name.endswith("_cpu") and (value := getattr(owner, name)) is not None:
                 yield value

@@ -43,17 +43,19 @@ _STEPS: Final = {"decode": (Phase.DECODE, [1] * 64), "mixed": (Phase.MIXED, [1] 
 
 
 class NullLeaf:
-    """Plans at no cost and attends nothing."""
+    """Reads what planning reads, plans at no cost and attends nothing."""
 
     def __init__(self, number: int) -> None:
         self.backend_id = f"null#{number}"
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
+        _read_host(batch)
         return ForwardPlan(key=PlanKey.of(batch, self.backend_id, capture=capture))
 
     @hookimpl
     def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[object, ...], disable_ragged: bool) -> ChunkPlan:
+        _read_host(batch)
         return ChunkPlan(key=PlanKey.of(batch, self.backend_id), attend=_attend_nothing)
 
     def attend(
@@ -67,6 +69,13 @@ class NullLeaf:
         out: torch.Tensor,
     ) -> None:
         """Write nothing."""
+
+
+def _read_host(batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+    """What the planning of a leaf reads, which has one view: a part's fields are cut when they are read."""
+    (view,) = batch.views.values()
+    of_view = (view.page_table_cpu,) if isinstance(view, View) else (view.reads_cpu, view.writes_cpu)
+    return batch.q_lens_cpu, batch.kv_lens_cpu, *of_view
 
 
 def _attend_nothing(

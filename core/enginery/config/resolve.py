@@ -99,7 +99,7 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
 
 def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, tokens: int) -> tuple[int, int]:
     """The largest steps that are captured: requests that decode, and tokens of prefills and mixed steps; 0 captures none."""
-    if not asked.graphs or device.kind != "cuda":
+    if not asked.graphs or asked.check_attention or device.kind != "cuda":
         return 0, 0
     return min(requests, MAX_GRAPH_REQUESTS), min(tokens, MAX_PIECE_TOKENS)
 

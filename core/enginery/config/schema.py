@@ -30,6 +30,7 @@ class EngineOptions:
     steps on CUDA devices. wait_for_kernels: compile what the best attention backends lack first, instead of beginning with others.
     num_pages: KV pages, instead of what memory_fraction leaves. memory_fraction: share of the device's free memory (of the host's
     available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.
+    check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """
 
@@ -49,6 +50,7 @@ class EngineOptions:
     linear_attention_backend: str = "auto"
     sparse_coordinator: str = "off"
     micro_batches: bool = False
+    check_attention: bool = False
     mla_prefill: str = "auto"
     mla_chunk_tokens: int | None = None
     schedule_policy: str = "auto"

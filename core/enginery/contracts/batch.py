@@ -7,11 +7,12 @@ replayed; what its host tensors hold, never.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,7 @@ class Stated(NamedTuple):
 
 
 _GROWING: Final = (Axis.TOKEN, Axis.REQUEST)
+new_identity: Final = itertools.count(1).__next__
 
 
 def along(axis: Axis, *, fill: Fill | None = None, split: Split = Split.CUT, **default: Any) -> Any:
@@ -102,8 +104,38 @@ def stated_fields(batch_type: type) -> Mapping[str, Stated]:
     return found
 
 
+class Whole(NamedTuple):
+    """What a part was cut from, a batch or a view, and its tokens and its requests there; None for all of them."""
+
+    owner: ForwardBatch | View | StateView
+    rows: slice | None = None
+    requests: slice | None = None
+
+
+class Cuttable:
+    """The parent of what `axes` cuts parts of: a field of a part is cut when it is first read.
+
+    A slice costs a microsecond or two, a part of a batch has ten of them, and planning reads three. `whole`: None but in parts.
+    """
+
+    whole: ClassVar[Whole | None] = None
+
+    if not TYPE_CHECKING:  # every name would be an attribute
+
+        def __getattr__(self, name: str) -> torch.Tensor:
+            """Called for what is not there yet."""
+            whole, axis = self.whole, _GROWING_AXES.get(name)
+            if whole is None or axis is None:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name}", name=name, obj=self)
+            part, own = getattr(whole.owner, name), whole.rows if axis is Axis.TOKEN else whole.requests
+            if own is not None:
+                part = part[own]
+            vars(self)[name] = part
+            return part
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class View:
+class View(Cuttable):
     """What a batch has in one kind of paged memory. starts_cpu: the first position that is held; None: all are."""
 
     slots: torch.Tensor = along(Axis.TOKEN, fill=Fill.SCRATCH_SLOT)  # [T] int64, device: where each token's key and value go
@@ -112,7 +144,7 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StateView:
+class StateView(Cuttable):
     """The pages that each request's recurrent state is read from and written to: often the same one.
 
     A request whose tokens are all of this step begins from zero and reads none.
@@ -154,7 +186,7 @@ class Named(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ForwardBatch:
+class ForwardBatch(Cuttable):
     """What changes from one forward to the next, and nothing else. Facts about layers are in their `LayerSpec`.
 
     The tensors named `_cpu` are in host memory: planning reads those and never the device. A request's rows are contiguous, and
@@ -178,24 +210,29 @@ class ForwardBatch:
     kv_lens: torch.Tensor | None = along(Axis.REQUEST, fill=Fill.LENGTH, default=None)  # [B] int32, device
     inputs: Mapping[str, Named] = along(Axis.EACH, default_factory=dict)
     outputs: Mapping[str, Named] = along(Axis.EACH, default_factory=dict)
-    identity: int = field(init=False, default_factory=itertools.count(1).__next__)
+    identity: int = field(init=False, default_factory=new_identity)
     plan: ForwardPlan | None = field(init=False, default=None)
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         """The tokens of the batch: T."""
         return self.input_ids.shape[0]
 
-    @property
+    @functools.cached_property
     def num_requests(self) -> int:
         """The requests of the batch: B."""
         return self.q_lens_cpu.shape[0]
 
-    @property
+    @functools.cached_property
     def num_decode_requests(self) -> int:
         """How many requests of `decode_len` tokens there are before the first of another length: they can be decoded together."""
-        others = (self.q_lens_cpu != self.decode_len).nonzero()
-        return int(others[0]) if len(others) else self.num_requests
+        if self.whole is not None and isinstance(owner := self.whole.owner, ForwardBatch):
+            count, own = owner.num_decode_requests, self.whole.requests or slice(0, self.num_requests)
+            if own.start <= count:
+                return int(min(count, own.stop) - own.start)
+        others = self.q_lens_cpu.numpy() != self.decode_len  # [B]
+        first = int(others.argmax()) if len(others) else 0
+        return first if len(others) and others[first] else self.num_requests
 
     @property
     def pages(self) -> View:
@@ -242,3 +279,6 @@ class ForwardBatch:
 
 STATED: Final = stated_fields(ForwardBatch)
 VIEWS: Final = {view: stated_fields(view) for view in (View, StateView)}
+_GROWING_AXES: Final = {
+    name: stated.axis for each in (STATED, *VIEWS.values()) for name, stated in each.items() if stated.axis in _GROWING
+}

@@ -130,6 +130,7 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
             states=states,
             coordinator=build_coordinator(choice, registry, pool),
             arena=DeviceArena(choice.device),
+            watched=asked.check_attention,
         )
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
         socket = LayerSocket(relay)

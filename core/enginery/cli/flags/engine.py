@@ -62,6 +62,9 @@ _FLAGS: Final = {
     "linear_attention_backend": _Flag(_PARTS, "For recurrent layers: auto, or a name.", complete=completion.backends),
     "sparse_coordinator": _Flag(_PARTS, "off, or the name of a sparse-KV coordinator.", complete=completion.coordinators),
     "micro_batches": _Flag(_PARTS, "Plan and attend each batch in two halves.", ("--micro-batches",)),
+    "check_attention": _Flag(
+        _PARTS, "Check what attention backends write and that planned batches stay as they are; slow.", ("--check-attention",)
+    ),
     "mla_prefill": _Flag(
         _PARTS,
         "auto (by size), absorbed, one-shot or chunked.",

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import signal
 from typing import Any
 from unittest.mock import patch
 
@@ -41,6 +42,9 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
                 interpreter._patch_attr(module, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtins
+
+# Under nohup servers that the tests start would ignore it too, and tests of signals wait for nothing.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Each client reads all certificates of this machine anew, 0.1 s of processor time; the tests make thousands.
 for name in ("httpx", "httpx2"):

@@ -302,7 +302,7 @@ def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model,
     if choice.device.type == "cuda":
         longest = min(choice.settings.max_batch_tokens, choice.settings.max_model_len)
         with blaming(ops, choice.ops, choice.op_needs, choice.device):
-            warm_up(model, relay, ops=ops, geometry=geometry, device=choice.device, longest=longest)
+            warm_up(model, relay, ops=ops, geometry=geometry, device=choice.device, longest=longest, results=choice.results)
 
 
 def decode_graphs(
@@ -311,7 +311,9 @@ def decode_graphs(
     """Graphs of decoding steps. None: the backend cannot be captured, and these steps run eagerly."""
     shape = (choice.settings.max_graph_requests, choice.facts.vocab_size)
     logits = torch.empty(shape, dtype=choice.dtype, device=choice.device)
-    return DecodeGraphs.build(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
+    return DecodeGraphs.build(
+        model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits, results=choice.results
+    )
 
 
 def piecewise_graphs(
@@ -328,7 +330,9 @@ def piecewise_graphs(
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
     hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
     piecewise = CudaPiecewiseCapture(capture)
-    return PiecewiseGraphs(model, relay, socket, feed=feed, geometry=geometry, capture=piecewise, hidden=hidden)
+    return PiecewiseGraphs(
+        model, relay, socket, feed=feed, geometry=geometry, capture=piecewise, hidden=hidden, results=choice.results
+    )
 
 
 def model_context(

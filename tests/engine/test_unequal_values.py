@@ -1,11 +1,10 @@
-"""Values narrower than keys through the real engine: equal to values as wide as keys with zeros behind, which transformers computes."""
+"""Values narrower than keys, through the engine: as values that are as wide with zeros behind, which transformers computes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest

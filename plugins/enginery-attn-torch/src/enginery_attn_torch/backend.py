@@ -88,7 +88,7 @@ class TorchAttention:
         out[part.start : part.stop] = whole[..., : layer.facts.value_dim]
 
     def _pages(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [.., D] and values [.., V]. Latents serve as both: V is D there, and what is beyond the value is cut off at the end."""
+        """Keys [.., D] and values [.., V]. Latents serve as both, V is D: what is beyond the value is cut off at the end."""
         keys, values = self.pool.layer(layer.local_id)
         return keys, values if layer.facts.latent is None else keys
 

@@ -74,4 +74,5 @@ def test_on_a_device_it_is_refused_at_the_start(registry: Registry, method: str,
             device=torch.device("cpu"),
             longest=32,
             results=parts.choice.results,
+            named=parts.feed.named,
         )

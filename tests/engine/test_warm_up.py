@@ -31,6 +31,7 @@ def warm(parts: BuiltParts, *, longest: int) -> None:
         device=torch.device("cpu"),
         longest=longest,
         results=parts.choice.results,
+        named=parts.feed.named,
     )
 
 

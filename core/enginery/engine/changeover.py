@@ -78,6 +78,7 @@ class Changeover:
             device=runner.device,
             longest=_LONGEST_TRIED,
             results=runner.results,
+            named=runner.feed.named,
         )
         runner.change_backend(relay)
         self.running = self._chosen

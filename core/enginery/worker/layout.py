@@ -76,7 +76,6 @@ def _refuse_unknown(step: StepInput, items: Items) -> None:
         "drafts": items.num_drafts.any(),
         "adapters": (items.adapter >= 0).any(),
         "tree parents": step.parents,
-        "named inputs": step.inputs,
         "pages of states": step.states,
     }
     for name, there in asked.items():

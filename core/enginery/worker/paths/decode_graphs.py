@@ -208,7 +208,7 @@ class DecodeGraphs:
     def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> None:
         """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date."""
         size, count = len(captured.best), batch.num_requests
-        padded = pad(self.feed.named.with_inputs(batch), num_requests=size, num_tokens=size, geometry=self.geometry)
+        padded = pad(self.feed.named.with_inputs(batch, step.inputs), num_requests=size, num_tokens=size, geometry=self.geometry)
         sources = F.pad(token_sources(step), (0, size - count), value=KNOWN)
         seats = F.pad(sampled_seats(step), (0, size - count), value=self.feed.scratch_seat)
         self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), sources, seats]))

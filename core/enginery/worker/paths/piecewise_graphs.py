@@ -189,7 +189,7 @@ class PiecewiseGraphs:
     def _upload(self, step: StepInput, batch: ForwardBatch, captured: PiecewiseStep) -> ForwardBatch:
         """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""
         size, count = captured.packed.shape[1], batch.num_tokens
-        batch = self.feed.named.with_inputs(batch)
+        batch = self.feed.named.with_inputs(batch, step.inputs)
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
         sources = F.pad(token_sources(step), (0, size - count), value=KNOWN)
         self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), sources]))

@@ -1,4 +1,5 @@
-"""A plugin of the tests: a small decoder of gated linear and MLA layers, and three softmax backends that differ in one hook.
+"""A plugin of the tests: a small decoder of gated linear and MLA layers, three softmax backends that differ in one
+hook, and one for both kinds of layers.
 
 T tokens, C hidden size, H heads, D, V: head and value dims of the linear layers.
 """
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from enginery.api import (
+    FULL,
+    STATE,
     AttnBackend,
     AttnBackendSpec,
     AttnLayerFacts,
@@ -36,11 +39,14 @@ from enginery.api import (
     RecurrentFacts,
     RecurrentWeights,
     WeightSource,
+    covering_plan,
     hookimpl,
     read_decoder_shape,
 )
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, GatedMLP
 from enginery.nn.latent_attention import LatentSelfAttention
+from enginery_attn_linear.backend import LinearAttention
+from enginery_attn_linear.spec import LINEAR
 from enginery_attn_torch.backend import TorchAttention
 from enginery_attn_torch.spec import TORCH
 
@@ -203,7 +209,63 @@ class BatchAndFlag(BatchOnly):
         return ChunkPlan(key=PlanKey.of(batch, self.backend_id), attend=partial(self.attend_piece, batch))
 
 
-LEAVES = {"batch-only": BatchOnly, "batch-and-flag": BatchAndFlag, "without-hook": WithoutHook}
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BothPlan(ForwardPlan):
+    """Of the views that the batch has. None: it has not got that one."""
+
+    softmax: ForwardPlan | None
+    recurrent: ForwardPlan | None
+
+
+class Both:
+    """Softmax attention and recurrences under one name."""
+
+    def __init__(self, context: BackendContext) -> None:
+        self.backend_id = context.instance
+        self.softmax, self.recurrent = TorchAttention(context), LinearAttention(context)
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> BothPlan:
+        return BothPlan(
+            key=PlanKey.of(batch, self.backend_id, capture=capture),
+            softmax=self.softmax.plan_forward_metadata(batch, capture) if FULL in batch.views else None,
+            recurrent=self.recurrent.plan_forward_metadata(batch, capture) if STATE in batch.views else None,
+        )
+
+    @hookimpl
+    def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> ChunkPlan:
+        return self.softmax.init_mha_chunk_metadata(batch, chunks, disable_ragged)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        plan: ForwardPlan,
+        out: torch.Tensor,
+    ) -> None:
+        planned = covering_plan(plan, batch, BothPlan, backend=self.backend_id).softmax
+        assert planned is not None
+        self.softmax.attend(q, k, v, layer, batch, planned, out)
+
+    def advance(
+        self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor
+    ) -> None:
+        planned = covering_plan(plan, batch, BothPlan, backend=self.backend_id).recurrent
+        assert planned is not None
+        self.recurrent.advance(mixed, gates, layer, batch, planned, out)
+
+
+BOTH = dataclasses.replace(
+    TORCH,
+    name="both",
+    priority=1,
+    capabilities=dataclasses.replace(TORCH.capabilities, recurrences=LINEAR.capabilities.recurrences),
+    refuse_also=LINEAR.refuse_also,
+)
+LEAVES = {"both": Both, "batch-only": BatchOnly, "batch-and-flag": BatchAndFlag, "without-hook": WithoutHook}
 
 
 @hookimpl
@@ -214,7 +276,7 @@ def register_models() -> list[ModelSpec]:
 @hookimpl
 def register_attn_backends() -> list[AttnBackendSpec]:
     """All claim what the torch backend claims; `auto` takes that one."""
-    return [dataclasses.replace(TORCH, name=name, priority=1) for name in LEAVES]
+    return [BOTH if name == BOTH.name else dataclasses.replace(TORCH, name=name, priority=1) for name in LEAVES]
 
 
 @hookimpl

@@ -73,7 +73,14 @@ def with_graphs(
     logits = torch.empty(MAX_REQUESTS, parts.choice.facts.vocab_size)
     pool = parts.relay.backend.pool
     graphs = DecodeGraphs.build(
-        parts.model, parts.relay, ops=parts.ops, feed=parts.feed, geometry=pool.geometry, capture=capture, logits=logits
+        parts.model,
+        parts.relay,
+        ops=parts.ops,
+        feed=parts.feed,
+        geometry=pool.geometry,
+        capture=capture,
+        logits=logits,
+        results=parts.choice.results,
     )
     assert graphs is not None
     return Engine(dataclasses.replace(parts, graphs=graphs), registry, asked), capture
@@ -131,6 +138,7 @@ def test_a_backend_without_graphs_runs_eagerly_and_says_so(
             geometry=parts.relay.backend.pool.geometry,
             capture=AgainAndAgain(),
             logits=torch.empty(4, 256),
+            results=parts.choice.results,
         )
     assert graphs is None
     assert re.search(r"decoding runs eagerly: target/0/softmax/torch#\d+ has no init_graph_state", caplog.text)

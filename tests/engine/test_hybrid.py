@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -28,6 +29,7 @@ from parity.test_http import train_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from enginery.attention.composite import Composite
+from enginery.cli.main import main
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackend
 from enginery.contracts.batch import Phase
@@ -178,6 +180,32 @@ def test_other_composites_around_the_hybrid_change_no_token(
 ) -> None:
     engine = Engine.build(options(oracle, max_batch_tokens=48, **changes), registry)
     assert_greedy(oracle, generate(engine, oracle.prompts))
+
+
+@pytest.mark.parametrize("micro_batches", [False, True])
+def test_one_plugin_serves_both_kinds_of_layers_under_one_name(
+    oracle: HybridOracle, registry: Registry, *, micro_batches: bool
+) -> None:
+    """Hole 2: both backends had the id `both#0`, so that either took the other's plan."""
+    asked = options(oracle, attention_backend="both", linear_attention_backend="both", micro_batches=micro_batches)
+    parts = build_parts(asked, registry)
+    assert parts.choice.attention.name == "both"
+    assert set(parts.choice.attention.by_role) == {"softmax", "recurrent"}
+    ids = re.findall(r"target/0/(softmax|recurrent)/both#(\d+)", parts.relay.backend_id)
+    assert [part for part, _ in ids] == ["softmax", "recurrent"]
+    assert len({number for _, number in ids}) == 2
+    assert_greedy(oracle, generate(Engine(parts, registry, asked), oracle.prompts))
+
+
+def test_the_kit_tries_both_kinds_of_layers_of_one_plugin(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        with pytest.raises(SystemExit) as end:
+            main(["test-backend", "both", "--json", "-k", "mixed"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["message"] for row in rows if row["outcome"] == "failed"] == []
+    assert {row["traits"]["kind of layer"] for row in rows if row["traits"]} == {"softmax", "MLA", "recurrent"}
+    assert not end.value.code
 
 
 # States

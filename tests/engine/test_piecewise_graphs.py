@@ -90,7 +90,14 @@ def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[En
     geometry = parts.relay.backend.pool.geometry
     hidden = torch.empty(MAX_TOKENS, parts.choice.facts.hidden_size)
     pieces = PiecewiseGraphs(
-        parts.model, parts.relay, parts.socket, feed=parts.feed, geometry=geometry, capture=capture, hidden=hidden
+        parts.model,
+        parts.relay,
+        parts.socket,
+        feed=parts.feed,
+        geometry=geometry,
+        capture=capture,
+        hidden=hidden,
+        results=parts.choice.results,
     )
     return Engine(dataclasses.replace(parts, pieces=pieces), registry, wanted), capture
 

@@ -287,7 +287,7 @@ def test_an_engine_that_breaks_tells_everybody(echo: Path) -> None:
         async with AsyncLLM(str(echo), load_format="dummy", **TINY) as model:
             engine = engine_of(model)
 
-            def breaks() -> None:
+            def breaks(sizes: object) -> None:
                 raise ValueError("the scheduler is broken")
 
             open_ones = [asyncio.create_task(model.generate([seed, 2], ENDLESS)) for seed in range(3)]

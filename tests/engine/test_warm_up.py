@@ -23,7 +23,16 @@ from enginery.worker.warm_up import dummy_batch, warm_up
 
 def warm(parts: BuiltParts, *, longest: int) -> None:
     geometry = parts.relay.backend.pool.geometry
-    warm_up(parts.model, parts.relay, ops=parts.ops, geometry=geometry, device=torch.device("cpu"), longest=longest)
+    warm_up(
+        parts.model,
+        parts.relay,
+        ops=parts.ops,
+        geometry=geometry,
+        device=torch.device("cpu"),
+        longest=longest,
+        results=parts.choice.results,
+        named=parts.feed.named,
+    )
 
 
 def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page_is_written(
@@ -134,6 +143,7 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
         geometry=parts.relay.backend.pool.geometry,
         capture=AgainAndAgain(),
         logits=torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16),
+        results=parts.choice.results,
     )
     assert graphs is not None
     for size in graphs.sizes:

@@ -14,6 +14,21 @@ import pytest
 
 HERE = Path(__file__).parent
 WHEELS = sorted(HERE.glob("*.whl"))
+SERVED = """
+import json, sys
+import httpx
+from enginery.testing.fixtures import serving, write_tiny_checkpoint
+from pathlib import Path
+flags = ("--load-format", "dummy", "--attention-backend", "frozen", "--schedule-policy", "frozen")
+model = write_tiny_checkpoint(Path(sys.argv[1]))
+with serving(model, *flags) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+    asked = {"model": http.get("/v1/models").json()["data"][0]["id"], "prompt": "hello", "max_tokens": 4, "temperature": 0}
+    answer = http.post("/v1/completions", json=asked | {"ignore_eos": True})
+    info = http.get("/server_info").json()["engine"]["decisions"]
+    chosen = {made["setting"]: made["value"] for made in info}
+    route, tokens = http.get("/frozen").json(), answer.json()["usage"]["completion_tokens"]
+    print(json.dumps({"route": route, "tokens": tokens, "chosen": chosen}))
+"""
 ANSWER = """
 import json, sys
 from enginery import LLM, SamplingParams
@@ -71,3 +86,11 @@ def test_an_engine_runs_with_a_frozen_policy_and_a_frozen_observer(site: Path, t
     said = json.loads(run(site, "-c", ANSWER, str(tmp_path / "model"), cwd=tmp_path).splitlines()[-1])
     assert said["tokens"] == 4
     assert said["steps"] >= 4
+
+
+def test_a_server_answers_at_a_frozen_route_with_a_frozen_backend_and_policy(site: Path, tmp_path: Path) -> None:
+    """A process of its own, as `engine serve` is started by people."""
+    said = json.loads(run(site, "-c", SERVED, str(tmp_path / "model"), cwd=tmp_path).splitlines()[-1])
+    assert said["route"] == {"state": "ready", "running": 0, "waiting": 0}
+    assert said["tokens"] == 4
+    assert (said["chosen"]["attention"], said["chosen"]["schedule policy"]) == ("frozen", "frozen")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -93,3 +95,14 @@ def test_only_a_machine_without_a_gpu_gets_torch_for_cpus(tmp_path: Path) -> Non
 
     assert indexes("DEVICE=cpu") == ["https://download.pytorch.org/whl/cpu"]
     assert indexes("DEVICE=cuda") == []
+
+
+@pytest.mark.parametrize("project", PROJECTS[1:], ids=lambda path: path.parent.name)
+def test_tox_tries_every_plugin_alone_and_beside_the_others(project: Path) -> None:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    folder = f"plugins/{project.parent.name}"
+    short = project.parent.name.removeprefix("enginery-").replace("-", "_")
+    assert f"-e {folder}" in tox["all"]["deps"].split("\n")
+    assert f"alone-{short}: PLUGIN = {folder}" in tox["testenv"]["set_env"]
+    assert re.search(rf"alone-\{{.*\b{short}\b.*\}}", tox["tox"]["env_list"])

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class RecurrentFacts:
     """A layer with a state in place of keys and values: what a backend's `advance` computes, as data.
 
-    rule: how a state moves, S_t = exp(g_t) S_(t-1) + .., o_t = scale q_t S_t. "linear": + k_t v_t^T (gated linear attention,
+    rule: how a state moves, S_t = exp(g_t) S_(t-1) + .., o_t = scale S_t q_t. "linear": + v_t k_t^T (gated linear attention,
     arXiv:2312.06635); "delta": the delta rule (arXiv:2412.06464); "scan": Mamba's; "conv": a convolution, without a state matrix.
     decay: what g_t is. "constant": the layer's `log_decay`, one per head; "head": -exp(a_log) softplus(gates + dt_bias), one per
     head and token; "channel": one per key dim as well. gate_floor: g_t is no smaller.
 
-    A state is [value_heads, key_dim, value_dim], float32, for each request; key heads are repeated for the value heads.
+    A state is [value_heads, value_dim, key_dim], float32, for each request; key heads are repeated for the value heads.
     conv_kernel: tokens of a causal convolution over `mixed`, before everything else; 0 for none.
     """
 
@@ -90,7 +90,7 @@ class StatePool(Protocol):
     """The states of one stage's recurrent layers."""
 
     def layer(self, layer: LocalLayerId) -> torch.Tensor:
-        """[state pages + 1, HV, key_dim, value_dim] float32, device; where a request's is, its batch's `StateView` says."""
+        """[state pages + 1, HV, value_dim, key_dim] float32, device; where a request's is, its batch's `StateView` says."""
         ...
 
 

@@ -108,7 +108,7 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     items, one after the other. pages: by kind of memory. states: [B, 4], of recurrent layers: page read, page written, page of a
     checkpoint or -1, and after how many rows it is made; empty: each request's state is at its seat. released: seats whose requests
     have left. embedding: items whose last hidden state is asked for. parents: of drafts that form a tree. inputs: what only one
-    model or plugin knows, by name.
+    model or plugin knows, by the name of its `NamedTensor`, in its dtype; what is not there is zeros.
     """
 
     number: int

@@ -139,7 +139,7 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket)
     feed = TokenFeed(max_requests, choice.device, named=named_tensors(choice))
     with phases("warm up"):
-        run_once(choice, relay, ops=ops, model=model, geometry=geometry)
+        run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
     with phases("graphs"):
         capture = CudaCapture(choice.device) if choice.settings.max_graph_requests else None
         graphs = None
@@ -297,12 +297,21 @@ def build_model(
         return choice.family.spec.build(context)
 
 
-def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model, geometry: KVGeometry) -> None:
+def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model, geometry: KVGeometry, named: NamedTensors) -> None:
     """On CUDA devices, compile the kernels of every kind of step before the engine is ready."""
     if choice.device.type == "cuda":
         longest = min(choice.settings.max_batch_tokens, choice.settings.max_model_len)
         with blaming(ops, choice.ops, choice.op_needs, choice.device):
-            warm_up(model, relay, ops=ops, geometry=geometry, device=choice.device, longest=longest)
+            warm_up(
+                model,
+                relay,
+                ops=ops,
+                geometry=geometry,
+                device=choice.device,
+                longest=longest,
+                results=choice.results,
+                named=named,
+            )
 
 
 def decode_graphs(
@@ -311,7 +320,9 @@ def decode_graphs(
     """Graphs of decoding steps. None: the backend cannot be captured, and these steps run eagerly."""
     shape = (choice.settings.max_graph_requests, choice.facts.vocab_size)
     logits = torch.empty(shape, dtype=choice.dtype, device=choice.device)
-    return DecodeGraphs.build(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
+    return DecodeGraphs.build(
+        model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits, results=choice.results
+    )
 
 
 def piecewise_graphs(
@@ -328,7 +339,9 @@ def piecewise_graphs(
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
     hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
     piecewise = CudaPiecewiseCapture(capture)
-    return PiecewiseGraphs(model, relay, socket, feed=feed, geometry=geometry, capture=piecewise, hidden=hidden)
+    return PiecewiseGraphs(
+        model, relay, socket, feed=feed, geometry=geometry, capture=piecewise, hidden=hidden, results=choice.results
+    )
 
 
 def model_context(

@@ -70,7 +70,16 @@ class Changeover:
         assert relay is not None, "is_ready says when"
         began = time.monotonic()
         self._socket.relay = relay
-        warm_up(runner.model, relay, ops=runner.ops, geometry=self._geometry, device=runner.device, longest=_LONGEST_TRIED)
+        warm_up(
+            runner.model,
+            relay,
+            ops=runner.ops,
+            geometry=self._geometry,
+            device=runner.device,
+            longest=_LONGEST_TRIED,
+            results=runner.results,
+            named=runner.feed.named,
+        )
         runner.change_backend(relay)
         self.running = self._chosen
         self._names, self._ended_s = (), time.monotonic()

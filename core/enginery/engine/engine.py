@@ -106,6 +106,7 @@ class Engine:
             feed=parts.feed,
             graphs=parts.graphs,
             pieces=parts.pieces,
+            results=parts.choice.results,
         )
 
     @classmethod

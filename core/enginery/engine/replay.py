@@ -87,6 +87,7 @@ class Replica:
             feed=parts.feed,
             graphs=None,
             pieces=None,
+            results=parts.choice.results,
         )
         self._calls: list[Wrote] = []
         self.socket = parts.socket

@@ -1,6 +1,6 @@
 """The memory of recurrent layers: one state per request and layer, of a size that does not grow with its length.
 
-    layer 0   [page 0][page 1] ... [page n-1][scratch]      a page: one state, [HV, key_dim, value_dim] float32
+    layer 0   [page 0][page 1] ... [page n-1][scratch]      a page: one state, [HV, value_dim, key_dim] float32
 
 Which page a request's state is read from and written to, its batch's `StateView` says. Nobody clears a page: the first step of a
 request begins from zero instead of reading it.
@@ -26,7 +26,7 @@ def state_bytes(geometry: KVGeometry) -> int:
 
 
 def _state_shape(facts: RecurrentFacts) -> tuple[int, int, int]:
-    return facts.value_heads, facts.key_dim, facts.value_dim
+    return facts.value_heads, facts.value_dim, facts.key_dim
 
 
 class RecurrentStatePool:
@@ -36,7 +36,7 @@ class RecurrentStatePool:
         self._layers = [_states(geometry, layer, device) for layer in geometry.layers]
 
     def layer(self, layer: LocalLayerId) -> torch.Tensor:
-        """[state pages + 1, HV, key_dim, value_dim] float32."""
+        """[state pages + 1, HV, value_dim, key_dim] float32."""
         states = self._layers[local(layer)]
         if states is None:
             raise Unsupported(

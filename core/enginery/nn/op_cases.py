@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 
 from enginery.contracts.ops import ExpertBiases, Routed, Routing, SamplingTensors
-from enginery.contracts.weights import SILU, Activation, ExpertNames, ExpertsShape
+from enginery.contracts.weights import SILU, Activation, ExpertNames, ExpertsShape, Scheme, StoredWeight
+from enginery.nn.stored import check_widens
 
 OpFn = Callable[..., Any]  # Any: every operation has arguments and results of its own
 Results = Mapping[str, torch.Tensor]
@@ -37,6 +38,16 @@ class Inputs:
     def rand(self, *shape: int) -> torch.Tensor:
         """Numbers in [0, 1), float32, on the host."""
         return torch.rand(shape, generator=self._generator)
+
+    def weight(self, scheme: Scheme | None, *shape: int) -> torch.Tensor | StoredWeight:
+        """[.., rows, columns] that keep the size of what they multiply; plain, or of a scheme that `widen` knows."""
+        if scheme is None:
+            return self.randn(*shape, scale=shape[-1] ** -0.5)
+        sizes = zip(shape[-2:], scheme.block, strict=True)
+        blocks = [-(-size // (block or size)) for size, block in sizes]
+        values = torch.randn(shape, generator=self._generator).to(torch.float8_e4m3fn)
+        scales = (self.rand(*shape[:-2], *blocks) + 0.5) * shape[-1] ** -0.5
+        return StoredWeight(scheme=scheme, values=values.to(self.device), scales=scales.to(self.device))
 
     def some_of(self, count: int, num: int) -> torch.Tensor:
         """`num` different whole numbers below `count`: int64."""
@@ -69,9 +80,10 @@ def _embed(op: OpFn, given: Inputs, *, rows: int, size: int, num_ids: int) -> Re
     return {"returned": op(given.randn(rows, size), given.some_of(rows, num_ids))}
 
 
-def _bind_linear(op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int], bias: bool) -> Results:
-    weight = given.randn(sizes[1], sizes[0], scale=sizes[0] ** -0.5)
-    linear = op(weight, given.randn(sizes[1]) if bias else None)
+def _bind_linear(
+    op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int], bias: bool, scheme: Scheme | None = None
+) -> Results:
+    linear = op(given.weight(scheme, sizes[1], sizes[0]), given.randn(sizes[1]) if bias else None)
     return {"product": linear(given.randn(rows, sizes[0]))}
 
 
@@ -129,11 +141,11 @@ def _bind_experts(
     sizes: tuple[int, int],
     top_k: int,
     activation: Activation = SILU,
-    bias: bool = False,
+    scheme: Scheme | None = None,
 ) -> Results:
-    outer, inner = sizes
+    (outer, inner), bias = sizes, activation.kind == "clamped_swiglu"  # as gpt-oss has them
     shape = ExpertsShape(names=ExpertNames(), count=experts, inner=inner, hidden=outer, bias=bias, activation=activation)
-    gate_up, down = given.randn(experts, 2 * inner, outer, scale=outer**-0.5), given.randn(experts, outer, inner, scale=inner**-0.5)
+    gate_up, down = given.weight(scheme, experts, 2 * inner, outer), given.weight(scheme, experts, outer, inner)
     ids = given.rand(rows, experts).argsort(dim=-1)[:, :top_k].to(given.device, torch.int32)
     routed = Routed(ids, given.rand(rows, top_k).to(given.device))
     biases = ExpertBiases(given.randn(experts, 2 * inner), given.randn(experts, outer)) if bias else None
@@ -279,12 +291,28 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         ]
         + [
             dict(rows=9, experts=4, sizes=(32, 16), top_k=2, activation=Activation(kind="gelu_tanh")),
-            dict(rows=9, experts=4, sizes=(32, 16), top_k=2, activation=Activation(kind="clamped_swiglu"), bias=True),
+            dict(rows=9, experts=4, sizes=(32, 16), top_k=2, activation=Activation(kind="clamped_swiglu")),
         ],
     ),
     "greedy": _cases(_greedy, [dict(rows=r, size=v) for r, v in ((2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10))]),
     "sample_rows": _cases(_sample_rows, [dict(rows=r, size=v, cuts=cuts) for r, v in ((8, 64), (5, 4200)) for cuts in _CUTS]),
 }
+
+
+def stored_cases(op: str, scheme: Scheme) -> tuple[OpCase, ...]:
+    """Calls of `bind_linear` or `bind_experts` with weights of the scheme, of whole blocks and of others.
+
+    Raises `Unsupported` for a scheme that the references cannot compute.
+    """
+    check_widens(scheme)
+    if op == "bind_linear":
+        linear = (((2, (256, 384), False)), (1, (200, 130), True), (33, (128, 256), False), (0, (128, 128), False))
+        return _cases(_bind_linear, [dict(rows=rows, sizes=sizes, bias=bias, scheme=scheme) for rows, sizes, bias in linear])
+    experts = ((2, 4, (256, 128), 2), (1, 8, (200, 130), 2), (33, 8, (128, 64), 4), (70, 4, (384, 256), 1))
+    return _cases(
+        _bind_experts,
+        [dict(rows=rows, experts=count, sizes=sizes, top_k=top_k, scheme=scheme) for rows, count, sizes, top_k in experts],
+    )
 
 
 def results_of(op: OpFn, case: OpCase, *, dtype: torch.dtype, device: torch.device, wide: bool = False) -> Results:

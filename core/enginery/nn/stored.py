@@ -18,9 +18,14 @@ FLOAT8_BLOCKS: Final = Scheme(values="f8e4m3", block=(128, 128))  # DeepSeek-V3 
 
 def widen(stored: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight in `dtype`: [N, C], or [E, N, C]. Raises `Unsupported` for schemes that the core cannot compute."""
-    if stored.scheme.values != "f8e4m3" or stored.zeros is not None or stored.global_scale is not None:
-        raise Unsupported(f"the core has no reference for weights in {stored.scheme}; a plugin's kernels have to take them")
+    check_widens(stored.scheme)
     return (stored.values.float() * spread(stored.scales, stored.values.shape, stored.scheme.block)).to(dtype)
+
+
+def check_widens(scheme: Scheme) -> None:
+    """Raises `Unsupported` for a scheme that the core cannot compute."""
+    if scheme.values != "f8e4m3" or scheme.zeros:
+        raise Unsupported(f"the core has no reference for weights in {scheme}; a plugin's kernels have to take them")
 
 
 def spread(scales: torch.Tensor, shape: Sequence[int], block: tuple[int, int]) -> torch.Tensor:

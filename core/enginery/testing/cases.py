@@ -46,8 +46,9 @@ class AttnCase:
 
     @property
     def num_features(self) -> int:
-        """How many of window, soft cap and sinks the layer has."""
-        return (self.facts.sliding_window is not None) + (self.facts.softcap is not None) + self.facts.sinks
+        """How many of window, soft cap, sinks and values of another width the layer has."""
+        facts = self.facts
+        return (facts.sliding_window is not None) + (facts.softcap is not None) + facts.sinks + (facts.value_dim != facts.head_dim)
 
     @property
     def traits(self) -> dict[str, str]:
@@ -59,6 +60,7 @@ class AttnCase:
         own |= {"sliding window": str(facts.sliding_window)} if facts.sliding_window is not None else {}
         own |= {"soft cap": str(facts.softcap)} if facts.softcap is not None else {}
         own |= {"attention sinks": ""} if facts.sinks else {}
+        own |= {"value dim": str(facts.value_dim)} if kind == "softmax" and facts.value_dim != facts.head_dim else {}
         return own | ({"MLA strategy": str(self.strategy)} if self.strategy is not None else {})
 
     def __str__(self) -> str:
@@ -72,7 +74,7 @@ class AttnCase:
         if facts.latent is not None:
             parts.append(f"rank {facts.latent.rank}+{facts.latent.rope_dim}, {self.strategy or 'bare latents'}")
         else:
-            parts.append(f"dim {facts.head_dim}" + (f"->{facts.value_dim}" if facts.recurrent is not None else ""))
+            parts.append(f"dim {facts.head_dim}" + (f"->{facts.value_dim}" if facts.value_dim != facts.head_dim else ""))
         parts += [f"page {self.page_size}", self.dtype]
         parts += [f"window {facts.sliding_window}"] if facts.sliding_window is not None else []
         parts += [f"softcap {facts.softcap}"] if facts.softcap is not None else []
@@ -116,6 +118,7 @@ def _softmax_features(can: Capabilities) -> Factors:
         "sliding window": (None, 6, 1, 40) if can.sliding_window else (None,),
         "soft cap": (None, 2.0) if can.softcap else (None,),
         "sinks": (False, True) if can.sinks else (False,),
+        "value dim": (None, 24, 128) if can.unequal_values else (None,),
     }
 
 
@@ -174,6 +177,7 @@ def _unclaimed_features(can: Capabilities, needs: AttnNeeds) -> Iterator[tuple[s
         "sliding window": (can.sliding_window, asking(layers=(changed(sliding_window=8),))),
         "soft cap": (can.softcap, asking(layers=(changed(softcap=2.0),))),
         "attention sinks": (can.sinks, asking(layers=(changed(sinks=True),))),
+        "values of another width": (can.unequal_values, asking(layers=(changed(v_head_dim=plain.head_dim + 8),))),
         "recurrence": (bool(can.recurrences), asking(layers=(changed(num_kv_heads=4, recurrent=recurrent),))),
         "sparse attention": (can.sparse, asking(sparse=True)),
         "ragged MLA prefill": (can.mla_ragged, asking(mla_ragged=True)),
@@ -196,10 +200,23 @@ def _claimed(claimed: frozenset[ClaimT] | None, usual: tuple[ClaimT, ...]) -> tu
 
 
 def _softmax_case(
-    heads: tuple[int, int], head_dim: int, page_size: int, dtype: str, window: int | None, softcap: float | None, sinks: bool
+    heads: tuple[int, int],
+    head_dim: int,
+    page_size: int,
+    dtype: str,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    value_dim: int | None,
 ) -> AttnCase:
     facts = AttnLayerFacts(
-        num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, sliding_window=window, softcap=softcap, sinks=sinks
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=sinks,
+        v_head_dim=value_dim,
     )
     return AttnCase(facts=facts, page_size=page_size, dtype=dtype)
 

@@ -56,7 +56,7 @@ def expand_latents(latents: torch.Tensor, kv_b: torch.Tensor, facts: LatentFacts
 def recurrence(
     mixed: torch.Tensor, gates: torch.Tensor, *, facts: RecurrentFacts, weights: RecurrentWeights, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """mixed: [L, C], gates: [L, HV], raw -> outputs [L, HV, V] and the state after the last, [HV, D, V]. Of rule "linear"."""
+    """mixed: [L, C], gates: [L, HV], raw -> outputs [L, HV, V] and the state after the last, [HV, V, D]. Of rule "linear"."""
     assert facts.rule == "linear", f"there is no formula here for rule {facts.rule}"
     width = facts.key_heads * facts.key_dim
     group = facts.value_heads // facts.key_heads
@@ -64,10 +64,10 @@ def recurrence(
     q, k = (part.reshape(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1) for part in (q, k))
     v = v.reshape(-1, facts.value_heads, facts.value_dim)
     decay = log_decay(gates.double().cpu(), facts, weights).exp()  # [L, HV]
-    state, out = torch.zeros(*k.shape[1:], v.shape[-1], dtype=torch.float64), torch.empty_like(v)
+    state, out = torch.zeros(*v.shape[1:], k.shape[-1], dtype=torch.float64), torch.empty_like(v)
     for token in range(len(q)):
-        state = decay[token, :, None, None] * state + k[token, :, :, None] * v[token, :, None, :]
-        out[token] = scale * torch.einsum("hd,hdv->hv", q[token], state)
+        state = decay[token, :, None, None] * state + v[token, :, :, None] * k[token, :, None, :]
+        out[token] = scale * torch.einsum("hd,hvd->hv", q[token], state)
     return out, state
 
 

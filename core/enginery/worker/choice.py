@@ -28,6 +28,7 @@ from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
 from enginery.worker.device import device_facts, torch_device
 from enginery.worker.needs import attn_needs, by_phase
+from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,11 @@ class Choice:
     def dtype(self) -> torch.dtype:
         """The settings' dtype as torch knows it."""
         return TORCH_DTYPES[self.settings.dtype]
+
+    @property
+    def results(self) -> ModelResults:
+        """What the family's model has to return."""
+        return ModelResults(self.facts.hidden_size, self.facts.vocab_size, self.family.source)
 
 
 def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None = None) -> Choice:

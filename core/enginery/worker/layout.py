@@ -90,7 +90,6 @@ def _refuse_unknown(step: StepInput, items: Items) -> None:
         "drafts": items.num_drafts.tobytes() != _NO_DRAFT * step.num_items,
         "adapters": items.adapter.tobytes() != _NO_ADAPTER * step.num_items,
         "tree parents": step.parents,
-        "named inputs": step.inputs,
         "pages of states": step.states,
     }
     for name, there in asked.items():

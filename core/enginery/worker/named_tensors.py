@@ -8,7 +8,9 @@ One-dimensional int64 inputs along tokens need none: they go to the device in on
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -46,14 +48,27 @@ class NamedTensors:
         """Of a model without any."""
         return cls((), (), max_tokens=0, max_requests=0, device=torch.device("cpu"))
 
-    def with_inputs(self, batch: ForwardBatch) -> ForwardBatch:
-        """A host batch that has every input: those that the step says nothing of are zeros."""
+    def with_inputs(self, batch: ForwardBatch, told: Mapping[str, bytes] = MappingProxyType({})) -> ForwardBatch:
+        """A batch that has every input, where its token fields are. Unpadded, if the step tells any.
+
+        told: by name, the values of the step's rows one after the other, little-endian (`StepInput.inputs`). Those that it says
+        nothing of are zeros. Raises `Unsupported` for a name that the model has not got, and for another number of bytes.
+        """
+        if unknown := told.keys() - {each.name for each in self.inputs}:
+            raise Unsupported(f"a step has the inputs {', '.join(sorted(unknown))}, which the model has not got")
         if not self.inputs:
             return batch
-        sizes = {Axis.TOKEN: batch.num_tokens, Axis.REQUEST: batch.num_requests}
-        absent = [each for each in self.inputs if each.name not in batch.inputs]
-        made = {each.name: Named(torch.zeros(self._shape(each, sizes), dtype=_dtype(each)), each) for each in absent}
-        return dataclasses.replace(batch, inputs={**batch.inputs, **made})
+        made = {each.name: Named(self._read(each, batch, told.get(each.name, b"")), each) for each in self.inputs}
+        return dataclasses.replace(batch, inputs=made)
+
+    def _read(self, named: NamedTensor, batch: ForwardBatch, told: bytes) -> torch.Tensor:
+        shape = self._shape(named, {Axis.TOKEN: batch.num_tokens, Axis.REQUEST: batch.num_requests})
+        dtype, device = _dtype(named), batch.input_ids.device
+        if not told:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        if len(told) != (wanted := math.prod(shape) * dtype.itemsize):
+            raise Unsupported(f"a step has {len(told)} bytes of the input {named.name}; {dtype} {list(shape)} has {wanted}")
+        return torch.frombuffer(bytearray(told), dtype=dtype).view(shape)
 
     def placed(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with its inputs copied to where they stay, and its outputs there; unplanned."""

@@ -28,6 +28,7 @@ from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.eager import EagerPath
 from enginery.worker.paths.path import Forwarded, ForwardPath
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
+from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import NAN_TOKEN, mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
 
@@ -110,16 +111,18 @@ class Runner:
         feed: TokenFeed,
         graphs: DecodeGraphs | None,
         pieces: PiecewiseGraphs | None,
+        results: ModelResults,
     ) -> None:
         self.model = model
         self.relay = relay
+        self.results = results
         self.ops = ops
         self.graphs = graphs
         self.pieces = pieces
         self.tables = tables
         self.feed = feed
         self.device = feed.device
-        self._eager = EagerPath(model, relay, feed)
+        self._eager = EagerPath(model, relay, feed, results=results)
 
     @property
     def sizes(self) -> RunSizes:
@@ -134,7 +137,7 @@ class Runner:
         self.graphs = None if self.graphs is None else self.graphs.over(relay)
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._eager = EagerPath(self.model, relay, self.feed)
+        self._eager = EagerPath(self.model, relay, self.feed, results=self.results)
 
     def resume_at(self, number: int) -> None:
         """The next step has this number: those before that have not come were given up with all of their requests."""
@@ -199,7 +202,7 @@ class Runner:
         if forwarded.logits is not None:
             return forwarded.logits[:count]
         assert forwarded.last is not None, "a forward gives logits or hidden states"
-        return self.model.logits(forwarded.last)
+        return self.results.logits(self.model.logits(forwarded.last), forwarded.last)
 
     def _choose(self, launched: Launched, sampling: SamplingInput | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of [S, V], kept for the next step, and the same with `NAN_TOKEN` for NaN logits; [S] int64 each, device."""

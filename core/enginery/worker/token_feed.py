@@ -38,7 +38,7 @@ class TokenFeed:
 
     def upload(self, step: StepInput, batch: ForwardBatch, *, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """The batch that the step was laid out as, with its token fields on the device, complete."""
-        batch, pending = self.named.with_inputs(batch), has_pending(step)
+        batch, pending = self.named.with_inputs(batch, step.inputs), has_pending(step)
         if self.device.type != "cpu":
             packed = to_device(torch.stack([*token_fields(batch), token_sources(step)]), self.device)  # [fields + 1, T]
             batch, sources = self.unpack(batch, packed), packed[-1]

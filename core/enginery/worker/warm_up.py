@@ -18,6 +18,8 @@ from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, ForwardBatch, Phase, StateView, View
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable, SamplingTensors
+from enginery.worker.named_tensors import NamedTensors
+from enginery.worker.paths.results import ModelResults
 
 LENGTHS: Final = tuple(1 << power for power in range(1, 12))  # of prompts: kernels for experts differ by the power of two
 COUNTS: Final = (1, 2, 16, 64)  # of decoding requests
@@ -28,16 +30,26 @@ _log: Final = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def warm_up(model: Model, relay: BackendRelay, *, ops: OpTable, geometry: KVGeometry, device: torch.device, longest: int) -> None:
+def warm_up(
+    model: Model,
+    relay: BackendRelay,
+    *,
+    ops: OpTable,
+    geometry: KVGeometry,
+    device: torch.device,
+    longest: int,
+    results: ModelResults,
+    named: NamedTensors,
+) -> None:
     """Prefills of up to `longest` tokens, decoding steps, a mixed one, each without and with cached tokens; and sampling."""
     began = time.perf_counter()
     steps = steps_to_run(longest, max_requests=geometry.num_seats)
     for phase, q_lens, cached in steps:
         kv_lens = [min(cached + length, longest) for length in q_lens]
-        batch = relay.plan(dummy_batch(phase, q_lens=q_lens, kv_lens=kv_lens, geometry=geometry, device=device))
-        hidden = model.forward(batch)
-        assert isinstance(hidden, torch.Tensor), "the last stage returns hidden states"
-        logits = model.logits(hidden[: len(q_lens)])
+        batch = dummy_batch(phase, q_lens=q_lens, kv_lens=kv_lens, geometry=geometry, device=device)
+        batch = relay.plan(named.placed(named.with_inputs(batch)))
+        hidden = results.hidden(model.forward(batch), batch)[: len(q_lens)]
+        logits = results.logits(model.logits(hidden), hidden)
         table = torch.tensor([0.5, 2.0, 0.5, 0.1, 0.5], device=device)[:, None].expand(5, len(q_lens)).contiguous()
         for values in (logits, logits.float()):  # rows with penalties are sampled in float32
             ops.greedy(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ from enginery.api import (
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool
 from enginery.kv.states import RecurrentStatePool
+from enginery.testing import reference
 from enginery_attn_linear.backend import CHUNK_TOKENS, LinearAttention
 from enginery_attn_linear.spec import LINEAR
 
@@ -234,6 +236,19 @@ def test_a_state_is_read_from_one_page_and_written_to_another(count: int) -> Non
     states = backend.states.layer(LocalLayerId(1))
     assert torch.equal(states[2], kept)
     assert torch.equal(states[5], states[6])
+
+
+@pytest.mark.parametrize("counts", [[70], [69, 1], [1]], ids=str)
+def test_a_state_is_kept_by_head_value_and_key(counts: list[int]) -> None:
+    """The order that the contract states, which other backends of the same engine read, and checkpoints of states."""
+    setting = Setting()
+    backend, parts = setting.backend(), [setting.rows(count) for count in counts]
+    for before, rows in zip([0, *itertools.accumulate(counts)], parts, strict=False):
+        advance(backend, setting, batch_of([(before, len(rows[0]), 3)]), rows)
+    mixed, gates = joined(parts)
+    _, expected = reference.recurrence(mixed, gates, facts=setting.facts.recurrent, weights=setting.layer.recurrent, scale=SCALE)
+    assert expected.shape == (setting.heads, setting.value_dim, setting.head_dim)
+    torch.testing.assert_close(backend.states.layer(LocalLayerId(1))[3].double(), expected, atol=5e-5, rtol=1e-5)
 
 
 def test_a_constant_decay_is_the_layer_s_and_needs_no_gates() -> None:

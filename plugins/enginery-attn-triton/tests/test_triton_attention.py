@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.api import AttnBackendSpec, AttnLayerFacts, AttnNeeds, LatentFacts, Phase, StalePlan, Unsupported
+from enginery.kv.arena import DeviceArena
 from enginery.kv.shared_prefixes import SharedPrefix
 from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
@@ -193,6 +194,16 @@ def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_lengths(be
         turns = bench.turns([(length, 1) for length in cached])
         compare(bench.replay(captured, turns), [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
         assert split.items.data_ptr() == place
+
+
+def test_a_workspace_that_another_backend_took_smaller_is_replaced(bench) -> None:
+    """FlashInfer takes one of the same name before, in a composite of both; what it planned keeps the one it has."""
+    bench.backend.arena = DeviceArena(bench.device)
+    smaller = bench.backend.arena.take("attention of split requests", 16)
+    turns = bench.turns([(200, 1), (9, 1)])
+    compare(bench.run(turns, Phase.DECODE), [bench.expected(turn) for turn in turns], dtype="float32", what="a new workspace")
+    assert len(smaller) == 16
+    assert len(bench.backend.arena.take("attention of split requests", 16)) == bench.backend.parts_bytes
 
 
 @given(

@@ -30,7 +30,7 @@ def pool_of(*layers, **changes):
 
 def test_a_recurrent_layer_has_a_state_for_each_request_and_one_for_padding():
     states = pool_of(SOFTMAX, RECURRENT).layer(LocalLayerId(1))
-    assert states.shape == (7, 3, 8, 5)
+    assert states.shape == (7, 3, 5, 8)
     assert not states.any()
 
 

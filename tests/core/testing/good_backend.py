@@ -148,8 +148,8 @@ class GoodBackend:
         read, write = part.states
         state = states[read].clone() if part.length > len(q) else torch.zeros_like(states[0])
         for row in range(len(q)):
-            state = decay[row, :, None, None] * state + k[row, :, :, None] * v[row, :, None, :]
-            out[row] = layer.scale * torch.einsum("hd,hdv->hv", q[row], state)
+            state = decay[row, :, None, None] * state + v[row, :, :, None] * k[row, :, None, :]
+            out[row] = layer.scale * torch.einsum("hd,hvd->hv", q[row], state)
         states[write] = state
 
     @hookimpl

@@ -196,7 +196,9 @@ def test_the_reference_of_recurrence_is_its_sum_written_out() -> None:
     weights = RecurrentWeights(a_log=torch.tensor([-0.7]), dt_bias=torch.tensor([0.2]))
     g = -math.exp(-0.7) * torch.log1p((raw + 0.2).exp())
     mixed = torch.cat((q, k, v), dim=-1)[:, 0]
-    out, _ = reference.recurrence(mixed, raw, facts=facts, weights=weights, scale=0.5)
+    out, state = reference.recurrence(mixed, raw, facts=facts, weights=weights, scale=0.5)
     for t in range(5):
         wanted = sum(g[s + 1 : t + 1].double().sum().exp() * (q[t, 0] @ k[s, 0]).double() * v[s, 0].double() for s in range(t + 1))
         torch.testing.assert_close(out[t, 0], 0.5 * wanted, rtol=1e-5, atol=1e-6)
+    kept = sum(g[s + 1 :].double().sum().exp() * torch.outer(v[s, 0], k[s, 0]).double() for s in range(5))
+    torch.testing.assert_close(state, kept[None], rtol=1e-5, atol=1e-6)  # [H, V, D]

@@ -261,7 +261,6 @@ def test_a_step_that_is_not_the_next_one_is_refused(tables: PageTables) -> None:
         ({"drafted": 1}, "drafts"),
         ({"adapter": 0}, "adapters"),
         ({"parents": b"\0\0\0\0"}, "tree parents"),
-        ({"inputs": {"image": b"\0"}}, "named inputs"),
         ({"states": bytes(16)}, "pages of states"),
     ],
     ids=str,

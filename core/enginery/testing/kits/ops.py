@@ -17,7 +17,7 @@ from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.versions import HookGroup
 from enginery.errors import PluginError, Unsupported
 from enginery.kv.pool import TORCH_DTYPES
-from enginery.nn.op_cases import OP_CASES, OpCase, Results, results_of
+from enginery.nn.op_cases import OP_CASES, OpCase, Results, results_of, stored_cases
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.records import Offer, not_found
 from enginery.plugin.registry import Registry
@@ -64,7 +64,13 @@ def checks_of_ops(offer: Offer[OpSpec], *, device: torch.device, dtypes: Sequenc
 
 def _of_dtype(offer: Offer[OpSpec], needs: OpNeeds, device: torch.device) -> Iterator[KitCheck]:
     for op in offer.spec.provides:
-        for case in OP_CASES[op]:
+        cases = list(OP_CASES[op])
+        for scheme in sorted(offer.spec.schemes.get(op, ()), key=str):  # of what a plugin is given in a format
+            try:
+                cases += stored_cases(op, scheme)
+            except Unsupported as without:
+                yield KitCheck(rule=op, case=f"{scheme}, {needs.dtype}", run=functools.partial(_skip, str(without)))
+        for case in cases:
             run = functools.partial(_equals_reference, offer, op, case, needs=needs, device=device)
             traits = {"operation": op, "dtype": needs.dtype, **case.traits}
             yield KitCheck(rule=op, case=f"{case.name}, {needs.dtype}", run=run, traits=traits)

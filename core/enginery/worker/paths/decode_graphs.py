@@ -27,6 +27,7 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.worker.layout import KNOWN, sampled_seats, token_sources
 from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import mark_nan
 from enginery.worker.token_feed import TokenFeed
 
@@ -108,10 +109,12 @@ class DecodeGraphs:
         geometry: KVGeometry,
         capture: Capture,
         logits: torch.Tensor,
+        results: ModelResults,
     ) -> None:
         """logits: [largest size, V], where all graphs write theirs."""
         self.model = model
         self.relay = relay
+        self.results = results
         self.ops = ops
         self.feed = feed
         self.geometry = geometry
@@ -133,12 +136,13 @@ class DecodeGraphs:
         geometry: KVGeometry,
         capture: Capture,
         logits: torch.Tensor,
+        results: ModelResults,
     ) -> DecodeGraphs | None:
         """With the largest graph: the others fit into its memory. None, with the reason in the log, without `init_graph_state`."""
         if relay.ask("init_graph_state", max_batch_size=len(logits), max_num_tokens=len(logits)) is None:
             _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend_id)
             return None
-        graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits)
+        graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits, results=results)
         graphs.capture(graphs.sizes[-1])
         return graphs
 
@@ -153,6 +157,7 @@ class DecodeGraphs:
             geometry=self.geometry,
             capture=self._capture,
             logits=self.logits,
+            results=self.results,
         )
 
     @property
@@ -171,9 +176,8 @@ class DecodeGraphs:
         def run() -> None:
             self.feed.fill(batch.input_ids, packed[-2], out=batch.input_ids)
             self.relay.ask("device_prologue", plan=batch.plan)
-            hidden = self.model.forward(batch)
-            assert isinstance(hidden, torch.Tensor), "the last stage returns hidden states"
-            logits = self.logits[:size].copy_(self.model.logits(hidden))
+            hidden = self.results.hidden(self.model.forward(batch), batch)
+            logits = self.logits[:size].copy_(self.results.logits(self.model.logits(hidden), hidden))
             best = self.ops.greedy(logits)
             self.feed.keep(best, packed[-1])
             self.best[:size].copy_(mark_nan(logits, best))
@@ -203,7 +207,7 @@ class DecodeGraphs:
     def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> None:
         """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date."""
         size = len(captured.best)
-        padded = pad(self.feed.named.with_inputs(batch), num_requests=size, num_tokens=size, geometry=self.geometry)
+        padded = pad(self.feed.named.with_inputs(batch, step.inputs), num_requests=size, num_tokens=size, geometry=self.geometry)
         sources, seats = token_sources(step, size=size), sampled_seats(step, size=size, fill=self.feed.scratch_seat)
         self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), sources, seats]))
         padded = self.feed.named.placed(padded)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
+from enginery.worker.paths.results import ModelResults
 from enginery.worker.token_feed import TokenFeed
 
 
@@ -19,8 +18,9 @@ class EagerPath:
 
     captured = False
 
-    def __init__(self, model: Model, relay: BackendRelay, feed: TokenFeed) -> None:
+    def __init__(self, model: Model, relay: BackendRelay, feed: TokenFeed, *, results: ModelResults) -> None:
         self._model = model
+        self._results = results
         self._relay = relay
         self._feed = feed
 
@@ -30,6 +30,5 @@ class EagerPath:
         tapped = bool(self._feed.named.outputs)  # outputs may be of rows that need no logits, behind the last attention too
         there = self._relay.plan(self._feed.upload(step, batch, logits_rows=None if tapped else rows))
         planned_s = time.perf_counter()
-        hidden = self._model.forward(there)
-        assert isinstance(hidden, torch.Tensor), "the last stage returns hidden states"
+        hidden = self._results.hidden(self._model.forward(there), there)
         return hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)

@@ -29,6 +29,7 @@ from enginery.contracts.step import StepInput
 from enginery.worker.layout import KNOWN, token_sources
 from enginery.worker.paths.decode_graphs import CudaCapture, Replayable, no_requests
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
+from enginery.worker.paths.results import ModelResults
 from enginery.worker.token_feed import TokenFeed
 
 _log: Final = logging.getLogger(__name__)
@@ -138,10 +139,12 @@ class PiecewiseGraphs:
         geometry: KVGeometry,
         capture: PiecewiseCapture,
         hidden: torch.Tensor,
+        results: ModelResults,
     ) -> None:
         """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs."""
         self.model = model
         self.relay = relay
+        self.results = results
         self.socket = socket
         self.feed = feed
         self.geometry = geometry
@@ -165,9 +168,7 @@ class PiecewiseGraphs:
 
         def run() -> None:
             self.feed.fill(batch.input_ids, packed[-1], out=batch.input_ids)
-            hidden = self.model.forward(batch)
-            assert isinstance(hidden, torch.Tensor), "the last stage returns hidden states"
-            self.hidden[:size].copy_(hidden)
+            self.hidden[:size].copy_(self.results.hidden(self.model.forward(batch), batch))
 
         pieces = self._capture(run, self.socket)
         self._captured[size] = PiecewiseStep(packed=packed, pieces=pieces, hidden=self.hidden[:size])
@@ -187,7 +188,7 @@ class PiecewiseGraphs:
     def _upload(self, step: StepInput, batch: ForwardBatch, captured: PiecewiseStep) -> ForwardBatch:
         """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""
         size, count = captured.packed.shape[1], batch.num_tokens
-        batch = self.feed.named.with_inputs(batch)
+        batch = self.feed.named.with_inputs(batch, step.inputs)
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
         self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), token_sources(step, size=size)]))
         self.feed.named.placed(padded)  # copies the inputs to where the graphs read them

@@ -60,7 +60,7 @@ class LinearAttention:
         Rows that belong to no request are left as they are in `out`.
         """
         planned = covering_plan(plan, batch, LinearPlan, backend=self.backend_id)
-        states = self.states.layer(layer.local_id)  # [pages + 1, HV, D, V]
+        states = self.states.layer(layer.local_id)  # [pages + 1, HV, V, D]
         if planned.group is not None:
             rows = rows_of(mixed, gates, layer, slice(0, planned.group.size))
             _advance_group(rows, group=planned.group, states=states, scale=layer.scale, out=out)
@@ -93,7 +93,7 @@ def _log_decay(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWei
 
 
 def _advance_group(rows: Rows, *, group: DecodeGroup, states: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    state = states.index_select(0, group.reads).masked_fill_(group.fresh, 0.0)  # [B, HV, D, V]
+    state = states.index_select(0, group.reads).masked_fill_(group.fresh, 0.0)  # [B, HV, V, D]
     out[: group.size] = step(*rows, state, scale=scale)
     states.index_copy_(0, group.writes, state)
 
@@ -101,7 +101,7 @@ def _advance_group(rows: Rows, *, group: DecodeGroup, states: torch.Tensor, scal
 def _advance_part(
     mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, *, part: RequestPart, states: torch.Tensor, out: torch.Tensor
 ) -> None:
-    state = states[part.write]  # [HV, D, V], a view
+    state = states[part.write]  # [HV, V, D], a view
     if part.fresh:
         state.zero_()
     elif part.read != part.write:

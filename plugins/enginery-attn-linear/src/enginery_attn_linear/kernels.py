@@ -1,4 +1,4 @@
-"""The recurrence S_t = exp(g_t) S_(t-1) + k_t v_t^T, o_t = scale q_t S_t, one token at a time and a chunk of tokens at once.
+"""The recurrence S_t = exp(g_t) S_(t-1) + v_t k_t^T, o_t = scale S_t q_t, one token at a time and a chunk of tokens at once.
 
 B requests, H heads, C tokens of a chunk, D head dim, V value dim. Everything is float32.
 """
@@ -15,26 +15,26 @@ _FORGETS_ALL: Final = -104.0  # its exponential is zero in float32; -inf would m
 def step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, state: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
-    """One token of each request. q, k: [B, H, D], v: [B, H, V], log_decay: [B, H]; state: [B, H, D, V], updated in place.
+    """One token of each request. q, k: [B, H, D], v: [B, H, V], log_decay: [B, H]; state: [B, H, V, D], updated in place.
 
     Returns [B, H, V].
     """
-    state.mul_(log_decay.exp()[..., None, None]).addcmul_(k[..., None], v[..., None, :])
-    return (q[..., None, :] @ state).squeeze(-2) * scale
+    state.mul_(log_decay.exp()[..., None, None]).addcmul_(v[..., None], k[..., None, :])
+    return (state @ q[..., None]).squeeze(-1) * scale
 
 
 def chunk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, state: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
-    """Consecutive tokens of one request. q, k: [H, C, D], v: [H, C, V], log_decay: [H, C]; state: [H, D, V], updated in place.
+    """Consecutive tokens of one request. q, k: [H, C, D], v: [H, C, V], log_decay: [H, C]; state: [H, V, D], updated in place.
 
-    Returns [H, C, V]. With b the running sum of g, o_i = scale (exp(b_i) q_i S + sum over j <= i of exp(b_i - b_j) (q_i k_j) v_j):
+    Returns [H, C, V]. With b the running sum of g, o_i = scale (exp(b_i) S q_i + sum over j <= i of exp(b_i - b_j) (q_i k_j) v_j):
     the chunkwise form of arXiv:2312.06635. No exponent is positive. The sums are float64, because their differences cancel.
     """
     total = log_decay.double().clamp_(min=_FORGETS_ALL).cumsum(-1)  # [H, C]
     between = (total[:, :, None] - total[:, None, :]).tril_()  # [H, C, C]; above the diagonal 0, and nothing is seen there
     scores = ((q @ k.transpose(1, 2)) * between.float().exp_()).tril_()
-    out = scores @ v + (q @ state) * total.float().exp()[..., None]  # [H, C, V]
+    out = scores @ v + (q @ state.transpose(1, 2)) * total.float().exp()[..., None]  # [H, C, V]
     left = (total[:, -1:] - total).float().exp()  # [H, C]: what of each token is left at the end
-    state.mul_(total[:, -1, None, None].float().exp()).baddbmm_((k * left[..., None]).transpose(1, 2), v)
+    state.mul_(total[:, -1, None, None].float().exp()).baddbmm_(v.transpose(1, 2), k * left[..., None])
     return out * scale

@@ -1,6 +1,6 @@
 """The backend: plans on the host, then attends group by group and request by request.
 
-T tokens, H query heads, K KV heads, G = H / K, D head dim.
+T tokens, H query heads, K KV heads, G = H / K, D head dim, V value dim.
 """
 
 from __future__ import annotations
@@ -68,26 +68,27 @@ class TorchAttention:
     def _attend_group(self, q: torch.Tensor, group: DecodeGroup, layer: LayerSpec, out: torch.Tensor) -> None:
         size, kv_heads, dim = group.size, layer.facts.num_kv_heads, layer.facts.head_dim
         k, v = (
-            self._gather(pages, group.pages.view(-1)).view(size, -1, kv_heads, dim).transpose(1, 2) for pages in self._pages(layer)
+            self._gather(pages, group.pages.view(-1)).view(size, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
+            for pages in self._pages(layer)
         )
         grouped = q[:size].view(size, kv_heads, -1, 1, dim)  # [B, K, G, 1, D]
         mask = group.masks[layer.facts.sliding_window][:, None]  # [B, 1, L]
-        attended = _attention(grouped, k, v, mask=mask, causal=False, layer=layer)  # [B, K, G, 1, D]
-        out[:size] = attended.reshape(size, -1, dim)[..., : layer.facts.value_dim]
+        attended = _attention(grouped, k, v, mask=mask, causal=False, layer=layer)  # [B, K, G, 1, V]
+        out[:size] = attended.reshape(size, -1, attended.shape[-1])[..., : layer.facts.value_dim]
 
     def _attend_part(self, q: torch.Tensor, part: RequestPart, layer: LayerSpec, out: torch.Tensor) -> None:
-        k, v = (self._in_one_piece(pages, part) for pages in self._pages(layer))  # [1, K, L, D]
+        k, v = (self._in_one_piece(pages, part) for pages in self._pages(layer))  # [1, K, L, D or V]
         kv_heads, dim = layer.facts.num_kv_heads, layer.facts.head_dim
         num_queries = part.stop - part.start
         rows = q[part.start : part.stop].view(1, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)  # [1, K, G, S, D]
         mask = part.masks[layer.facts.sliding_window]
         seen = None if mask is None else mask[None]
         attended = _attention(rows, k, v, mask=seen, causal=part.causal, layer=layer)
-        whole = attended.permute(0, 3, 1, 2, 4).reshape(num_queries, -1, dim)  # [S, H, D]
+        whole = attended.permute(0, 3, 1, 2, 4).reshape(num_queries, -1, attended.shape[-1])  # [S, H, V]
         out[part.start : part.stop] = whole[..., : layer.facts.value_dim]
 
     def _pages(self, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, as wide as each other: latents serve as both, and what is beyond the value is cut off at the end."""
+        """Keys [.., D] and values [.., V]. Latents serve as both, V is D: what is beyond the value is cut off at the end."""
         keys, values = self.pool.layer(layer.local_id)
         return keys, values if layer.facts.latent is None else keys
 

@@ -1,6 +1,6 @@
 """Attention over keys and values that are already in one piece, in two ways.
 
-B batch, K KV heads, G query heads per KV head, S queries, L keys, D head dim.
+B batch, K KV heads, G query heads per KV head, S queries, L keys, D head dim, V value dim.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 def fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> torch.Tensor:
-    """torch's fused attention. q: [B, K, G, S, D], k and v: [B, K, L, D], mask: [B, S, L] bool. Returns like q.
+    """torch's fused attention. q: [B, K, G, S, D], k: [B, K, L, D], v: [B, K, L, V], mask: [B, S, L] bool -> [B, K, G, S, V].
 
     A single query per head needs no causality, so its heads of one group are taken for queries and the keys are read once.
+    Several run on kernels that want keys and values equally wide, or else keep all scores: the narrower ones get zeros.
     """
     batch, kv_heads, group, num_queries, dim = q.shape
     if num_queries == 1:
@@ -22,10 +23,13 @@ def fused(
         return F.scaled_dot_product_attention(q.squeeze(3), k, v, attn_mask=seen, scale=scale).unsqueeze(3)
     seen = None if mask is None else mask[:, None]  # [B, 1, S, L]
     heads = q.reshape(batch, kv_heads * group, num_queries, dim)
+    value_dim = v.shape[-1]
+    if value_dim != dim:
+        heads, k, v = (F.pad(part, (0, max(dim, value_dim) - part.shape[-1])) for part in (heads, k, v))
     out = F.scaled_dot_product_attention(
         heads, k, v, attn_mask=seen, is_causal=causal and mask is None, scale=scale, enable_gqa=group > 1
     )
-    return out.reshape(q.shape)
+    return out[..., :value_dim].unflatten(1, (kv_heads, group))
 
 
 def explicit(

@@ -21,5 +21,6 @@ TORCH = AttnBackendSpec(
         mla=True,
         mla_ragged=True,
         lse_base="e",
+        unequal_values=True,
     ),
 )

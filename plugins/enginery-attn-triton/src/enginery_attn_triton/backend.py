@@ -51,7 +51,7 @@ class TritonAttention:
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TritonPlan:
         """Upload tables for this batch; of a plan that is captured, say where `refresh_graph_metadata` will write them."""
         key = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture)
-        parts = self.arena.take("attention of split requests", self.parts_bytes)
+        parts = self.arena.take("attention of split requests", self.parts_bytes, may_move=True)
         if not capture:
             return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts)
         if self.graphs is None or batch.phase is not Phase.DECODE or batch.num_tokens != batch.num_requests:

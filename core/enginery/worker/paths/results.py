@@ -1,0 +1,42 @@
+"""What a plugin's model returns is looked at before anything reads it: a wrong shape would end in a kernel, or in wrong tokens.
+
+Only shapes are compared, after the call: a microsecond a step, nothing of the device, and no frame between a step and its kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from enginery.contracts.batch import ForwardBatch
+from enginery.errors import PluginError
+
+
+class ModelResults(NamedTuple):
+    """What a model of the last stage has to return. width: C, of hidden states. source: the plugin as messages name it."""
+
+    width: int
+    vocab_size: int
+    source: str
+
+    def hidden(self, returned: object, batch: ForwardBatch) -> torch.Tensor:
+        """What `forward` returned: [T, C], or [N, C] of the batch's `logits_rows`. Raises `PluginError` for anything else."""
+        if isinstance(returned, torch.Tensor):
+            if returned.shape == (batch.num_tokens, self.width):
+                return returned
+            if batch.logits_rows is not None and returned.shape == (len(batch.logits_rows), self.width):
+                return returned
+        wanted = f"hidden states [{batch.num_tokens}, {self.width}]"
+        raise PluginError(f"{self.source}: forward of its model returned {_told(returned)} instead of {wanted}")
+
+    def logits(self, returned: object, hidden: torch.Tensor) -> torch.Tensor:
+        """What `logits` returned for `hidden` [N, C]: [N, V]. Raises `PluginError` for anything else."""
+        if isinstance(returned, torch.Tensor) and returned.shape == (len(hidden), self.vocab_size):
+            return returned
+        wanted = f"logits [{len(hidden)}, {self.vocab_size}]"
+        raise PluginError(f"{self.source}: logits of its model returned {_told(returned)} instead of {wanted}")
+
+
+def _told(returned: object) -> str:
+    return str(list(returned.shape)) if isinstance(returned, torch.Tensor) else f"{returned!r:.60}"

@@ -15,6 +15,7 @@ import torch
 
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import (
+    READ,
     STATED,
     VIEWS,
     Axis,
@@ -69,7 +70,7 @@ def with_token_fields(batch: ForwardBatch, fields: Iterator[torch.Tensor]) -> Fo
     return renewed(batch, views=views, inputs=inputs, **changed)
 
 
-def renewed(batch: ForwardBatch, **changes: Any) -> ForwardBatch:
+def renewed(batch: ForwardBatch, **changes: object) -> ForwardBatch:
     """The batch with some fields changed, of as many tokens and requests; another batch, unplanned.
 
     As `dataclasses.replace`, which takes five times as long: it sets fields one by one.
@@ -79,7 +80,7 @@ def renewed(batch: ForwardBatch, **changes: Any) -> ForwardBatch:
     return other
 
 
-def _like(value: CutT, changes: Mapping[str, Any]) -> CutT:
+def _like(value: CutT, changes: Mapping[str, object]) -> CutT:
     other = object.__new__(type(value))
     vars(other).update(vars(value))
     vars(other).update(changes)
@@ -88,11 +89,11 @@ def _like(value: CutT, changes: Mapping[str, Any]) -> CutT:
 
 def _token_fields(batch: ForwardBatch) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
     for name, stated in _GROWING:
-        if stated.axis is Axis.TOKEN and (values := getattr(batch, name)) is not None:
+        if stated.axis is Axis.TOKEN and (values := READ[name](batch)) is not None:
             yield ("", name), values
     for kind, view in batch.views.items():
         for name, stated in _OF_VIEW[type(view)]:
-            if stated.axis is Axis.TOKEN and (values := getattr(view, name)) is not None:
+            if stated.axis is Axis.TOKEN and (values := READ[name](view)) is not None:
                 yield ("views", f"{kind} {name}"), values
     for name, (values, named) in batch.inputs.items():
         if rides(named):
@@ -158,7 +159,7 @@ def num_decoding(batch: ForwardBatch) -> int:
 def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> ForwardBatch:
     part = _part(batch, rows, requests)
     vars(part).update(
-        {name: getattr(batch, name) for name in _KEPT},
+        {name: READ[name](batch) for name in _KEPT},
         phase=phase,
         views={kind: _part(view, rows, requests) for kind, view in batch.views.items()},
         inputs=_split_named(batch.inputs, rows, requests) if batch.inputs else batch.inputs,
@@ -176,7 +177,7 @@ def _part(whole: CutT, rows: slice, requests: slice) -> CutT:
     part = object.__new__(type(whole))
     values = vars(part)
     for name, axis in _OPTIONAL[type(whole)]:
-        if (tensor := getattr(whole, name)) is not None:
+        if (tensor := READ[name](whole)) is not None:
             values[name] = tensor[rows if axis is Axis.TOKEN else requests]
     owner: AnyCut = whole
     while (further := owner.whole) is not None:  # so that a part of a part is cut once
@@ -253,10 +254,10 @@ def _fill_value(fill: Fill, kind: MemoryKind, *, length: int, geometry: KVGeomet
 
 def _changed(batch: ForwardBatch, change: Change) -> dict[str, Any]:
     """Every tensor along tokens or requests of the batch and its views, changed; what is None stays None."""
-    found: dict[str, Any] = {name: _maybe(change, getattr(batch, name), stated, "") for name, stated in _GROWING}
+    found: dict[str, Any] = {name: _maybe(change, READ[name](batch), stated, "") for name, stated in _GROWING}
     views: dict[MemoryKind, AnyView] = {}
     for kind, view in batch.views.items():
-        changed = {name: _maybe(change, getattr(view, name), stated, kind) for name, stated in _OF_VIEW[type(view)]}
+        changed = {name: _maybe(change, READ[name](view), stated, kind) for name, stated in _OF_VIEW[type(view)]}
         views[kind] = _like(view, changed)
     return {**found, "views": views}
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from enginery.contracts.batch import STATED, VIEWS, ForwardBatch
+from enginery.contracts.batch import READ, STATED, VIEWS, ForwardBatch
 from enginery.contracts.plan import ForwardPlan
 from enginery.errors import PluginError, StalePlan
 
@@ -85,5 +85,5 @@ def digest(batch: ForwardBatch) -> int:
 def _host_tensors(batch: ForwardBatch) -> Iterator[torch.Tensor]:
     for owner, stated in ((batch, STATED), *((view, VIEWS[type(view)]) for view in batch.views.values())):
         for name in stated:
-            if name.endswith("_cpu") and (value := getattr(owner, name)) is not None:
+            if name.endswith("_cpu") and (value := READ[name](owner)) is not None:
                 yield value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -127,7 +128,7 @@ class Cuttable:
             whole, axis = self.whole, _GROWING_AXES.get(name)
             if whole is None or axis is None:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name}", name=name, obj=self)
-            part, own = getattr(whole.owner, name), whole.rows if axis is Axis.TOKEN else whole.requests
+            part, own = READ[name](whole.owner), whole.rows if axis is Axis.TOKEN else whole.requests
             if own is not None:
                 part = part[own]
             vars(self)[name] = part
@@ -279,6 +280,7 @@ class ForwardBatch(Cuttable):
 
 STATED: Final = stated_fields(ForwardBatch)
 VIEWS: Final = {view: stated_fields(view) for view in (View, StateView)}
+READ: Final = {name: operator.attrgetter(name) for each in (STATED, *VIEWS.values()) for name in each}  # faster than getattr
 _GROWING_AXES: Final = {
     name: stated.axis for each in (STATED, *VIEWS.values()) for name, stated in each.items() if stated.axis in _GROWING
 }

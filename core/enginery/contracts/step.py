@@ -9,7 +9,8 @@ default; a stored step carries `STORED_VERSION` of its file. B items, S items th
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -18,10 +19,11 @@ import msgspec
 import numpy as np
 
 from enginery.contracts.batch import Phase
-from enginery.contracts.request import TokenLogprob
+from enginery.contracts.request import SamplingParams, TokenLogprob
 
 STORED_VERSION: Final = 1  # of a file of steps
 INT: Final = np.dtype("<i4")  # of all packed numbers
+_pack_params: Final = struct.Struct("<4dQ").pack
 
 
 class Way(StrEnum):
@@ -209,6 +211,17 @@ class SamplingInput:
         """Whether a logit is changed before a token is chosen."""
         parts = (self.repetition, self.penalties, self.biases, self.forbidden, self.mask)
         return any(part is not None for part in parts)
+
+
+def pack_params(params: SamplingParams) -> bytes:
+    """How a request's tokens are drawn: temperature, top_k, top_p, min_p as float64, its seed modulo 2^64; little-endian."""
+    return _pack_params(params.temperature, params.top_k, params.top_p, params.min_p, (params.seed or 0) % 2**64)
+
+
+def unpack_params(packed: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The `params` and `seeds` of a `SamplingInput`, of S rows as `pack_params` gives them: joined, as a step has hundreds."""
+    joined = b"".join(packed)
+    return np.frombuffer(joined, "<f8").reshape(-1, 5)[:, :4].T, np.frombuffer(joined, "<u8")[4::5]
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ import numpy as np
 
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import SamplingParams
-from enginery.contracts.step import Entries, PromptTargets, SamplingInput, StepInput
+from enginery.contracts.step import Entries, Items, PromptTargets, SamplingInput, StepInput, pack_params, unpack_params
 from enginery.engine.token_masks import fill_masks
 from enginery.schedule.request import Request, RequestStatus
 
@@ -52,18 +52,21 @@ def prepare_sampling(step: StepInput, requests: Sequence[Request], eos_token_ids
     if step.run.greedy and not any(request.reports_logprobs for request in requests):
         return Prepared(None, {})
     items, places = step.columns(), step.sampling.tolist()
-    ends = items.start + items.num_tokens
-    prompts = {
-        index: _targets(requests[index], int(ends[index] - items.num_logits[index]), int(ends[index]))
-        for index in np.flatnonzero(items.num_logits > items.samples).tolist()
-    }
     asked = [requests[index] for index in places]
-    every, positions = [request.asked.params for request in asked], ends[step.sampling].astype(np.uint64)
-    if not any(params.adjusts for params in every) and all(request.grammar is None for request in asked):
-        return Prepared(_values(every, positions, prompts=prompts), {})
-    rows = [_row_of(request, position) for request, position in zip(asked, positions.tolist(), strict=True)]
-    values, refused = sampling_input(rows, eos_token_ids, vocab_size=vocab_size, prompts=prompts)
-    return Prepared(values, {places[row]: why for row, why in refused.items()})
+    positions = (items.start + items.num_tokens)[step.sampling].astype(np.uint64)
+    prompts = _prompt_targets(items, requests)
+    if any(request.adjusts or request.grammar is not None for request in asked):
+        rows = [_row_of(request, position) for request, position in zip(asked, positions.tolist(), strict=True)]
+        values, refused = sampling_input(rows, eos_token_ids, vocab_size=vocab_size, prompts=prompts)
+        return Prepared(values, {places[row]: why for row, why in refused.items()})
+    return Prepared(_unadjusted(asked, positions, prompts), {})
+
+
+def _unadjusted(asked: Sequence[Request], positions: np.ndarray, prompts: Mapping[int, PromptTargets]) -> SamplingInput:
+    """Of requests whose logits are sampled from as they are, by what was packed when they came."""
+    params, seeds = unpack_params([request.packed_params for request in asked])
+    num_top = _num_top([request.asked.params.logprobs for request in asked])
+    return SamplingInput(params=params, seeds=seeds, positions=positions, num_top=num_top, prompts=prompts)
 
 
 def sampling_input(
@@ -75,44 +78,38 @@ def sampling_input(
 ) -> Prepared:
     """The rows as arrays. Each `params.seed` is set."""
     masks = fill_masks(rows, eos_token_ids, vocab_size=vocab_size)
-    values = _values(
-        [row.params for row in rows],
-        np.array([row.position for row in rows], np.uint64),
-        prompts=prompts or {},
+    params, seeds = unpack_params([pack_params(row.params) for row in rows])
+    values = SamplingInput(
+        params=params,
+        seeds=seeds,
+        positions=np.array([row.position for row in rows], np.uint64),
         repetition=_entries(rows, _repetition),
         penalties=_entries(rows, _penalties),
         biases=_entries(rows, _biases),
         forbidden=_entries(rows, lambda row: _forbidden(row, eos_token_ids)),
         mask=None if masks is None else masks.words,
+        num_top=_num_top([row.params.logprobs for row in rows]),
+        prompts=prompts or {},
     )
     return Prepared(values, {} if masks is None else masks.failed)
 
 
-def _values(
-    every: Sequence[SamplingParams],
-    positions: np.ndarray,
-    *,
-    prompts: Mapping[int, PromptTargets],
-    mask: np.ndarray | None = None,
-    **entries: Entries | None,
-) -> SamplingInput:
-    """entries: by the names of their fields, none where no logit is changed."""
-    packed = b"".join([params.packed for params in every])
-    asked = [params.logprobs for params in every]
-    return SamplingInput(
-        params=np.frombuffer(packed, "<f8").reshape(-1, 5)[:, :4].T,
-        seeds=np.frombuffer(packed, "<u8")[4::5],
-        positions=positions,
-        mask=mask,
-        num_top=() if asked.count(None) == len(asked) else tuple(-1 if count is None else count for count in asked),
-        prompts=prompts,
-        **entries,
-    )
+def _num_top(asked: Sequence[int | None]) -> tuple[int, ...]:
+    return () if asked.count(None) == len(asked) else tuple(-1 if count is None else count for count in asked)
 
 
 def _row_of(request: Request, position: int) -> SamplingRow:
     grammar = None if request.status is RequestStatus.FINISHED else request.grammar  # its end may be new since it was scheduled
     return SamplingRow(request.asked.params, request.token_ids, request.num_prompt_tokens, position, grammar)
+
+
+def _prompt_targets(items: Items, requests: Sequence[Request]) -> dict[int, PromptTargets]:
+    """Of the items whose prompts' log-probabilities are asked for."""
+    ends = items.start + items.num_tokens
+    return {
+        index: _targets(requests[index], int(ends[index] - items.num_logits[index]), int(ends[index]))
+        for index in np.flatnonzero(items.num_logits > items.samples).tolist()
+    }
 
 
 def _targets(request: Request, first: int, end: int) -> PromptTargets:

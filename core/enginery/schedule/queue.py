@@ -9,8 +9,9 @@ from operator import attrgetter
 
 from enginery.config.schema import ScheduleSettings
 from enginery.contracts.ops import LEAST_TEMPERATURE
-from enginery.contracts.request import GenerationRequest
+from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
+from enginery.contracts.step import pack_params
 from enginery.errors import QueueFull, RequestError
 from enginery.kv.manager import SequenceKV
 from enginery.kv.prefix import TOKEN_TYPECODE
@@ -64,6 +65,8 @@ class WaitingQueue:
             greedy_from=_greedy_from(asked),
             reads_tokens=asked.params.reads_tokens,
             reports_logprobs=asked.params.logprobs is not None or asked.params.prompt_logprobs is not None,
+            adjusts=_adjusts(asked.params),
+            packed_params=pack_params(asked.params),
             kv=SequenceKV(token_ids=token_ids, salt=asked.cache_salt),
         )
 
@@ -91,6 +94,10 @@ class WaitingQueue:
         """Raise AssertionError unless the requests stand in order and their tokens are counted."""
         assert self._requests == sorted(self._requests, key=_order), "the waiting requests are out of order"
         assert self.num_tokens == sum(request.num_expected for request in self._requests), "waiting tokens are miscounted"
+
+
+def _adjusts(params: SamplingParams) -> bool:
+    return params.reads_tokens or bool(params.logit_bias) or params.min_tokens > 0
 
 
 def _greedy_from(asked: GenerationRequest) -> int:

@@ -39,6 +39,7 @@ class Request:
     changes. num_computed: in steps completed or in flight. in_flight: steps not completed yet that it is in.
     greedy_from: from so many tokens on its next one is that of the largest logit; `NEVER` if that is adjusted, or drawn.
     reads_tokens: its next token depends on those before. reports_logprobs: log-probabilities go out, of its tokens or its prompt's.
+    adjusts: a logit may be changed before its token is chosen. packed_params: how that is drawn, see `pack_params`.
     num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. prompt_logprobs: those of completed
     steps, until its first token is told. queued_s: how long it had waited when its first chunk was scheduled. grammar: what its
     output must be; has accepted the output.
@@ -54,6 +55,8 @@ class Request:
     greedy_from: int
     reads_tokens: bool
     reports_logprobs: bool
+    adjusts: bool
+    packed_params: bytes
     status: RequestStatus = RequestStatus.WAITING
     kv: SequenceKV
     num_computed: int = 0

@@ -86,8 +86,8 @@ class Composite(ABC):
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> CompositePlan:
         """Cut the batch and have each part planned by its child."""
-        parts = tuple(self.plan_part(part, capture=capture) for part in self.cut(batch, capture=capture))
-        return CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=parts)
+        parts = [self.plan_part(part, capture=capture) for part in self.cut(batch, capture=capture)]
+        return CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
 
     def plan_part(self, part: Part, *, capture: bool) -> Part:
         """The part with its child's plan."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from enginery.attention.axes import cut_at, num_decoding
@@ -27,7 +28,6 @@ from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrateg
 from enginery.contracts.memory import KVPool
 from enginery.contracts.plan import ForwardPlan, covering_plan
 from enginery.errors import StalePlan
-from enginery.kv.slots import slots_of
 from enginery.kv.upload import to_device
 
 _log: Final = logging.getLogger(__name__)
@@ -126,12 +126,12 @@ class LatentAttention(Composite):
         """Where the latents of a piece's tokens are: [L] int64, device; None for the step's own."""
         if piece.causal and torch.equal(piece.lens_cpu, batch.q_lens_cpu):
             return None
-        lens = piece.lens_cpu.long()
-        request = torch.repeat_interleave(lens)  # [L]
-        first = lens.cumsum(0) - lens - piece.starts_cpu.long()  # [B]
-        tokens = torch.arange(len(request)) - first[request]
-        slots = slots_of(batch.page_table_cpu, request, tokens, page_size=self.page_size)
-        return to_device(slots, batch.input_ids.device)
+        lens, table = piece.lens_cpu.numpy().astype(np.int64), batch.page_table_cpu.numpy()
+        request = np.arange(len(lens)).repeat(lens)  # [L]
+        first = lens.cumsum() - lens - piece.starts_cpu.numpy()  # [B]
+        column, offset = np.divmod(np.arange(len(request)) - first[request], self.page_size)
+        slots = table[request, column].astype(np.int64) * self.page_size + offset
+        return to_device(torch.from_numpy(slots), batch.input_ids.device)
 
     def attend(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from enginery.attention.axes import cut_at
 from enginery.attention.composite import Composite, Part
 from enginery.attention.relay import BackendRelay
@@ -31,8 +33,8 @@ class MicroBatches(Composite):
             middle = count // 2
             first_tokens = middle * batch.decode_len
         else:
-            ends = batch.q_lens_cpu.cumsum(0)  # [B]
-            middle = 1 + int((2 * ends[:-1] - ends[-1]).abs().argmin())
+            ends = batch.q_lens_cpu.numpy().cumsum()  # [B]
+            middle = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())
             first_tokens = int(ends[middle - 1])
         for cut in cut_at(batch, middle, first_tokens, (batch.phase, batch.phase)):
             yield Part(child=0, rows=cut.rows, requests=cut.requests, batch=cut.batch)

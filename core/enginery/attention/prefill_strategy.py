@@ -5,6 +5,7 @@ B requests; R, N, P as in `contracts/attention.py`, V value dim of a head.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from enginery.contracts.attention import Capabilities, LatentFacts
@@ -24,7 +25,7 @@ def strategies_to_try(
 
     q_lens, kv_lens: [B] int32, host. A one-shot prefill makes keys and values of all tokens at once, so at most `chunk_tokens`.
     """
-    queries, keys = q_lens.double(), kv_lens.double()
+    queries, keys = q_lens.numpy().astype(np.float64), kv_lens.numpy().astype(np.float64)
     num_keys = float(keys.sum())
     one_shot = (PrefillStrategy.ONE_SHOT,) if num_keys <= chunk_tokens else ()
     chunked = (PrefillStrategy.CHUNKED,) if capabilities.lse_base is not None else ()

@@ -50,7 +50,8 @@ class LayerSocket:
             relay, plan = self._ready(batch)
             if plan.key.capture:
                 relay.check_captured(plan, out)
-            relay.needs_none(relay.attend(q, k, v, layer, batch, plan, out))
+            if (told := relay.attend(q, k, v, layer, batch, plan, out)) is not None:
+                relay.needs_none(told)
             if self.on_written is not None:
                 self.on_written(LayerCall("attend", (q, k, v), layer, out))
 
@@ -62,7 +63,8 @@ class LayerSocket:
             relay, plan = self._ready(batch)
             if plan.key.capture:
                 relay.check_captured(plan, out)
-            relay.needs_none(relay.advance(mixed, gates, layer, batch, plan, out))
+            if (told := relay.advance(mixed, gates, layer, batch, plan, out)) is not None:
+                relay.needs_none(told)
             if self.on_written is not None:
                 self.on_written(LayerCall("advance", (mixed, gates), layer, out))
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import operator
+import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -93,6 +94,19 @@ class SamplingParams:
         penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalised or self.grammar is not None
 
+    @cached_property
+    def adjusts(self) -> bool:
+        """Whether a logit may be changed before a token is chosen."""
+        return self.reads_tokens or bool(self.logit_bias) or self.min_tokens > 0
+
+    @cached_property
+    def packed(self) -> bytes:
+        """How tokens are drawn: temperature, top_k, top_p and min_p as float64, and the seed as uint64, modulo 2^64; little-endian.
+
+        A step has hundreds of requests, whose parameters are joined, not gathered one by one.
+        """
+        return _PACKED.pack(self.temperature, self.top_k, self.top_p, self.min_p, (self.seed or 0) % 2**64)
+
     def _normalise(self) -> None:
         """Take lists for tuples, one stop string for a tuple of one, and any kind of whole number; refuse other types by name."""
         numbers_given = {name: getattr(self, name) for name in _WHOLE_NUMBERS}
@@ -107,6 +121,7 @@ class SamplingParams:
 
 _OPTIONAL: Final = ("seed", "logprobs", "prompt_logprobs")
 _WHOLE_NUMBERS: Final = ("max_tokens", "min_tokens", "top_k", "n", *_OPTIONAL)
+_PACKED: Final = struct.Struct("<4dQ")
 _REAL_NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

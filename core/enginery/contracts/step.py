@@ -8,6 +8,7 @@ default; a stored step carries `STORED_VERSION` of its file. B items, S items th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -99,7 +100,7 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True):
     pages: bytes
 
 
-class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults=True):
+class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults=True, dict=True):
     """Everything that a rank needs to run one step. Numbers are packed as int32, little-endian.
 
     number: consecutive; a worker refuses any other. padded: requests and tokens that the step is padded to. num_decode: leading
@@ -129,14 +130,23 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
         """The requests of the step: B."""
         return len(self.items) // ITEM_BYTES
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         """The rows of the step without padding: T."""
         return int(self.columns().num_tokens.sum())
 
+    @functools.cached_property
+    def sampling(self) -> np.ndarray:
+        """The items whose last row yields a token: [S] int64."""
+        return np.flatnonzero(self.columns().samples)
+
     def columns(self) -> Items:
-        """Its items by column."""
-        return Items(*np.frombuffer(self.items, INT).reshape(-1, len(Items._fields)).T)
+        """Its items by column, read once; not to be written to."""
+        return self._columns
+
+    @functools.cached_property
+    def _columns(self) -> Items:
+        return Items(*np.frombuffer(self.items, INT).reshape(-1, len(Items._fields)).T.copy())
 
     def each(self) -> list[Item]:
         """Its items one by one."""

@@ -24,7 +24,7 @@ from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.recording import RecordedStep, Recording
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
-from enginery.worker.layout import sampled_seats, sampling_items
+from enginery.worker.layout import sampled_seats
 from enginery.worker.page_tables import PageTables
 from enginery.worker.runner import Runner
 
@@ -100,7 +100,7 @@ class Replica:
         step = msgspec.structs.replace(recorded.step, run=Run(greedy=recorded.step.run.greedy))
         launched = self._runner.launch(step)
         device = self._runner.device
-        told = [max(recorded.token_ids[index][-1], 0) for index in sampling_items(step).tolist()]
+        told = [max(recorded.token_ids[index][-1], 0) for index in step.sampling.tolist()]
         self._runner.feed.keep(torch.tensor(told, dtype=torch.int64, device=device), sampled_seats(step).to(device))
         return Ran(self._calls, launched.logits)
 
@@ -173,7 +173,7 @@ def _from_tokens(recorded: RecordedStep, ran: Ran) -> Iterator[Difference]:
     """How far the logit of each recorded token of a greedy step is below the largest."""
     if not recorded.step.run.greedy:
         return
-    for index, logits in zip(sampling_items(recorded.step).tolist(), ran.logits.float(), strict=True):
+    for index, logits in zip(recorded.step.sampling.tolist(), ran.logits.float(), strict=True):
         if (token := recorded.token_ids[index][-1]) >= 0:
             amount = float((logits.max() - logits[token]) / logits.abs().max())
             yield Difference(recorded.step.number, None, recorded.request_ids[index], amount)
@@ -187,7 +187,7 @@ def _differences(recorded: RecordedStep, one: Ran, other: Ran) -> Iterator[Diffe
         raise ConfigError(f"step {step.number} calls attention of other layers with one backend than with the other")
     for mine, theirs in zip(one.calls, other.calls, strict=True):
         yield _largest(step, mine.layer, names, _apart(mine.values, theirs.values, lengths))
-    sampling = sampling_items(step).tolist()
+    sampling = step.sampling.tolist()
     if sampling:
         yield _largest(step, None, [names[index] for index in sampling], _apart(one.logits, other.logits, [1] * len(sampling)))
 

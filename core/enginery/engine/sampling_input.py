@@ -6,7 +6,7 @@ S rows that sample, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,6 @@ from enginery.contracts.request import SamplingParams
 from enginery.contracts.step import Entries, PromptTargets, SamplingInput, StepInput
 from enginery.engine.token_masks import fill_masks
 from enginery.schedule.request import Request, RequestStatus
-
-_MASK64: Final = (1 << 64) - 1
 
 
 class SamplingRow(NamedTuple):
@@ -53,16 +51,19 @@ def prepare_sampling(step: StepInput, requests: Sequence[Request], eos_token_ids
     """Of a step whose forward is on its way: grammars are asked while the device works. refused: by item."""
     if step.run.greedy and not any(request.reports_logprobs for request in requests):
         return Prepared(None, {})
-    items = step.columns()
-    sampling = np.flatnonzero(items.samples).tolist()
-    ends = (items.start + items.num_tokens).tolist()
-    rows = [_row_of(requests[index], ends[index]) for index in sampling]
+    items, places = step.columns(), step.sampling.tolist()
+    ends = items.start + items.num_tokens
     prompts = {
-        index: _targets(requests[index], ends[index] - int(items.num_logits[index]), ends[index])
+        index: _targets(requests[index], int(ends[index] - items.num_logits[index]), int(ends[index]))
         for index in np.flatnonzero(items.num_logits > items.samples).tolist()
     }
+    asked = [requests[index] for index in places]
+    every, positions = [request.asked.params for request in asked], ends[step.sampling].astype(np.uint64)
+    if not any(params.adjusts for params in every) and all(request.grammar is None for request in asked):
+        return Prepared(_values(every, positions, prompts=prompts), {})
+    rows = [_row_of(request, position) for request, position in zip(asked, positions.tolist(), strict=True)]
     values, refused = sampling_input(rows, eos_token_ids, vocab_size=vocab_size, prompts=prompts)
-    return Prepared(values, {sampling[row]: why for row, why in refused.items()})
+    return Prepared(values, {places[row]: why for row, why in refused.items()})
 
 
 def sampling_input(
@@ -73,29 +74,40 @@ def sampling_input(
     prompts: Mapping[int, PromptTargets] | None = None,
 ) -> Prepared:
     """The rows as arrays. Each `params.seed` is set."""
-    every = [row.params for row in rows]
     masks = fill_masks(rows, eos_token_ids, vocab_size=vocab_size)
-    values = SamplingInput(
-        params=np.array([(params.temperature, params.top_k, params.top_p, params.min_p) for params in every], np.float64)
-        .reshape(-1, 4)
-        .T,
-        seeds=np.array([(params.seed or 0) & _MASK64 for params in every], np.uint64),
-        positions=np.array([row.position for row in rows], np.uint64),
+    values = _values(
+        [row.params for row in rows],
+        np.array([row.position for row in rows], np.uint64),
+        prompts=prompts or {},
         repetition=_entries(rows, _repetition),
         penalties=_entries(rows, _penalties),
         biases=_entries(rows, _biases),
         forbidden=_entries(rows, lambda row: _forbidden(row, eos_token_ids)),
         mask=None if masks is None else masks.words,
-        num_top=_num_top(every),
-        prompts=prompts or {},
     )
     return Prepared(values, {} if masks is None else masks.failed)
 
 
-def _num_top(every: Sequence[SamplingParams]) -> tuple[int, ...]:
-    if all(params.logprobs is None for params in every):
-        return ()
-    return tuple(-1 if params.logprobs is None else params.logprobs for params in every)
+def _values(
+    every: Sequence[SamplingParams],
+    positions: np.ndarray,
+    *,
+    prompts: Mapping[int, PromptTargets],
+    mask: np.ndarray | None = None,
+    **entries: Entries | None,
+) -> SamplingInput:
+    """entries: by the names of their fields, none where no logit is changed."""
+    packed = b"".join([params.packed for params in every])
+    asked = [params.logprobs for params in every]
+    return SamplingInput(
+        params=np.frombuffer(packed, "<f8").reshape(-1, 5)[:, :4].T,
+        seeds=np.frombuffer(packed, "<u8")[4::5],
+        positions=positions,
+        mask=mask,
+        num_top=() if asked.count(None) == len(asked) else tuple(-1 if count is None else count for count in asked),
+        prompts=prompts,
+        **entries,
+    )
 
 
 def _row_of(request: Request, position: int) -> SamplingRow:

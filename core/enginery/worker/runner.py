@@ -21,7 +21,7 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, StepOutput, StepTimes, Way
 from enginery.kv.upload import to_device
-from enginery.worker.layout import lay_out, sampled_seats, sampling_items
+from enginery.worker.layout import lay_out, sampled_seats
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
@@ -36,11 +36,10 @@ NAN_ERROR: Final = "the model's logits for it are NaN"
 
 
 class Launched(NamedTuple):
-    """A forward that the device may still be running, valid until the next one. logits: [S, V], of the items `sampling` [S]."""
+    """A forward that the device may still be running, valid until the next one. logits: [S, V], of the items that sample."""
 
     step: StepInput
     forwarded: Forwarded
-    sampling: np.ndarray
     logits: torch.Tensor
     captured: bool
     laid_out_s: float
@@ -76,7 +75,9 @@ class RunningStep:
         token_ids: list[tuple[int, ...]] = [()] * self.step.num_items
         for index, token in zip(self.sampling, tokens, strict=True):
             token_ids[index] = (token,)
-        failed = {index: NAN_ERROR for index, token in zip(self.sampling, tokens, strict=True) if token == NAN_TOKEN}
+        failed: dict[int, str] = {}
+        if NAN_TOKEN in tokens:
+            failed = {index: NAN_ERROR for index, token in zip(self.sampling, tokens, strict=True) if token == NAN_TOKEN}
         return StepOutput(
             number=self.step.number,
             token_ids=token_ids,
@@ -150,8 +151,8 @@ class Runner:
         laid_out_s = time.perf_counter()
         path = self._path_of(step)
         forwarded = path.forward(step, batch)
-        sampling = sampling_items(step)
-        return Launched(step, forwarded, sampling, self._logits(forwarded, len(sampling)), path.captured, laid_out_s)
+        logits = self._logits(forwarded, len(step.sampling))
+        return Launched(step, forwarded, logits, path.captured, laid_out_s)
 
     @torch.inference_mode()
     def sample(self, launched: Launched, sampling: SamplingInput | None) -> RunningStep:
@@ -161,7 +162,7 @@ class Runner:
         embedding = np.frombuffer(step.embedding, INT).tolist()
         embedded = self._embedded(embedding, launched)
         tokens = marked = torch.empty(0, dtype=torch.int64)
-        if len(launched.sampling):
+        if len(step.sampling):
             tokens, marked = self._choose(launched, sampling)
         asks = sampling is not None and bool(sampling.num_top)
         num_top = sampling.num_top if sampling is not None else ()
@@ -173,7 +174,7 @@ class Runner:
             copied.record()
         return RunningStep(
             step=step,
-            sampling=launched.sampling.tolist(),
+            sampling=step.sampling.tolist(),
             sampled=sampled,
             copied=copied,
             embedding=embedding,
@@ -219,7 +220,7 @@ class Runner:
         last = launched.forwarded.last
         if last is None or not embedding:
             return torch.empty(0)
-        rows = torch.from_numpy(np.searchsorted(launched.sampling, embedding))
+        rows = torch.from_numpy(np.searchsorted(launched.step.sampling, embedding))
         return last.index_select(0, to_device(rows, self.device)).float().to("cpu", non_blocking=True)
 
     def _prompt_logprobs(

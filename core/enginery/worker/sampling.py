@@ -84,11 +84,13 @@ def _apply_mask(logits: torch.Tensor, mask: np.ndarray) -> None:
 
 def _draws(sampling: SamplingInput, logits: torch.Tensor) -> SamplingTensors:
     """One upload for all rows, without waiting for the device."""
-    table = np.vstack([sampling.params, uniform(sampling.seeds, sampling.positions)]).astype(np.float32, order="C")  # [5, S]
-    _, top_k, top_p, min_p = sampling.params
+    table = np.empty((5, len(logits)), np.float32)
+    table[:4] = sampling.params
+    table[4] = uniform(sampling.seeds, sampling.positions)
+    (_, least_k, least_p, _), (_, most_k, _, most_min_p) = sampling.params.min(1).tolist(), sampling.params.max(1).tolist()
     vocab_size = logits.shape[-1]
     return SamplingTensors(
         table=to_device(torch.from_numpy(table), logits.device),
-        most_kept=int(np.where(top_k == 0, vocab_size, top_k).clip(max=vocab_size).max()),
-        cut=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
+        most_kept=min(int(most_k), vocab_size) if least_k else vocab_size,
+        cut=most_k > 0 or least_p < 1 or most_min_p > 0,
     )

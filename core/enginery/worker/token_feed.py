@@ -10,11 +10,9 @@ So a step can be built and launched before the tokens of the one before have com
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from enginery.attention.axes import token_fields, with_token_fields
+from enginery.attention.axes import renewed, token_fields, with_token_fields
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned, to_device
@@ -50,7 +48,7 @@ class TokenFeed:
         if pending:
             ids = torch.empty_like(ids)
             self.fill(batch.input_ids, sources, out=ids)
-        return self.named.placed(dataclasses.replace(batch, input_ids=ids, logits_rows=logits_rows))
+        return self.named.placed(renewed(batch, input_ids=ids, logits_rows=logits_rows))
 
     def overwrite(self, packed: torch.Tensor, fields: torch.Tensor) -> None:
         """Copy what a step has for each token, on the host, over what graphs read."""

@@ -19,7 +19,7 @@ from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Wa
 from enginery.errors import Unsupported
 from enginery.schedule import planner
 from enginery.schedule.step import choose_run
-from enginery.worker.layout import KNOWN, has_pending, lay_out, sampled_seats, sampling_items, token_sources
+from enginery.worker.layout import KNOWN, has_pending, lay_out, sampled_seats, token_sources
 from enginery.worker.page_tables import PageTables
 
 SEEN = Counter()
@@ -65,7 +65,7 @@ def laid_out(step: StepInput, tables: PageTables) -> dict[str, list[object]]:
     return {
         **{name: values.tolist() for name, values in fields.items()},
         "sources": token_sources(step).tolist(),
-        "sampling": sampling_items(step).tolist(),
+        "sampling": step.sampling.tolist(),
         "sampled_seats": sampled_seats(step).tolist(),
     }
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from enginery.attention.axes import pad, token_fields
 from enginery.attention.relay import BackendRelay
@@ -207,10 +206,9 @@ class DecodeGraphs:
 
     def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> None:
         """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date."""
-        size, count = len(captured.best), batch.num_requests
+        size = len(captured.best)
         padded = pad(self.feed.named.with_inputs(batch, step.inputs), num_requests=size, num_tokens=size, geometry=self.geometry)
-        sources = F.pad(token_sources(step), (0, size - count), value=KNOWN)
-        seats = F.pad(sampled_seats(step), (0, size - count), value=self.feed.scratch_seat)
+        sources, seats = token_sources(step, size=size), sampled_seats(step, size=size, fill=self.feed.scratch_seat)
         self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), sources, seats]))
         padded = self.feed.named.placed(padded)
         assert captured.batch.plan is not None, "what is captured is planned"

@@ -12,7 +12,6 @@ import torch
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.layout import sampling_items
 
 
 class Forwarded(NamedTuple):
@@ -50,7 +49,7 @@ def hidden_states(
     hidden: [T, C], or [N, C] from a model that computes its last layer for these rows only. rows: [N] int64, device; None for all.
     """
     wanted = hidden if rows is None or len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
-    places = batch.num_logits_cpu.long().cumsum(0)[torch.from_numpy(sampling_items(step))] - 1  # [S]
+    places = batch.num_logits_cpu.long().cumsum(0)[torch.from_numpy(step.sampling)] - 1  # [S]
     last = wanted if len(places) == len(wanted) else wanted.index_select(0, to_device(places, wanted.device))  # [S, C]
     return Forwarded(planned_s=planned_s, rows=wanted, last=last)
 

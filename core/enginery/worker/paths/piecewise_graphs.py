@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from enginery.attention.axes import pad, token_fields
 from enginery.attention.relay import BackendRelay
@@ -191,8 +190,7 @@ class PiecewiseGraphs:
         size, count = captured.packed.shape[1], batch.num_tokens
         batch = self.feed.named.with_inputs(batch, step.inputs)
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
-        sources = F.pad(token_sources(step), (0, size - count), value=KNOWN)
-        self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), sources]))
+        self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), token_sources(step, size=size)]))
         self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
         return self.feed.unpack(batch, captured.packed[:, :count])
 

@@ -35,6 +35,8 @@ from enginery.engine.engine import Engine
 from enginery.errors import Unsupported
 from enginery.nn.decoder import Decoder
 from enginery.plugin.registry import Registry
+from enginery.testing.kits.ranks import RankThreads
+from enginery.testing.kits.weights import WholeTensors
 from enginery.worker.runner import Launched
 from enginery.worker.warm_up import warm_up
 from enginery_model_llama.spec import describe, shape
@@ -164,6 +166,14 @@ def test_other_models_are_told_nothing(write_oracle: Callable[..., Oracle], regi
     telling(engine, lambda step: {"shift": b""})
     with pytest.raises(Unsupported, match="the inputs shift, which the model has not got"):
         generate(engine, oracle.prompts[:1])
+
+
+def test_ranks_of_the_kit_have_them_too(shifted: Oracle) -> None:
+    (family,) = register_models()
+    config = {**shifted.model.config.to_dict(), "architectures": list(family.architectures)}
+    tensors = WholeTensors({name: tensor.detach() for name, tensor in shifted.model.state_dict().items()}, torch.float32)
+    for answer in RankThreads(family=family, config=config, tensors=tensors, tensor_size=2).run(shifted.prompts[4]):
+        torch.testing.assert_close(answer.logits, shifted.logits(shifted.prompts[4]), atol=1e-4, rtol=0)
 
 
 def test_steps_of_nobody_s_requests_have_them_too(shifted: Oracle, registry: Registry) -> None:

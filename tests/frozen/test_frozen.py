@@ -91,6 +91,7 @@ def test_an_engine_runs_with_a_frozen_policy_and_a_frozen_observer(site: Path, t
 def test_a_server_answers_at_a_frozen_route_with_a_frozen_backend_and_policy(site: Path, tmp_path: Path) -> None:
     """A process of its own, as `engine serve` is started by people."""
     said = json.loads(run(site, "-c", SERVED, str(tmp_path / "model"), cwd=tmp_path).splitlines()[-1])
-    assert said["route"] == {"state": "ready", "running": 0, "waiting": 0}
+    assert said["route"]["state"] == "ready"
+    assert {name: type(value) for name, value in said["route"].items()} == {"state": str, "running": int, "waiting": int}
     assert said["tokens"] == 4
     assert (said["chosen"]["attention"], said["chosen"]["schedule policy"]) == ("frozen", "frozen")

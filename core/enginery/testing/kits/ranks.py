@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from enginery.contracts.attention import KVGeometry, LayerSpec
-from enginery.contracts.batch import FULL, ForwardBatch
+from enginery.contracts.batch import FULL, ForwardBatch, Named
 from enginery.contracts.model import Model, ModelContext, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import ParallelFacts, StageTensors
@@ -26,6 +26,7 @@ from enginery.kv.pool import TORCH_DTYPES, PagedKVPool
 from enginery.nn.reference_ops import reference_ops
 from enginery.testing import reference
 from enginery.testing.kits.weights import WholeTensors, weights_of
+from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.weights.shares import stage_of
 
 AnyT = TypeVar("AnyT")
@@ -100,12 +101,20 @@ class ThreadCollectives:
 
 @dataclass(frozen=True, eq=False)
 class WholeSequence:
-    """What a model reads of a batch of one sequence. logits_rows: [N] int64, None for all."""
+    """What a model reads of a batch of one sequence. logits_rows: [N] int64, None for all. Named inputs are zeros."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     logits_rows: torch.Tensor | None
+    inputs: Mapping[str, Named] = field(default_factory=dict)
+    outputs: Mapping[str, Named] = field(default_factory=dict)
+    num_requests: ClassVar[int] = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
 
     def slots_for(self, layer: LayerSpec) -> torch.Tensor:
         """[T], for every layer the same."""
@@ -154,6 +163,9 @@ class RankThreads:
 
     def _run_rank(self, facts: ModelFacts, batch: Any, comm: ThreadCollectives) -> RankAnswer:
         arrived: StageTensors | None = None
+        device = batch.input_ids.device
+        named = NamedTensors(facts.inputs, facts.outputs, max_tokens=batch.num_tokens, max_requests=1, device=device)
+        batch = named.placed(named.with_inputs(batch))
         for stage in range(self.num_stages):
             parallel = ParallelFacts(tensor_rank=comm.rank, tensor_size=self.tensor_size, stage=stage, num_stages=self.num_stages)
             model = self._build(facts, parallel, comm, num_slots=len(batch.slots))

@@ -75,8 +75,8 @@ def rows_of(mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, rows: sl
     key_width = facts.key_heads * facts.key_dim
     q, k, v = mixed[rows].float().split_with_sizes([key_width, key_width, facts.value_heads * facts.value_dim], dim=-1)
     group = facts.value_heads // facts.key_heads
-    q, k = (part.unflatten(-1, (facts.key_heads, facts.key_dim)).repeat_interleave(group, dim=1) for part in (q, k))  # [S, HV, D]
-    v = v.unflatten(-1, (facts.value_heads, facts.value_dim))  # [S, HV, V]
+    q, k = (part.view(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1) for part in (q, k))  # [S, HV, D]
+    v = v.view(-1, facts.value_heads, facts.value_dim)  # [S, HV, V]
     return Rows(q, k, v, _log_decay(gates[rows], facts, weights))
 
 

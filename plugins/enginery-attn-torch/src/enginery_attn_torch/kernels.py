@@ -29,7 +29,7 @@ def fused(
     out = F.scaled_dot_product_attention(
         heads, k, v, attn_mask=seen, is_causal=causal and mask is None, scale=scale, enable_gqa=group > 1
     )
-    return out[..., :value_dim].unflatten(1, (kv_heads, group))
+    return out[..., :value_dim].reshape(batch, kv_heads, group, num_queries, value_dim)
 
 
 def explicit(

@@ -113,7 +113,7 @@ class WholeSequence:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """How many rows all sequences have together: T."""
         return len(self.input_ids)
 
     def slots_for(self, layer: LayerSpec) -> torch.Tensor:

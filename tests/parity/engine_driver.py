@@ -19,16 +19,19 @@ from enginery.plugin.registry import Registry
 
 
 class RecordingModel:
-    """Passes everything on and keeps the logits, which a step computes first for what is sampled, then for prompts."""
+    """Passes everything on and keeps the logits, which a step computes first for what is sampled, then for prompts.
+
+    A step that is replayed in pieces passes no `forward` here: all of those count as one, of which the last logits are asked for.
+    """
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._steps: list[list[torch.Tensor]] = []
+        self._steps: list[list[torch.Tensor]] = [[]]
 
     @property
     def recorded(self) -> list[torch.Tensor]:
         """In the order of the rows of one request."""
-        return [logits for sampled, *prompts in self._steps for logits in (*prompts, sampled)]
+        return [logits for step in self._steps for logits in (*step[1:], *step[:1])]
 
     def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
         self._steps.append([])

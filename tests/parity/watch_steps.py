@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
-from enginery.contracts.attention import LayerSpec
+from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.plan import ForwardPlan
 from enginery.engine.build import BuiltParts
 
 
 def watch_steps(parts: BuiltParts, note: Callable[[ForwardBatch], None]) -> None:
-    """Have `note` called with the planned batch of each step that attends, whether its model runs or its graphs do."""
-    attend, last = parts.socket.relay.attend, list[ForwardBatch]()
+    """Have `note` called with the planned batch of each step that attends, whether its model runs or its graphs do.
 
-    def noting(q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: Tensor) -> None:
+    Also after the engine has changed over to other backends, which are others behind the same socket.
+    """
+    ready, last = parts.socket._ready, list[ForwardBatch]()
+
+    def noting(batch: ForwardBatch) -> tuple[BackendRelay, ForwardPlan]:
+        found = ready(batch)
         if not last or last[-1] is not batch:
             last[:] = [batch]
             note(batch)
-        attend(q, k, v, layer, batch, plan, out)
+        return found
 
-    parts.socket.relay.attend = noting
+    parts.socket._ready = noting

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import torch
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
+from enginery.contracts.batch import STATE, WINDOW
 from enginery.contracts.engine import EngineFacts, ReportProgress, report_to_nobody
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
@@ -24,8 +25,11 @@ from enginery.engine.meter import StepMeter, SteppedAt
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import prepare_sampling
 from enginery.errors import Overloaded, RequestError
+from enginery.kv.finite import FiniteMemory
+from enginery.kv.kinds import WindowKind
 from enginery.kv.pages import PageAllocator
-from enginery.kv.prefix import NoPrefixCache, RadixPrefixCache
+from enginery.kv.prefix import NoPrefixCache, PrefixCache, RadixPrefixCache
+from enginery.kv.resume import ResumePoints
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
@@ -63,7 +67,18 @@ class Engine:
         self.facts = _facts(parts)
         self._seeds = random.Random(asked.seed)
         allocator = PageAllocator(memory.num_pages)
-        self._cache = RadixPrefixCache(memory.page_size, allocator) if settings.prefix_cache else NoPrefixCache()
+        window = states = None
+        others: dict[str, PageAllocator] = {}
+        if memory.window_pages:
+            largest = max(layer.sliding_window or 0 for layer in choice.facts.layers)
+            window = WindowKind.of(memory.window_pages, window=largest, page_size=memory.page_size)
+            others[WINDOW] = window.allocator
+        if memory.state_pages:
+            states = others[STATE] = PageAllocator(memory.state_pages)
+        self._cache: PrefixCache = NoPrefixCache()
+        if settings.prefix_cache:
+            self._cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None)
+        finite = FiniteMemory(memory.page_size, self._cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
         self._scheduler = Scheduler(
             ScheduleSettings(
                 page_size=asked.page_size,
@@ -78,6 +93,7 @@ class Engine:
             guarded_policy(registry.schedule_policy(asked.schedule_policy)),
             cache=self._cache,
             allocator=allocator,
+            finite=finite,
             eos_token_ids=eos_token_ids,
         )
         folder = choice.checkpoint.tokenizer_folder
@@ -102,7 +118,7 @@ class Engine:
             parts.model,
             parts.relay,
             ops=parts.ops,
-            tables=PageTables(settings.max_batch_requests, page_size=memory.page_size, scratch_page=memory.num_pages),
+            tables=PageTables.of_geometry(parts.geometry),
             feed=parts.feed,
             graphs=parts.graphs,
             pieces=parts.pieces,

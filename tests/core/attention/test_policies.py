@@ -319,7 +319,7 @@ def test_a_composite_in_which_no_part_serves_a_layer_refuses_it() -> None:
         def serving_layer(self, layer: LayerSpec) -> Sequence[int]:
             return ()
 
-    nest = relay(Nobody(softmax=relay(Planner("a")), recurrent=relay(Planner("b"))))
+    nest = relay(Nobody(full=relay(Planner("a")), state=relay(Planner("b"))))
     batch, rows = nest.plan(make_batch([1])), torch.ones(1, 2, 8)
     layer = LayerSpec(global_id=GlobalLayerId(3), local_id=LocalLayerId(0), facts=SOFTMAX, scale=1.0)
     assert batch.plan is not None

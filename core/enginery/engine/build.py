@@ -120,10 +120,8 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
         max_requests = choice.settings.max_batch_requests
-        pages = {FULL: memory.num_pages, STATE: memory.state_pages or max_requests}
-        if memory.window_pages:
-            pages[WINDOW] = memory.window_pages
-        geometry = dataclasses.replace(no_pages(choice), pages=pages, num_seats=max_requests)
+        pages = {FULL: memory.num_pages, STATE: memory.state_pages or max_requests, WINDOW: memory.window_pages}
+        geometry = dataclasses.replace(no_pages(choice), pages={k: n for k, n in pages.items() if n}, num_seats=max_requests)
         pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
     with phases("attention"):
         attention = AttentionParts(

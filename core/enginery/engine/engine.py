@@ -66,19 +66,7 @@ class Engine:
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = _facts(parts)
         self._seeds = random.Random(asked.seed)
-        allocator = PageAllocator(memory.num_pages)
-        window = states = None
-        others: dict[str, PageAllocator] = {}
-        if memory.window_pages:
-            largest = max(layer.sliding_window or 0 for layer in choice.facts.layers)
-            window = WindowKind.of(memory.window_pages, window=largest, page_size=memory.page_size)
-            others[WINDOW] = window.allocator
-        if memory.state_pages:
-            states = others[STATE] = PageAllocator(memory.state_pages)
-        self._cache: PrefixCache = NoPrefixCache()
-        if settings.prefix_cache:
-            self._cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None)
-        finite = FiniteMemory(memory.page_size, self._cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
+        self._cache, allocator, finite = _page_owners(parts)
         self._scheduler = Scheduler(
             ScheduleSettings(
                 page_size=asked.page_size,
@@ -279,6 +267,23 @@ class Engine:
                 self._scheduler.release(request_id, found)
                 answers.append(RequestOutput(request_id=request_id, is_answer=True))
         return answers
+
+
+def _page_owners(parts: BuiltParts) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:
+    """Who counts the pages of each kind that the memory plan gives, and the cache of their prefixes."""
+    memory, settings = parts.memory, parts.choice.settings
+    allocator, window, states = PageAllocator(memory.num_pages), None, None
+    others: dict[str, PageAllocator] = {}
+    if memory.window is not None:
+        window = WindowKind.of(memory.window_pages, window=memory.window, page_size=memory.page_size)
+        others[WINDOW] = window.allocator
+    if memory.state_pages:
+        states = others[STATE] = PageAllocator(memory.state_pages)
+    cache: PrefixCache = NoPrefixCache()
+    if settings.prefix_cache:
+        cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None)
+    finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
+    return cache, allocator, finite
 
 
 def _ready(changeover: Changeover | None) -> Changeover | None:

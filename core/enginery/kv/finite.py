@@ -5,9 +5,7 @@
     a state that is kept    is read from its page and written to another one, so that keeping it costs no copy
     behind it               a resume point, where `stop` is a page's end that is worth it
 
-Points are made where the last page ends before a prompt's last token; where more of its pages were in the prefix tree than of what
-one can go on from, which proves a branch (arXiv:2411.19379); at ends of chunks, which go first; and at the last page's end that a
-sequence passed while it decoded, which moves along with it. Without a free page a state goes on in its place, and no point is made.
+Without a free page a state goes on in its place, and no point is made (`making.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 from enginery.contracts.batch import STATE, WINDOW, MemoryKind
 from enginery.kv.kinds import NO_STATE, Demand, StatePages, WindowKind, WindowPages
+from enginery.kv.making import PointMaker
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import PrefixCache
-from enginery.kv.resume import ResumePoint, ResumePoints
+from enginery.kv.resume import ResumePoint
 
 if TYPE_CHECKING:
     from enginery.kv.manager import SequenceKV
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 class FiniteMemory:
     """Gives sequences their pages of kinds with a finite reach. window, states: None where the model has none of it.
 
-    zero_page: the state that beginning sequences read. largest_chunk: tokens of a step.
+    points: makes resume points. zero_page: the state that beginning sequences read. largest_chunk: tokens of a step.
     """
 
     def __init__(
@@ -45,26 +44,24 @@ class FiniteMemory:
         self.window = window
         self.states = states
         self.zero_page: Final = NO_STATE if states is None else states.num_pages + 1
+        window_kind = {} if window is None else {WINDOW: window.allocator}
+        self.allocators: Final[Mapping[MemoryKind, PageAllocator]] = (
+            window_kind if states is None else {**window_kind, STATE: states}
+        )
+        self.points = PointMaker(page_size, cache, window=window, has_states=states is not None)
         self._cache = cache
         self._largest_chunk = largest_chunk
-        self._read: list[int] = []  # state pages that the step in the making reads, and nobody may write to in it
-
-    @property
-    def any(self) -> bool:
-        """Whether there is such memory."""
-        return self.window is not None or self.states is not None
-
-    @property
-    def allocators(self) -> Mapping[MemoryKind, PageAllocator]:
-        """By kind."""
-        found = {} if self.window is None else {WINDOW: self.window.allocator}
-        return found if self.states is None else {**found, STATE: self.states}
+        self.read: list[int] = []  # state pages that the step in the making reads, and nobody may write to in it
 
     @property
     def available(self) -> Demand:
         """Pages that are free, or that resume points can give up; of a kind that the model has not got any number."""
         window = sys.maxsize if self.window is None else self.window.allocator.available
         return Demand(0, window, sys.maxsize if self.states is None else self.states.available)
+
+    def is_roomy(self, count: int) -> bool:
+        """Whether so many sequences could all take a page."""
+        return self.window is None or self.window.allocator.available >= count
 
     def resume(self, kv: SequenceKV, point: ResumePoint | None) -> None:
         """Give an entering sequence its share of a point's pages. Its tokens behind the point are computed."""
@@ -82,15 +79,10 @@ class FiniteMemory:
 
     def begin(self, kv: SequenceKV, point: ResumePoint | None, *, num_matched: int) -> None:
         """It enters: a page for its state, and where points are to be made. num_matched: tokens whose pages are in the tree."""
-        start = 0 if point is None else point.position
         if self.states is not None:
             self._make_free(STATE, 1)
             (kv.states.spare,) = self.states.take(1)
-        if self._cache.points is not None:
-            if point is not None:
-                self._cache.points.use(point)
-            last = (len(kv.token_ids) - 1) // self.page_size * self.page_size
-            kv.marks = sorted(mark for mark in {num_matched, last} if mark > start)
+        self.points.begin(kv, point, num_matched=num_matched)
 
     def demand(self, kv: SequenceKV, num_tokens: int) -> Demand:
         """What it lacks to be computed up to so many tokens; negative if it has more."""
@@ -104,15 +96,6 @@ class FiniteMemory:
         if self.window is None:
             return None
         return (kv.window.stop + self.window.allocator.available) * self.page_size
-
-    def cut(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> int:
-        """Where a chunk that may go up to `stop` is to end: states are kept at ends of items only, of whole pages."""
-        if self.states is None or self._cache.points is None:
-            return stop
-        mark = next((mark for mark in kv.marks if mark > start), stop)
-        stop = min(stop, mark)
-        whole = stop - stop % self.page_size
-        return whole if start < whole and stop < num_known else stop
 
     def forget(self, kv: SequenceKV, start: int) -> None:
         """Give back the window pages that no item from `start` on reads."""
@@ -138,8 +121,7 @@ class FiniteMemory:
             kv.window.pages.extend(self.window.allocator.take(lacking))
         if self.states is not None:
             self._move_state(kv.states, self.states)
-        if self._cache.points is not None:
-            self._make_points(self._cache.points, kv, start, stop, num_known)
+        self.points.make(kv, start, stop, num_known=num_known)
 
     def prepared_until(self, stop: int) -> int:
         """Sequences whose last item ended at `stop` need nothing for items of one token that begin before this position."""
@@ -150,36 +132,9 @@ class FiniteMemory:
 
     def step_planned(self) -> None:
         """The step in the making is complete: from the next one on, what it reads may be written to."""
-        if self._read and self.states is not None:
-            self.states.give_back(self._read)
-            self._read = []
-
-    def settle(self, kv: SequenceKV, *, leaves: bool = False) -> None:
-        """Points whose step has completed go into the tree, with those pages of the prefix that are there; the others wait.
-
-        leaves: it is the last chance.
-        """
-        done = [point for point in kv.points if point.position <= kv.num_written]
-        last = max((point.position for point in done if point.trails), default=0)
-        rest = []
-        for point in kv.points:
-            if point.is_dropped:
-                continue
-            is_done = point.position <= kv.num_written
-            if is_done and point.trails and point.position < last:
-                self._points.drop(point)
-            elif not (is_done and (leaves or not point.trails) and self._cache.attach(point, kv.token_ids, kv.salt)):
-                rest.append(point)
-        kv.points = rest
-
-    def leave(self, kv: SequenceKV) -> None:
-        """Give back all that it has, and leave behind where its last page ended. Its written pages are in the tree."""
-        if self._cache.points is not None:
-            self._trail_window(self._cache.points, kv)
-            self.settle(kv, leaves=True)
-            for point in kv.points:
-                self._cache.points.drop(point)
-        self.let_go(kv)
+        if self.read and self.states is not None:
+            self.states.give_back(self.read)
+            self.read = []
 
     def let_go(self, kv: SequenceKV) -> None:
         """Give back its pages."""
@@ -188,11 +143,6 @@ class FiniteMemory:
         if self.states is not None:
             self.states.give_back(kv.states.owned())
         kv.window, kv.states, kv.points, kv.marks = WindowPages(), StatePages(), [], []
-
-    @property
-    def _points(self) -> ResumePoints:
-        assert self._cache.points is not None, "points are made where there is a tree"
-        return self._cache.points
 
     def _make_free(self, kind: MemoryKind, count: int) -> None:
         if self._cache.points is not None:
@@ -211,62 +161,30 @@ class FiniteMemory:
             self._make_free(STATE, 1)
             (own.spare,) = states.take(1)
         if own.spare == NO_STATE:
-            self._points.drop_with(STATE, page)
+            assert self._cache.points is not None, "a state that one sequence uses is shared with resume points alone"
+            self._cache.points.drop_with(STATE, page)
             return
         own.current, own.spare = own.spare, NO_STATE
-        self._read.append(page)
+        self.read.append(page)
 
-    def _make_points(self, points: ResumePoints, kv: SequenceKV, start: int, stop: int, num_known: int) -> None:
-        ends_page, made = stop - stop % self.page_size, list[ResumePoint | None]()
-        while kv.marks and kv.marks[0] <= stop:
-            made.append(self._point(points, kv, kv.marks.pop(0), stop=stop))
-        if stop < num_known:
-            if ends_page > start and not any(point is not None and point.position == ends_page for point in made):
-                made.append(self._point(points, kv, ends_page, stop=stop, passing=True))
-        elif self.states is not None and stop == ends_page:
-            made.append(self._point(points, kv, stop, stop=stop, trails=True))
-        kv.points += [point for point in made if point is not None]
 
-    def _point(
-        self, points: ResumePoints, kv: SequenceKV, position: int, *, stop: int, passing: bool = False, trails: bool = False
-    ) -> ResumePoint | None:
-        """None: what it would need is not there, or no longer."""
-        pages: dict[MemoryKind, tuple[int, ...]] = {}
-        if self.window is not None:
-            in_reach = kv.window.ending_at(position // self.page_size, self.window.reach)
-            if in_reach is None:
-                return None
-            pages[WINDOW] = in_reach
-        if self.states is not None:
-            if position != stop:
-                return None
-            pages[STATE] = (kv.states.current,)
-        return points.make(position, pages, passing=passing, trails=trails)
+def check_integrity(finite: FiniteMemory, resident: list[SequenceKV]) -> None:
+    """Raise AssertionError unless the users of every page are the sequences that have it. Walks everything."""
+    owned: dict[MemoryKind, list[int]] = {
+        WINDOW: [page for kv in resident for page in kv.window.pages],
+        STATE: [*finite.read, *(page for kv in resident for page in kv.states.owned())],
+    }
+    for kind, allocator in finite.allocators.items():
+        found = [0] * allocator.num_pages
+        for page in owned[kind]:
+            found[page] += 1
+        assert found == [allocator.users(page) for page in range(allocator.num_pages)], f"users of {kind} pages are wrong"
+        allocator.check_integrity()
 
-    def _trail_window(self, points: ResumePoints, kv: SequenceKV) -> None:
-        """Without states the last page's end needs no preparation: its window is still held."""
-        position = kv.num_written - kv.num_written % self.page_size
-        if self.states is not None or not position or any(point.position == position for point in kv.points):
-            return
-        if (point := self._point(points, kv, position, stop=position, trails=True)) is not None:
-            kv.points.append(point)
 
-    def check_integrity(self, resident: list[SequenceKV]) -> None:
-        """Raise AssertionError unless the users of every page are the sequences that have it. Walks everything."""
-        owned: dict[MemoryKind, list[int]] = {
-            WINDOW: [page for kv in resident for page in kv.window.pages],
-            STATE: [*self._read, *(page for kv in resident for page in kv.states.owned())],
-        }
-        for kind, allocator in self.allocators.items():
-            found = [0] * allocator.num_pages
-            for page in owned[kind]:
-                found[page] += 1
-            assert found == [allocator.users(page) for page in range(allocator.num_pages)], f"users of {kind} pages are wrong"
-            allocator.check_integrity()
-
-    def check_idle(self) -> None:
-        """Raise AssertionError unless every page is free or the cache's alone."""
-        for kind, allocator in self.allocators.items():
-            free, cached, total = allocator.num_free, allocator.num_cached, allocator.num_pages
-            assert free + cached == total, f"nothing runs, but {free:,} free + {cached:,} cached {kind} pages are not all {total:,}"
-            assert cached == allocator.num_idle, f"nothing runs, but {cached - allocator.num_idle:,} cached {kind} pages are in use"
+def check_idle(finite: FiniteMemory) -> None:
+    """Raise AssertionError unless every page is free or the cache's alone."""
+    for kind, allocator in finite.allocators.items():
+        free, cached, total = allocator.num_free, allocator.num_cached, allocator.num_pages
+        assert free + cached == total, f"nothing runs, but {free:,} free + {cached:,} cached {kind} pages are not all {total:,}"
+        assert cached == allocator.num_idle, f"nothing runs, but {cached - allocator.num_idle:,} cached {kind} pages are in use"

@@ -65,13 +65,12 @@ class KVCacheManager:
     @property
     def available(self) -> Demand:
         """Pages of each kind that are free, or that the prefix cache can give up."""
-        return self.finite.available._replace(full=self.allocator.num_free + self.cache.num_evictable)
+        return self.finite.available._replace(full=self.num_available)
 
-    def is_roomy(self, count: int) -> bool:
-        """Whether so many sequences could all take a page."""
-        if self.allocator.num_free + self.cache.num_evictable < count:
-            return False
-        return self.finite.window is None or self.finite.window.allocator.available >= count
+    @property
+    def num_available(self) -> int:
+        """Those of the kind `full`."""
+        return self.allocator.num_free + self.cache.num_evictable
 
     def demand(self, kv: SequenceKV, num_tokens: int) -> Demand:
         """Pages of each kind that it lacks to come to `num_tokens` tokens; negative if it has more."""
@@ -79,7 +78,7 @@ class KVCacheManager:
 
     def room(self, kv: SequenceKV) -> int:
         """Tokens it could hold in all without preempting another sequence."""
-        full = (self.allocator.num_free + self.cache.num_evictable + len(kv.pages)) * self.page_size
+        full = (self.num_available + len(kv.pages)) * self.page_size
         finite = self.finite.room(kv)
         return full if finite is None else min(full, finite)
 
@@ -113,7 +112,7 @@ class KVCacheManager:
         kv.seat = self.free_seats.pop()
         num_matched = kv.num_shared = len(found.pages) * self.page_size
         kv.num_written = kv.ready = num_matched
-        if self.finite.any:
+        if self.finite.allocators:
             kv.num_written = kv.ready = 0 if found.point is None else found.point.position
             self.finite.begin(kv, found.point, num_matched=num_matched)
         self._announce(kv)
@@ -130,7 +129,7 @@ class KVCacheManager:
                 self.cache.evict(lacking - self.allocator.num_free)
             kv.pages.extend(self.allocator.take(lacking))
         kv.ready = len(kv.pages) * self.page_size
-        if self.finite.any:
+        if self.finite.allocators:
             self.finite.prepare(kv, start, stop, num_known=num_known)
             kv.ready = min(kv.ready, self.finite.prepared_until(stop))
 
@@ -145,18 +144,15 @@ class KVCacheManager:
         if known == kv.pages[: len(known)].tolist():
             self._insert(kv)
             self._announce(kv)
-        self.settle(kv)
-
-    def settle(self, kv: SequenceKV) -> None:
-        """More of it is written: what can be resumed from then goes into the tree."""
         if kv.points:
-            self.finite.settle(kv)
+            self.finite.points.settle(kv)
 
     def leave(self, kv: SequenceKV) -> None:
         """Leave what is written to the cache and free the rest, its seat too. No step may be in flight that writes to its pages."""
         self._withdraw(kv)
         duplicates = self._insert(kv)
-        self.finite.leave(kv)
+        self.finite.points.leave(kv)
+        self.finite.let_go(kv)
         self.allocator.give_back(duplicates + kv.pages[self._num_full(kv) :].tolist())
         self.free_seats.append(kv.seat)
         self.released.append(kv.seat)

@@ -197,7 +197,9 @@ class RadixPrefixCache:
         wanted = num_pages
         while wanted > 0 and self._idle:
             node = next(iter(self._idle))
-            self._drop_point(node)
+            if self.points is not None and node.point is not None:
+                self.points.drop(node.point)
+                node.point = None
             freed = node.pages[-wanted:]
             del node.pages[-wanted:]
             if node.pages:
@@ -210,11 +212,6 @@ class RadixPrefixCache:
         self.num_cached -= freed_pages
         self.num_evictable -= freed_pages
         return freed_pages
-
-    def _drop_point(self, node: PrefixNode) -> None:
-        if self.points is not None and node.point is not None:
-            self.points.drop(node.point)
-            node.point = None
 
     def pages(self) -> Iterator[int]:
         """Every page the cache owns."""

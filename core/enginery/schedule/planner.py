@@ -65,7 +65,7 @@ class BatchPlanner:
         """
         prompts: list[Request] = []
         running = self._table.running
-        roomy = self._budget >= len(running) and self._kv.is_roomy(len(running))
+        roomy = min(self._budget, self._kv.num_available) >= len(running) and self._kv.finite.is_roomy(len(running))
         for request in list(self._table.side_by_side) if roomy else running:  # `running` shrinks meanwhile, but only at its end
             start = request.num_computed
             if request.status is not RequestStatus.RUNNING:
@@ -92,7 +92,7 @@ class BatchPlanner:
         start, known = request.num_computed, request.num_expected
         self._kv.finite.forget(request.kv, start)
         num_tokens = min(known - start, self._budget, max(1, self._kv.room(request.kv) - start))
-        num_tokens = self._kv.finite.cut(request.kv, start, start + num_tokens, num_known=known) - start
+        num_tokens = self._kv.finite.points.cut(request.kv, start, start + num_tokens, num_known=known) - start
         if self._make_room(request, num_tokens):
             self._add(request, num_tokens)
 

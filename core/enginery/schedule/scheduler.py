@@ -142,7 +142,7 @@ class Scheduler:
                     self._kv.share(request.kv)
                     self._table.place(request)
                 elif request.kv.points:
-                    self._kv.settle(request.kv)
+                    self._kv.finite.points.settle(request.kv)
             if request.status is not RequestStatus.RUNNING:
                 self._table.settle(request)
         return outputs

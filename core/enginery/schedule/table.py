@@ -14,6 +14,8 @@ from array import array
 from bisect import insort
 from operator import attrgetter
 
+from enginery.kv.finite import check_idle as check_finite_idle
+from enginery.kv.finite import check_integrity as check_finite
 from enginery.kv.kinds import Demand
 from enginery.kv.manager import KVCacheManager
 from enginery.schedule.queue import WaitingQueue
@@ -109,7 +111,7 @@ class RequestTable:
         free, cached, total = allocator.num_free, cache.num_cached, allocator.num_pages
         assert free + cached == total, f"nothing runs, but {free:,} free + {cached:,} cached pages are not all {total:,}"
         assert cached == cache.num_evictable, f"nothing runs, but {cached - cache.num_evictable:,} cached pages are locked"
-        self.kv.finite.check_idle()
+        check_finite_idle(self.kv.finite)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has one owner: a request, the cache, or nobody. Walks everything."""
@@ -119,7 +121,7 @@ class RequestTable:
         resident = {*self.running, *self.leaving}
         owned = [page for request in resident for page in request.kv.pages if page not in cached]
         assert len(set(owned)) == len(owned), "two requests own one page"
-        self.kv.finite.check_integrity([request.kv for request in resident])
+        check_finite(self.kv.finite, [request.kv for request in resident])
         states = [*self.kv.free_seats, *(request.kv.seat for request in resident)]
         assert sorted(states) == list(range(len(states))), "two requests own one state, or nobody does"
         assert all(allocator.is_taken(page) for page in owned), "a request's page is free"

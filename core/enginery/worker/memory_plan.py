@@ -24,7 +24,7 @@ class MemoryPlan:
     """All sizes in bytes. budget_bytes is what all parts may take together.
 
     num_pages, page_bytes: of the kind `full`. window_pages, state_pages: of the other kinds, 0 where the model has none of it.
-    state_bytes: of all recurrent states.
+    state_bytes: of all recurrent states. window: the model's largest, in tokens, where windows have memory of their own.
     """
 
     budget_bytes: int
@@ -37,6 +37,7 @@ class MemoryPlan:
     state_pages: int = 0
     window_pages: int = 0
     window_page_bytes: int = 0
+    window: int | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -151,6 +152,7 @@ def plan_memory(
         state_pages=state_pages,
         window_pages=window_pages,
         window_page_bytes=others.window_page_bytes,
+        window=others.window,
     )
     if num_pages < 1 or plan.kv_bytes + plan.state_bytes > left:
         wanted = f"{asked.num_pages:,} pages" if asked.num_pages else "a single page"

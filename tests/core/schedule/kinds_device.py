@@ -17,8 +17,6 @@ from enginery.worker.page_tables import PageTables
 
 from .device import EOS, FCFS, WatchedScheduler
 
-NOTHING = "nothing"
-
 
 def scheduler_of_kinds(settings: ScheduleSettings, *, window=None, window_pages=0, state_pages=None, policy=FCFS):
     """A scheduler over memory of these kinds. window: in tokens."""
@@ -51,6 +49,7 @@ class KindsDevice:
             window_scratch_page=None if window is None else self.finite.window.allocator.num_pages,
         )
         self.full, self.window, self.states = {}, {}, {}
+        self.written = {}
         self.tokens, self.seen, self.held = {}, Counter(), Counter()
 
     def values(self, request, tokens):
@@ -85,11 +84,19 @@ class KindsDevice:
                 self.check_window(item, window.page_table_cpu[index].tolist(), int(window.starts_cpu[index]), known[index])
         if self.finite.states is not None:
             self.advance(step, batch.states, known)
+        slots = [] if window is None else window.slots.tolist()
+        self.written[step.value.number] = slots, batch.states.writes_cpu.tolist()
         sampled = [choose() if item.samples else None for item in step.items]
         for item, token in zip(step.items, sampled, strict=True):
             if token is not None:
                 self.tokens[item.request].append(token)
         return sampled
+
+    def spoil(self, step):
+        """What a step wrote of windows and states was wrong."""
+        slots, states = self.written[step.value.number]
+        self.window.update(dict.fromkeys(slots, "spoilt"))
+        self.states.update(dict.fromkeys(states, "spoilt"))
 
     def check_rows(self, item, pages, values):
         for position, value in enumerate(values):

@@ -90,6 +90,7 @@ class RandomKinds:
         failed, self.launched = self.launched, []
         for step, _ in failed:
             self.scheduler.fail(step)
+            self.device.spoil(step)
             SEEN["failed"] += len(step.items)
 
     def launch(self):

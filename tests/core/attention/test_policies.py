@@ -323,7 +323,7 @@ def test_a_composite_in_which_no_part_serves_a_layer_refuses_it() -> None:
     batch, rows = nest.plan(make_batch([1])), torch.ones(1, 2, 8)
     layer = LayerSpec(global_id=GlobalLayerId(3), local_id=LocalLayerId(0), facts=SOFTMAX, scale=1.0)
     assert batch.plan is not None
-    with pytest.raises(Unsupported, match=r"no part of hybrid\(a, b\) serves layer 3"):
+    with pytest.raises(Unsupported, match=r"no part of kinds\(a, b\) serves layer 3"):
         nest.attend(rows, rows, rows, layer, batch, batch.plan, rows)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from enginery.attention.latent import LatentAttention, LatentSettings
-from enginery.attention.layer_hybrid import LayerHybrid
+from enginery.attention.layer_kinds import LayerKinds
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.relay import BackendRelay
@@ -104,7 +104,7 @@ class Memory:
         """A composite of that kind over what `child` makes."""
         wrappers: dict[str, Callable[[], BackendRelay]] = {
             "split": lambda: over(PhaseSplit(prefill=child(), decode=child())),
-            "hybrid": lambda: over(LayerHybrid(softmax=child(), recurrent=self.leaf("linear"))),
+            "hybrid": lambda: over(LayerKinds(full=child(), state=self.leaf("linear"))),
             "micro": lambda: over(MicroBatches(child())),
             "mla": lambda: self.mla(child()),
         }

@@ -237,17 +237,63 @@ def test_requests_that_are_aborted_midway_disturb_nobody(oracle: HybridOracle, r
     assert_greedy(oracle, [tokens[str(index)] for index in range(7)])
 
 
-def test_no_prefix_is_reused_because_it_has_no_state(oracle: HybridOracle, registry: Registry) -> None:
+def served_after(engine: Engine, prompt: list[int], **changes: object) -> tuple[list[int], int]:
+    """Its answer, and how many tokens of the prompt were found in the cache."""
+    engine.submit(greedy("a", prompt, **changes))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert all(output.error is None for output in outputs)
+    (found,) = {output.num_cached_tokens for output in outputs}
+    return [token for output in outputs for token in output.token_ids], found
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_prompt_goes_on_from_its_last_page(
+    oracle: HybridOracle, registry: Registry, *, page_size: int, overlap: bool
+) -> None:
+    asked = options(oracle, page_size=page_size, num_pages=6400 // page_size, overlap=overlap)
+    engine = Engine.build(asked, registry)
+    for length in (64, 49, 33, 16, 17):
+        prompt = oracle.prompts[LONG][64 - length :]
+        before, again = served_after(engine, prompt), served_after(engine, prompt)
+        assert_greedy(oracle, [before[0], again[0]], [prompt, prompt])
+        assert (before[1], again[1]) == (0, (length - 1) // page_size * page_size)
+
+
+def test_a_branch_goes_on_from_where_it_was_recomputed_once(oracle: HybridOracle, registry: Registry) -> None:
     engine = Engine.build(options(oracle), registry)
-    assert ("prefix_cache", "off", "a cached prefix has no recurrent states") in engine.facts.decisions
-    for _ in range(2):
-        engine.submit(greedy("a", oracle.prompts[LONG]))
-        outputs = []
-        while engine.has_work:
-            outputs += engine.step()
-        answer = [token for output in outputs for token in output.token_ids]
-        assert_greedy(oracle, [answer], [oracle.prompts[LONG]])
-        assert {output.num_cached_tokens for output in outputs} == {0}
+    shared, found = oracle.prompts[LONG][:40], []
+    for number in range(3):
+        prompt = [*shared, *oracle.prompts[LONG - 1][number : number + 20]]
+        answer, count = served_after(engine, prompt)
+        assert_greedy(oracle, [answer], [prompt])
+        found.append(count)
+    assert found == [0, 0, 32]
+
+
+def test_a_chunks_end_lets_a_branch_go_on_at_the_second_sighting(oracle: HybridOracle, registry: Registry) -> None:
+    engine = Engine.build(options(oracle, max_batch_tokens=16), registry)
+    shared, found = oracle.prompts[LONG][:40], []
+    for number in range(2):
+        prompt = [*shared, *oracle.prompts[LONG - 1][number : number + 20]]
+        answer, count = served_after(engine, prompt)
+        assert_greedy(oracle, [answer], [prompt])
+        found.append(count)
+    assert found == [0, 32]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_next_turn_goes_on_from_the_answers_last_page(oracle: HybridOracle, registry: Registry, *, overlap: bool) -> None:
+    engine = Engine.build(options(oracle, overlap=overlap), registry)
+    prompt = oracle.prompts[LONG]
+    answer, _ = served_after(engine, prompt)
+    turn = [*prompt, *answer, *oracle.prompts[SHORT]]
+    second, found = served_after(engine, turn)
+    assert_greedy(oracle, [second], [turn])
+    assert found == (len(prompt) + len(answer) - 1) // 16 * 16
+    assert set(engine.meter.stats().pages) == {"full", "state"}
 
 
 # One hook, three ways to have it

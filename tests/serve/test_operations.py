@@ -53,6 +53,7 @@ NAMES = {
     "enginery:kv_pages": "gauge",
     "enginery:kv_pages_free": "gauge",
     "enginery:kv_pages_cached": "gauge",
+    "enginery:memory_pages": "gauge",
     "enginery:requests_open": "gauge",
     "enginery:requests_aborted": "counter",
     "enginery:steps": "counter",

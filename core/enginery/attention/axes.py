@@ -34,7 +34,6 @@ from enginery.contracts.batch import (
 )
 
 AnyView = View | StateView
-ViewT = TypeVar("ViewT", View, StateView)
 AnyCut = ForwardBatch | View | StateView
 CutT = TypeVar("CutT", bound=AnyCut)
 # A tensor, what its field states, and the kind of memory that it is about, if any.
@@ -105,9 +104,8 @@ def rides(named: NamedTensor) -> bool:
     return named.axis is Axis.TOKEN and named.dtype == "int64" and not named.dims
 
 
-def narrowed(batch: ForwardBatch, kind: type[ViewT]) -> ForwardBatch:
-    """The batch with the views of one type alone, as a leaf is given it; another batch, unplanned."""
-    views = {name: view for name, view in batch.views.items() if isinstance(view, kind)}
+def narrowed(batch: ForwardBatch, views: Mapping[MemoryKind, AnyView]) -> ForwardBatch:
+    """The batch with these of its views alone; another batch, unplanned."""
     whole = None if batch.whole is None else tuple.__new__(Whole, (batch, None, None))  # what is cut for one is there for all
     return renewed(batch, views=views, whole=whole)
 

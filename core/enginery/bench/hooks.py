@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from enginery.attention.latent import LatentAttention, LatentSettings
-from enginery.attention.layer_hybrid import LayerHybrid
+from enginery.attention.layer_kinds import LayerKinds
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.relay import BackendRelay
@@ -109,7 +109,7 @@ def deepest_nest(relay: Callable[[Any, str], BackendRelay]) -> BackendRelay:
         return relay(LatentAttention(leaf, capabilities=_CAPABILITIES, geometry=geometry, pool=pool, settings=settings), "bench")
 
     split = relay(PhaseSplit(prefill=mla(0), decode=mla(1)), "bench")
-    hybrid = relay(LayerHybrid(softmax=split, recurrent=relay(NullLeaf(2), "bench")), "bench")
+    hybrid = relay(LayerKinds(full=split, state=relay(NullLeaf(2), "bench")), "bench")
     return relay(MicroBatches(hybrid), "bench")
 
 

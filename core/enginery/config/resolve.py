@@ -22,7 +22,7 @@ DEFAULT_PREFILL_FRACTION = 0.125
 _SHARES = ("memory_fraction", "prefill_fraction")
 _POSITIVE = (
     *("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens"),
-    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens"),
+    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens"),
 )
 
 
@@ -80,7 +80,7 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
         max_batch_tokens=int(tokens.value),
         max_batch_requests=requests,
         prefill_fraction=asked.prefill_fraction or DEFAULT_PREFILL_FRACTION,
-        prefix_cache=asked.prefix_cache and not model.has_states,
+        prefix_cache=asked.prefix_cache,
         overlap=device.kind != "cpu" if asked.overlap is None else asked.overlap,
         max_graph_requests=max_graph_requests,
         max_piece_tokens=max_piece_tokens,
@@ -92,7 +92,6 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
             *((kv_dtype,) if asked.kv_dtype != "auto" else ()),
             length,
             tokens,
-            *_without_prefix_cache(asked, model),
         ),
     )
 
@@ -111,12 +110,6 @@ def _batch_tokens(asked: EngineOptions, device: DeviceFacts) -> Decision:
     elif device.kind == "cuda" and asked.prefill_fraction == 1:
         tokens, reason = PROMPTS_FIRST_TOKENS, "default on cuda where prompts go first"
     return Decision(setting="max_batch_tokens", value=str(tokens), reason=reason)
-
-
-def _without_prefix_cache(asked: EngineOptions, model: ModelFacts) -> tuple[Decision, ...]:
-    if not (asked.prefix_cache and model.has_states):
-        return ()
-    return (Decision(setting="prefix_cache", value="off", reason="a cached prefix has no recurrent states"),)
 
 
 def _check(asked: EngineOptions) -> None:

@@ -28,8 +28,9 @@ class EngineOptions:
     mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.
     overlap: prepare a step while the one before runs; None does so where the device is not the host. graphs: capture decoding
     steps on CUDA devices. wait_for_kernels: compile what the best attention backends lack first, instead of beginning with others.
-    num_pages: KV pages, instead of what memory_fraction leaves. memory_fraction: share of the device's free memory (of the host's
-    available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.
+    num_pages: KV pages, instead of what memory_fraction leaves. expected_tokens: of a typical request, prompt and answer; how
+    memory is divided among the kinds that a model has follows from it. memory_fraction: share of the device's free memory (of the
+    host's available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """
@@ -56,6 +57,7 @@ class EngineOptions:
     schedule_policy: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
+    expected_tokens: int = 4096
     kv_memory_gib: float | None = None
     memory_fraction: float = 0.85
     max_model_len: int | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from enginery.contracts.batch import FULL, STATE, MemoryKind, Phase
+from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind, Phase
 from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.versions import ApiVersion
@@ -88,7 +88,9 @@ class AttnLayerFacts:
     @property
     def kind(self) -> MemoryKind:
         """The kind of memory that the layer keeps what it needs in."""
-        return FULL if self.recurrent is None else STATE
+        if self.recurrent is not None:
+            return STATE
+        return FULL if self.sliding_window is None else WINDOW
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,8 +182,8 @@ class KVGeometry:
     """The shape of the memory of one stage's attention layers, indexed by `LocalLayerId`. pages: how many there are of each kind.
 
     Paged: [num_pages + 1, page_size, K, D], keys and values; MLA layers: [num_pages + 1, page_size, 1, R + P]. States of recurrent
-    layers: [state pages + 1, HV, value_dim, key_dim]. The last page of each kind belongs to nobody, padding writes there; nor does
-    the seat after the last one, `num_seats`.
+    layers: [state pages + 2, HV, value_dim, key_dim]. The page after the last of each kind belongs to nobody, padding writes there;
+    nor does the seat after the last one, `num_seats`. The state page after that is zero for ever.
     """
 
     pages: Mapping[MemoryKind, int]
@@ -196,8 +198,17 @@ class KVGeometry:
         return self.pages.get(FULL, 0)
 
     def scratch_page(self, kind: MemoryKind) -> int:
-        """The page of that kind which belongs to nobody."""
-        return self.pages.get(kind, 0)
+        """The page of that kind which belongs to nobody. Layers with a window are in full pages where there are no others."""
+        return self.pages.get(kind, self.num_pages if kind == WINDOW else 0)
+
+    def kind_of(self, layer: AttnLayerFacts) -> MemoryKind:
+        """The kind of memory that the layer is in here."""
+        return FULL if layer.kind == WINDOW and WINDOW not in self.pages else layer.kind
+
+    @property
+    def zero_page(self) -> int:
+        """The state that is zero for ever: beginning requests read it."""
+        return self.scratch_page(STATE) + 1
 
 
 class SparseCoordinator(Protocol):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MemoryKind = str
 FULL: Final[MemoryKind] = "full"  # pages of keys and values, or latents, of all tokens
+WINDOW: Final[MemoryKind] = "window"  # the same, of tokens that are still in reach
 STATE: Final[MemoryKind] = "state"  # pages of one recurrent state each
 
 
@@ -148,7 +149,7 @@ class View(Cuttable):
 class StateView(Cuttable):
     """The pages that each request's recurrent state is read from and written to: often the same one.
 
-    A request whose tokens are all of this step begins from zero and reads none.
+    A request whose tokens are all of this step begins from zero: it reads the page of zeros, which nobody writes to, or none.
     """
 
     reads_cpu: torch.Tensor = along(Axis.REQUEST, fill=Fill.SCRATCH_PAGE)  # [B] int32
@@ -259,7 +260,9 @@ class ForwardBatch(Cuttable):
 
     def slots_for(self, layer: LayerSpec) -> torch.Tensor:
         """[T] int64, device: where the tokens' keys and values of this layer go."""
-        view = self.views[layer.kind]
+        view = self.views.get(layer.kind)
+        if view is None and layer.kind == WINDOW:  # where windows are not longer than a context, or of a leaf's own batch
+            view = self.views.get(FULL)
         assert isinstance(view, View), f"a layer of kind {layer.kind} keeps no keys and values"
         return view.slots
 

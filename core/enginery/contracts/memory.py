@@ -90,7 +90,7 @@ class StatePool(Protocol):
     """The states of one stage's recurrent layers."""
 
     def layer(self, layer: LocalLayerId) -> torch.Tensor:
-        """[state pages + 1, HV, value_dim, key_dim] float32, device; where a request's is, its batch's `StateView` says."""
+        """[state pages + 2, HV, value_dim, key_dim] float32, device; where a request's is, its batch's `StateView` says."""
         ...
 
 

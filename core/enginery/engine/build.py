@@ -23,7 +23,7 @@ from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import StoredTensor, scan_checkpoint, unstack
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
-from enginery.contracts.batch import FULL, STATE
+from enginery.contracts.batch import FULL, STATE, WINDOW
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model, ModelContext
 from enginery.contracts.ops import OpTable
@@ -39,7 +39,7 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
-from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, plan_memory, workspace_bytes
+from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs
@@ -67,6 +67,7 @@ class BuiltParts:
 
     choice: Choice
     memory: MemoryPlan
+    geometry: KVGeometry
     relay: BackendRelay
     ops: OpTable
     socket: LayerSocket
@@ -119,8 +120,8 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
         max_requests = choice.settings.max_batch_requests
-        pages = {FULL: memory.num_pages, STATE: max_requests}
-        geometry = dataclasses.replace(no_pages(choice), pages=pages, num_seats=max_requests)
+        pages = {FULL: memory.num_pages, STATE: memory.state_pages or max_requests, WINDOW: memory.window_pages}
+        geometry = dataclasses.replace(no_pages(choice), pages={k: n for k, n in pages.items() if n}, num_seats=max_requests)
         pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
     with phases("attention"):
         attention = AttentionParts(
@@ -152,6 +153,7 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
     return BuiltParts(
         choice=choice,
         memory=memory,
+        geometry=geometry,
         relay=relay,
         ops=ops,
         socket=socket,
@@ -196,7 +198,14 @@ def no_pages(choice: Choice) -> KVGeometry:
     """The shape of a page, before it is known how many there are."""
     settings = choice.settings
     layers = stage_of(choice.facts, PARALLEL).memory
-    return KVGeometry(pages={}, page_size=settings.page_size, layers=layers, dtype=settings.kv_dtype)
+    pages = {} if largest_window(choice) is None else {WINDOW: 0}
+    return KVGeometry(pages=pages, page_size=settings.page_size, layers=layers, dtype=settings.kv_dtype)
+
+
+def largest_window(choice: Choice) -> int | None:
+    """The largest window of the model's layers; None if no window ever drops a token: then it needs no memory of its own."""
+    windows = [layer.sliding_window for layer in choice.facts.layers if layer.sliding_window is not None]
+    return max(windows) if windows and max(windows) < choice.settings.max_model_len else None
 
 
 def named_tensors(choice: Choice) -> NamedTensors:
@@ -214,10 +223,9 @@ def named_tensors(choice: Choice) -> NamedTensors:
 def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> MemoryPlan:
     """How many pages fit beside everything else."""
     facts, settings = choice.facts, choice.settings
-    kinds = {(layer.latent is not None, layer.recurrent is not None) for layer in facts.layers}
-    if {(True, False), (False, False)} <= kinds:
-        raise CheckpointError("the model has both MLA and other softmax-attention layers, which no backend plans together")
     geometry = no_pages(choice)
+    if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
+        raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
     sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choice.ops)
     chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
     backends = [offer for attention in chosen for offer in attention.by_role.values()]
@@ -234,7 +242,9 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> M
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
         ),
         page_bytes=page_bytes(geometry),
-        states=state_bytes(geometry) * (settings.max_batch_requests + 1),
+        others=OtherKinds(
+            window=largest_window(choice), window_page_bytes=page_bytes(geometry, WINDOW), state_bytes=state_bytes(geometry)
+        ),
     )
     log.debug("memory plan: %s", memory)
     return memory

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import torch
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
+from enginery.contracts.batch import STATE, WINDOW
 from enginery.contracts.engine import EngineFacts, ReportProgress, report_to_nobody
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
@@ -24,8 +25,11 @@ from enginery.engine.meter import StepMeter, SteppedAt
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import prepare_sampling
 from enginery.errors import Overloaded, RequestError
+from enginery.kv.finite import FiniteMemory
+from enginery.kv.kinds import WindowKind
 from enginery.kv.pages import PageAllocator
-from enginery.kv.prefix import NoPrefixCache, RadixPrefixCache
+from enginery.kv.prefix import NoPrefixCache, PrefixCache, RadixPrefixCache
+from enginery.kv.resume import ResumePoints
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
@@ -62,8 +66,7 @@ class Engine:
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = _facts(parts)
         self._seeds = random.Random(asked.seed)
-        allocator = PageAllocator(memory.num_pages)
-        self._cache = RadixPrefixCache(memory.page_size, allocator) if settings.prefix_cache else NoPrefixCache()
+        self._cache, allocator, finite = _page_owners(parts)
         self._scheduler = Scheduler(
             ScheduleSettings(
                 page_size=asked.page_size,
@@ -78,6 +81,7 @@ class Engine:
             guarded_policy(registry.schedule_policy(asked.schedule_policy)),
             cache=self._cache,
             allocator=allocator,
+            finite=finite,
             eos_token_ids=eos_token_ids,
         )
         folder = choice.checkpoint.tokenizer_folder
@@ -102,7 +106,7 @@ class Engine:
             parts.model,
             parts.relay,
             ops=parts.ops,
-            tables=PageTables(settings.max_batch_requests, page_size=memory.page_size, scratch_page=memory.num_pages),
+            tables=PageTables.of_geometry(parts.geometry),
             feed=parts.feed,
             graphs=parts.graphs,
             pieces=parts.pieces,
@@ -263,6 +267,23 @@ class Engine:
                 self._scheduler.release(request_id, found)
                 answers.append(RequestOutput(request_id=request_id, is_answer=True))
         return answers
+
+
+def _page_owners(parts: BuiltParts) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:
+    """Who counts the pages of each kind that the memory plan gives, and the cache of their prefixes."""
+    memory, settings = parts.memory, parts.choice.settings
+    allocator, window, states = PageAllocator(memory.num_pages), None, None
+    others: dict[str, PageAllocator] = {}
+    if memory.window is not None:
+        window = WindowKind.of(memory.window_pages, window=memory.window, page_size=memory.page_size)
+        others[WINDOW] = window.allocator
+    if memory.state_pages:
+        states = others[STATE] = PageAllocator(memory.state_pages)
+    cache: PrefixCache = NoPrefixCache()
+    if settings.prefix_cache:
+        cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None)
+    finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
+    return cache, allocator, finite
 
 
 def _ready(changeover: Changeover | None) -> Changeover | None:

@@ -75,15 +75,14 @@ class Outcome(NamedTuple):
 class Replica:
     """One engine's worker, without a scheduler, that runs recorded steps. name: of its attention backends."""
 
-    def __init__(self, parts: BuiltParts, *, num_seats: int) -> None:
+    def __init__(self, parts: BuiltParts) -> None:
         self.name = parts.choice.attention.name
         self.dtype = parts.choice.settings.dtype
-        memory = parts.memory
         self._runner = Runner(
             parts.model,
             parts.relay,
             ops=parts.ops,
-            tables=PageTables(num_seats, page_size=memory.page_size, scratch_page=memory.num_pages),
+            tables=PageTables.of_geometry(parts.geometry),
             feed=parts.feed,
             graphs=None,
             pieces=None,
@@ -138,7 +137,7 @@ def replay_options(
 
 def build_replica(options: EngineOptions, registry: Registry, recording: Recording) -> Replica:
     """Load the model once more, for one backend."""
-    return Replica(build_parts(options, registry), num_seats=recording.head.max_batch_requests)
+    return Replica(build_parts(options, registry))
 
 
 def compare_replicas(recording: Recording, first: Replica, second: Replica, *, tolerance: float | None = None) -> Outcome:

@@ -1,7 +1,8 @@
-"""Who owns which KV page. Numbers only: the memory itself is the pool's."""
+"""Who owns which page of one kind of memory. Numbers only: the memory itself is the pools'."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 
@@ -10,23 +11,35 @@ class OutOfPages(Exception):
 
 
 class PageAllocator:
-    """Hands out the pages 0 .. num_pages - 1, each to one owner at a time.
+    """Hands out the pages 0 .. num_pages - 1 and counts the owners of each: a page without one is free.
 
+    Owners are users, who need the page, and the cache, which can do without it: its resume points hold pages with `cached=True`.
+    Pages of prefixes have one owner, the sequence or the tree; there the tree's locks say who uses them.
+
+    num_cached: pages that the cache owns, alone or with users. num_idle: those that it owns alone.
     The free pages are a stack that starts in order and takes runs back in order, so that pages taken together usually lie together.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.num_cached = 0
+        self.num_idle = 0
         self._free = list(range(num_pages - 1, -1, -1))
-        self._is_taken = bytearray(num_pages)
+        self._users = array("i", bytes(4 * num_pages))
+        self._shares = array("i", bytes(4 * num_pages))  # of the cache
 
     @property
     def num_free(self) -> int:
         """Pages that can be taken now."""
         return len(self._free)
 
+    @property
+    def available(self) -> int:
+        """Pages that are free, or would be if the cache gave up what it owns alone."""
+        return len(self._free) + self.num_idle
+
     def take(self, num_pages: int) -> list[int]:
-        """`num_pages` pages that now belong to the caller. Raises `OutOfPages`, taking none."""
+        """`num_pages` pages that now have one user, the caller. Raises `OutOfPages`, taking none."""
         first = len(self._free) - num_pages
         if first < 0:
             raise OutOfPages(f"{num_pages:,} pages were asked for, {self.num_free:,} of {self.num_pages:,} are free")
@@ -34,17 +47,56 @@ class PageAllocator:
         del self._free[first:]
         pages.reverse()
         for page in pages:
-            self._is_taken[page] = 1
+            self._users[page] = 1
         return pages
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """Free `pages`. A page that is not taken, or no page of ours, is a bug: AssertionError."""
+    def hold(self, pages: Sequence[int], *, cached: bool = False) -> None:
+        """One owner more for each page. A page that is free is a bug: AssertionError."""
         for page in pages:
-            if not (0 <= page < self.num_pages and self._is_taken[page]):
+            assert self.is_taken(page), f"page {page} of {self.num_pages:,} is held but is not taken"
+            if cached:
+                self.num_cached += not self._shares[page]
+                self._shares[page] += 1
+            else:
+                self.num_idle -= not self._users[page]
+                self._users[page] += 1
+
+    def give_back(self, pages: Sequence[int], *, cached: bool = False) -> None:
+        """One owner less for each page; without any it is free. Giving back what one has not got is a bug: AssertionError."""
+        owners, freed = self._shares if cached else self._users, list[int]()
+        for page in pages:
+            if not (0 <= page < self.num_pages and owners[page]):
                 raise AssertionError(f"page {page} of {self.num_pages:,} was given back but is not taken")
-            self._is_taken[page] = 0
-        self._free.extend(reversed(pages))
+            owners[page] -= 1
+            if owners[page]:
+                continue
+            if cached:
+                self.num_cached -= 1
+                self.num_idle -= not self._users[page]
+            elif self._shares[page]:
+                self.num_idle += 1
+            if not (self._users[page] or self._shares[page]):
+                freed.append(page)
+        freed.reverse()
+        self._free.extend(freed)
 
     def is_taken(self, page: int) -> bool:
         """Whether somebody owns `page`."""
-        return bool(self._is_taken[page])
+        return bool(self._users[page] or self._shares[page])
+
+    def users(self, page: int) -> int:
+        """How many use `page`."""
+        return self._users[page]
+
+    def shares(self, page: int) -> int:
+        """How many resume points of the cache have `page`."""
+        return self._shares[page]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless counters and owners agree. Walks all pages."""
+        taken = [page for page in range(self.num_pages) if self.is_taken(page)]
+        assert sorted([*self._free, *taken]) == list(range(self.num_pages)), "a page is both free and taken, or neither"
+        cached = [page for page in taken if self._shares[page]]
+        assert len(cached) == self.num_cached, f"{len(cached)} pages are cached, {self.num_cached} counted"
+        idle = sum(not self._users[page] for page in cached)
+        assert idle == self.num_idle, f"{idle} pages are the cache's alone, {self.num_idle} counted"

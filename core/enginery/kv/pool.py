@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LocalLayerId
+from enginery.contracts.batch import FULL, MemoryKind
 from enginery.contracts.memory import LayerKV
 from enginery.nn.reference_ops import store_rows
 
@@ -27,10 +28,11 @@ TORCH_DTYPES: Final = {
 }
 
 
-def page_bytes(geometry: KVGeometry) -> int:
-    """What one page takes over all layers."""
+def page_bytes(geometry: KVGeometry, kind: MemoryKind = FULL) -> int:
+    """What one page of a kind takes over all layers."""
     itemsize = TORCH_DTYPES[geometry.dtype].itemsize
-    return sum(geometry.page_size * _values_per_token(layer) * itemsize for layer in geometry.layers)
+    layers = [layer for layer in geometry.layers if geometry.kind_of(layer) == kind]
+    return sum(geometry.page_size * _values_per_token(layer) * itemsize for layer in layers)
 
 
 def _values_per_token(layer: AttnLayerFacts) -> int:

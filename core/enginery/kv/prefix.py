@@ -6,6 +6,9 @@ slicing and hashing 32k tokens are a few memory operations, whatever the page si
     root ── "You are a helpful assistant ..." ──┬── "What is ..."   leaf: evicted from its end, oldest first
             pages 0 1 2 (locked by 1 request)   └── "Who was ..."   leaf, locked: in use
 
+Where a model has memory of other kinds too, a sequence can only go on at a node with a resume point (`resume.py`). A split
+leaves it below, trimming an edge drops it.
+
 The cache owns the pages in the tree. A request that uses some of them holds a lock on the node where its prefix ends, which locks
 the path up to the root. What is not locked can be evicted. A request that is computing more of its prompt announces its next page,
 so that others can wait for it instead of computing it too.
@@ -20,6 +23,7 @@ from itertools import count
 from typing import NamedTuple
 
 from enginery.kv.pages import PageAllocator
+from enginery.kv.resume import ResumePoint, ResumePoints
 
 TOKEN_TYPECODE = "i"
 TOKEN_BYTES = array(TOKEN_TYPECODE).itemsize
@@ -28,7 +32,7 @@ TOKEN_BYTES = array(TOKEN_TYPECODE).itemsize
 class PrefixNode:
     """One edge and the node at its end; opaque outside of this module. `branch` is its key among the parent's children."""
 
-    __slots__ = ("branch", "children", "last_used", "num_locks", "pages", "parent", "tokens")
+    __slots__ = ("branch", "children", "last_used", "num_locks", "pages", "parent", "point", "tokens")
 
     def __init__(self, parent: PrefixNode | None, branch: bytes, tokens: bytes, pages: list[int]) -> None:
         self.parent = parent
@@ -38,6 +42,7 @@ class PrefixNode:
         self.children: dict[bytes, PrefixNode] = {}
         self.num_locks = 0
         self.last_used = 0
+        self.point: ResumePoint | None = None
 
     def split(self, num_pages: int, page_bytes: int) -> PrefixNode:
         """Put a new node after the first `num_pages` of the edge. This one stays the lower part: locks on it keep their meaning."""
@@ -50,6 +55,15 @@ class PrefixNode:
         self.tokens, self.pages = self.tokens[cut:], self.pages[num_pages:]
         upper.children[self.branch] = self
         return upper
+
+    def deepest_point(self) -> ResumePoint | None:
+        """The last resume point on the way from the root to here."""
+        node: PrefixNode | None = self
+        while node is not None:
+            if node.point is not None and not node.point.is_dropped:
+                return node.point
+            node = node.parent
+        return None
 
     def prefix_pages(self) -> list[int]:
         """The pages from the root to here."""
@@ -73,12 +87,13 @@ Announcement = tuple[PrefixNode, bytes]
 class CachedPrefix(NamedTuple):
     """The longest cached prefix of some tokens. Valid until the next eviction, unless its node is locked before.
 
-    next_announced: whether somebody is just computing the page after it.
+    next_announced: whether somebody is just computing the page after it. point: the last resume point on the way to its node.
     """
 
     node: PrefixNode
     pages: list[int]
     next_announced: bool
+    point: ResumePoint | None = None
 
 
 class Inserted(NamedTuple):
@@ -94,10 +109,12 @@ class Inserted(NamedTuple):
 class RadixPrefixCache:
     """Prefixes of requests by their tokens, whole pages only. Requests share them only among equal salts."""
 
-    def __init__(self, page_size: int, allocator: PageAllocator) -> None:
+    def __init__(self, page_size: int, allocator: PageAllocator, points: ResumePoints | None = None) -> None:
+        """points: None for a model whose memory is all of one kind, so that a sequence can go on behind any page."""
         self.num_cached = 0
         self.num_evictable = 0
         self.root = PrefixNode(None, b"", b"", [])
+        self.points = points
         self._allocator = allocator
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
@@ -111,7 +128,7 @@ class RadixPrefixCache:
         tokens = token_ids[: num_pages * self._page_size].tobytes()
         node, pages = self._descend(tokens, salt)
         next_announced = len(pages) < num_pages and (node, self._branch(node, tokens, len(pages), salt)) in self._announced
-        return CachedPrefix(node, pages, next_announced)
+        return CachedPrefix(node, pages, next_announced, None if self.points is None else node.deepest_point())
 
     def lock(self, node: PrefixNode) -> None:
         """Keep the prefix that ends at `node` until `unlock`. Locks are counted."""
@@ -148,6 +165,22 @@ class RadixPrefixCache:
             return Inserted(node, [])
         return Inserted(node, [mine for mine, cached in zip(pages, found, strict=False) if mine != cached])
 
+    def attach(self, point: ResumePoint, token_ids: array[int], salt: str) -> bool:
+        """Let sequences go on from `point`, which is given up where there is one already. False: its prefix is not in the tree."""
+        assert self.points is not None, "a tree without resume points is given one"
+        tokens = token_ids[: point.position].tobytes()
+        node, found = self._descend(tokens, salt)
+        if len(found) * self._page_bytes < len(tokens):
+            return False
+        if node.point is None or node.point.is_dropped:
+            node.point = point
+            return True
+        if node.point.passing and not point.passing:
+            self.points.keep(node.point)
+        if node.point is not point:
+            self.points.drop(point)
+        return True
+
     def announce(self, node: PrefixNode, token_ids: array[int], page: int, salt: str) -> Announcement:
         """Say that page number `page` of these tokens is being computed. `node`, where the prefix before it ends, is locked."""
         tokens = token_ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
@@ -164,6 +197,9 @@ class RadixPrefixCache:
         wanted = num_pages
         while wanted > 0 and self._idle:
             node = next(iter(self._idle))
+            if self.points is not None and node.point is not None:
+                self.points.drop(node.point)
+                node.point = None
             freed = node.pages[-wanted:]
             del node.pages[-wanted:]
             if node.pages:
@@ -193,7 +229,11 @@ class RadixPrefixCache:
         assert unlocked == self.num_evictable, f"{unlocked} unlocked pages, {self.num_evictable} counted"
         assert set(self._idle) == {node for node in nodes if not node.children and node.num_locks == 0}, "idle leaves are wrong"
         assert all(node.num_locks or node is self.root for node, _ in self._announced), "announced after a prefix that may go"
+        if self.points is not None:
+            self.points.check_integrity()
         for node in nodes:
+            length = len(node.prefix_pages()) * self._page_size
+            assert node.point is None or node.point.is_dropped or node.point.position == length, "a point is at another's node"
             assert node.pages, "an edge without pages"
             assert len(node.tokens) == len(node.pages) * self._page_bytes, "an edge with another number of tokens than of pages"
             assert node.num_locks >= sum(child.num_locks for child in node.children.values()), "a lock does not reach the root"
@@ -256,6 +296,7 @@ class NoPrefixCache:
         self.num_cached = 0
         self.num_evictable = 0
         self.root = PrefixNode(None, b"", b"", [])
+        self.points: ResumePoints | None = None
 
     def match(self, token_ids: array[int], salt: str) -> CachedPrefix:
         return CachedPrefix(self.root, [], next_announced=False)
@@ -267,6 +308,9 @@ class NoPrefixCache:
     def insert(self, token_ids: array[int], pages: list[int], salt: str) -> Inserted:
         """The pages stay the caller's."""
         return Inserted(self.root, pages)
+
+    def attach(self, point: ResumePoint, token_ids: array[int], salt: str) -> bool:
+        return False
 
     def announce(self, node: PrefixNode, token_ids: array[int], page: int, salt: str) -> Announcement:
         return self.root, b""

@@ -6,8 +6,9 @@ Rules that keep everybody moving:
   on: to give it pages, those last in order are preempted, that is they wait again at their place and are recomputed. Nobody makes
   an earlier one leave; who finds no page and is last itself sits out the step and keeps its pages.
 - Waiting requests are admitted in order and nobody passes the head. It is admitted when the pages for all of its known tokens are
-  there, besides those promised to the prompts in progress and `HEADROOM_TOKENS` for each running request: so a preempted request
-  does not come back only to be preempted again. When nothing runs, the head always fits.
+  there, of each kind of memory what it needs at once, besides those promised to the prompts in progress and `HEADROOM_TOKENS` for
+  each running request: so a preempted request does not come back only to be preempted again. When nothing runs, the head always
+  fits.
 - A step that decodes takes a part of the prompt tokens that wait, `ScheduleSettings.prefill_fraction`, so that few prompts do not
   hold up many streams; the more wait, the more it takes. `MIN_PREFILL_TOKENS` it takes always: they cost no more than their share,
   as they read the weights that decoding reads anyway. And it takes as many as make whole tiles of `TILE_ROWS` with the decoding
@@ -20,6 +21,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from enginery.config.schema import ScheduleSettings
+from enginery.kv.kinds import Demand
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.step import StepBuilder
 from enginery.schedule.table import RequestTable
@@ -40,7 +42,7 @@ class BatchPlanner:
         self._kv = table.kv
         self._settings = settings
         self._budget = settings.max_batch_tokens
-        self._step = StepBuilder()
+        self._step = StepBuilder(has_states=table.kv.finite.states is not None)
         self.preempted: list[str] = []
 
     def fill(self) -> StepBuilder:
@@ -53,6 +55,7 @@ class BatchPlanner:
             self._schedule_chunk(request)
         if not self.preempted:
             self._admit(prompts)
+        self._kv.finite.step_planned()
         return self._step
 
     def _schedule_decodes(self) -> list[Request]:
@@ -61,15 +64,17 @@ class BatchPlanner:
         Where all find budget and pages, those that begin alike stand side by side; else each in its turn, as the last may go.
         """
         prompts: list[Request] = []
-        page_size, running = self._kv.page_size, self._table.running
-        roomy = min(self._budget, self._kv.available) >= len(running)
-        for request in self._table.side_by_side if roomy else running:  # `running` shrinks meanwhile, but only at its end
-            start, num_slots = request.num_computed, len(request.kv.pages) * page_size
+        running = self._table.running
+        roomy = min(self._budget, self._kv.num_available) >= len(running) and self._kv.finite.is_roomy(len(running))
+        for request in list(self._table.side_by_side) if roomy else running:  # `running` shrinks meanwhile, but only at its end
+            start = request.num_computed
+            if request.status is not RequestStatus.RUNNING:
+                continue
             if request.num_expected - start > 1:
                 prompts.append(request)
             elif not self._budget:
                 break
-            elif request.num_expected < request.limit and (start < num_slots or self._make_room(request, 1)):
+            elif request.num_expected < request.limit and (start < request.kv.ready or self._make_room(request, 1)):
                 self._add(request, 1)
         prompts.sort(key=attrgetter("order"))
         return prompts
@@ -84,33 +89,38 @@ class BatchPlanner:
         """As much of its known tokens as budget and memory allow."""
         if not self._budget or request.status is not RequestStatus.RUNNING:
             return
-        rest = request.num_expected - request.num_computed
-        num_tokens = min(rest, self._budget, max(1, self._kv.room(request.kv) - request.num_computed))
+        start, known = request.num_computed, request.num_expected
+        self._kv.finite.forget(request.kv, start)
+        num_tokens = min(known - start, self._budget, max(1, self._kv.room(request.kv) - start))
+        num_tokens = self._kv.finite.points.cut(request.kv, start, start + num_tokens, num_known=known) - start
         if self._make_room(request, num_tokens):
             self._add(request, num_tokens)
 
     def _admit(self, prompts: list[Request]) -> None:
         """Let waiting requests in, the head first, and schedule their first chunks."""
         table, headroom = self._table, -(-HEADROOM_TOKENS // self._settings.page_size)
-        promised = sum(self._kv.num_missing(request.kv, request.num_expected) for request in prompts)
+        promised = Demand()
+        for request in prompts:
+            promised = promised.plus(self._kv.demand(request.kv, request.num_expected))
         while table.waiting and self._budget and len(table.running) < self._settings.max_batch_requests:
-            request = table.admit_head(reserved=promised + headroom * len(table.running))
-            if request is None:
+            spare = headroom * len(table.running)
+            admitted = table.admit_head(reserved=promised.plus(Demand(spare, spare)))
+            if admitted is None:
                 break
-            self._schedule_chunk(request)
-            promised += self._kv.num_missing(request.kv, len(request.token_ids))
+            self._schedule_chunk(admitted)
+            promised = promised.plus(self._kv.demand(admitted.kv, len(admitted.token_ids)))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Take the pages for its next tokens, preempting later requests if nothing else helps. False: it sits out this step."""
-        missing = self._kv.num_missing(request.kv, request.num_computed + num_tokens)
-        while missing > self._kv.available:
+        kv, start = request.kv, request.num_computed
+        stop = start + num_tokens
+        while not self._kv.missing(kv, start, stop).fits(self._kv.available):
             # The pages of a leaving request come back with the step it is in; until then nobody else has to go.
             if self._table.running[-1] is request or self._table.leaving:
                 return False
             self.preempted.append(self._table.preempt_last().request_id)
-        if missing > 0:
-            self._kv.grow(request.kv, missing)
-            self._step.tell_pages(request.kv)
+        self._kv.prepare(kv, start, stop, num_known=request.num_expected)
+        self._step.tell_pages(kv)
         return True
 
     def _add(self, request: Request, num_tokens: int) -> None:

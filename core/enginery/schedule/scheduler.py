@@ -14,6 +14,7 @@ from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.schedule import PageCounts, SchedulePolicySpec
 from enginery.contracts.step import NO_SIZES, RunSizes, StepInput, StepOutput
 from enginery.errors import RequestError
+from enginery.kv.finite import FiniteMemory
 from enginery.kv.manager import KVCacheManager
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import PrefixCache
@@ -41,12 +42,13 @@ class Scheduler:
         *,
         cache: PrefixCache,
         allocator: PageAllocator,
+        finite: FiniteMemory | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._kv = KVCacheManager(settings.page_size, cache, allocator, num_seats=settings.max_batch_requests)
+        self._kv = KVCacheManager(settings.page_size, cache, allocator, num_seats=settings.max_batch_requests, finite=finite)
         self._table = RequestTable(self._kv, WaitingQueue(settings, policy, eos_token_ids))
         self._in_flight: deque[tuple[StepInput, list[Request]]] = deque()
         self.next_number = 0
@@ -72,7 +74,10 @@ class Scheduler:
     def pages(self) -> Mapping[str, PageCounts]:
         """How many there are, by kind of memory; those that neither a request nor the prefix cache owns are free."""
         allocator = self._kv.allocator
-        return {FULL: PageCounts(free=allocator.num_free, cached=self._kv.cache.num_cached, total=allocator.num_pages)}
+        counts = {FULL: PageCounts(free=allocator.num_free, cached=self._kv.cache.num_cached, total=allocator.num_pages)}
+        for kind, other in self._kv.finite.allocators.items():
+            counts[kind] = PageCounts(free=other.num_free, cached=other.num_cached, total=other.num_pages)
+        return counts
 
     def submit(self, asked: GenerationRequest, *, held: bool = False) -> None:
         """Queue it; held: only after `release`. Raises `RequestError` if it can never run, `QueueFull` if too many wait."""
@@ -136,6 +141,8 @@ class Scheduler:
                 if index >= step.num_decode and request.status is RequestStatus.RUNNING:
                     self._kv.share(request.kv)
                     self._table.place(request)
+                elif request.kv.points:
+                    self._kv.finite.points.settle(request.kv)
             if request.status is not RequestStatus.RUNNING:
                 self._table.settle(request)
         return outputs

@@ -8,34 +8,51 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-from enginery.contracts.batch import FULL, Phase
+from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
+from enginery.kv.kinds import NO_STATE
 from enginery.kv.manager import SequenceKV
 from enginery.schedule.request import Request
 
 _pack_item: Final = struct.Struct(f"<{len(Item._fields)}i").pack
+_pack_state: Final = struct.Struct("<4i").pack
 _NO_DRAFTS: Final = 0
 _NO_ADAPTER: Final = -1
+
+
+class _PageNews:
+    """What is new in the page tables of one kind."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, int, int]] = []
+        self.pages = array("i")
+
+    def packed(self) -> NewPages:
+        return NewPages(array("i", chain.from_iterable(self.rows)).tobytes(), self.pages.tobytes())
 
 
 class StepBuilder:
     """Collects one step. requests: those of its items, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_states: bool = False) -> None:
         self.requests: list[Request] = []
         self.num_decode = 0
         self.num_tokens = 0
         self._greedy = True
         self._items: list[bytes] = []
         self._ids = array("i")
-        self._rows: list[tuple[int, int, int, int]] = []
-        self._pages = array("i")
+        self._pages = _PageNews()
+        self._window = _PageNews()
+        self._has_states = has_states
+        self._states: list[bytes] = []
         self._embedding: list[int] = []
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Schedule its next tokens, and move it on. It has the pages."""
         start, tokens = request.num_computed, request.token_ids
         request.num_computed = end = start + num_tokens
+        kv = request.kv
+        first_write = start if start >= kv.num_shared else min(kv.num_shared, end)
         pending = start >= len(tokens)  # its one token is what its previous item samples, in a step that is still in flight
         if samples := end == request.num_expected:
             request.num_expected = end + 1
@@ -53,8 +70,12 @@ class StepBuilder:
         else:
             num_logits = num_tokens if request.wants_prompt_logits else int(samples)
         self._items.append(
-            _pack_item(request.kv.seat, start, num_tokens, start, num_logits, samples, _NO_DRAFTS, pending, _NO_ADAPTER)
+            _pack_item(kv.seat, start, num_tokens, first_write, num_logits, samples, _NO_DRAFTS, pending, _NO_ADAPTER)
         )
+        if self._has_states:
+            states = kv.states
+            self._states.append(_pack_state(states.read, states.current, NO_STATE, 0))
+            states.read = states.current
         request.in_flight += 1
         self.num_tokens += num_tokens
         self.requests.append(request)
@@ -62,15 +83,22 @@ class StepBuilder:
     def tell_pages(self, kv: SequenceKV) -> None:
         """Note the pages of it that the workers do not know yet."""
         first, count = kv.num_told, len(kv.pages)
-        self._rows.append((kv.seat, first, 0, count - first))
-        self._pages.extend(kv.pages[first:])
-        kv.num_told = count
+        if count > first:
+            self._pages.rows.append((kv.seat, first, 0, count - first))
+            self._pages.pages.extend(kv.pages[first:])
+            kv.num_told = count
+        window = kv.window
+        if window.stop > window.num_told or window.first > window.first_told:
+            first = max(window.num_told, window.first)
+            self._window.rows.append((kv.seat, first, window.first, window.stop - first))
+            self._window.pages.extend(window.pages[first - window.first :])
+            window.num_told, window.first_told = window.stop, window.first
 
     def build(self, number: int, sizes: RunSizes, released: Sequence[int]) -> StepInput:
         """The step as a value."""
         phase = self._phase
         run = choose_run(phase, len(self.requests), self.num_tokens, sizes=sizes, greedy=self._greedy, embeds=bool(self._embedding))
-        rows = array("i", chain.from_iterable(self._rows))
+        news = {FULL: self._pages, WINDOW: self._window}
         return StepInput(
             number=number,
             phase=phase,
@@ -79,7 +107,8 @@ class StepBuilder:
             num_decode=self.num_decode,
             items=b"".join(self._items),
             input_ids=self._ids.tobytes(),
-            pages={FULL: NewPages(rows.tobytes(), self._pages.tobytes())} if self._rows else {},
+            pages={kind: new.packed() for kind, new in news.items() if new.rows},
+            states=b"".join(self._states),
             released=array("i", released).tobytes(),
             embedding=array("i", self._embedding).tobytes(),
         )

@@ -14,6 +14,9 @@ from array import array
 from bisect import insort
 from operator import attrgetter
 
+from enginery.kv.finite import check_idle as check_finite_idle
+from enginery.kv.finite import check_integrity as check_finite
+from enginery.kv.kinds import Demand
 from enginery.kv.manager import KVCacheManager
 from enginery.schedule.queue import WaitingQueue
 from enginery.schedule.request import Request, RequestStatus
@@ -46,7 +49,7 @@ class RequestTable:
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
 
-    def admit_head(self, *, reserved: int) -> Request | None:
+    def admit_head(self, *, reserved: Demand) -> Request | None:
         """Let the first waiting request run, if its pages are there besides `reserved`."""
         request = self.waiting.head
         if not self.kv.enter(request.kv, reuse=not request.wants_prompt_logits, reserved=reserved):
@@ -108,6 +111,7 @@ class RequestTable:
         free, cached, total = allocator.num_free, cache.num_cached, allocator.num_pages
         assert free + cached == total, f"nothing runs, but {free:,} free + {cached:,} cached pages are not all {total:,}"
         assert cached == cache.num_evictable, f"nothing runs, but {cached - cache.num_evictable:,} cached pages are locked"
+        check_finite_idle(self.kv.finite)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has one owner: a request, the cache, or nobody. Walks everything."""
@@ -117,6 +121,7 @@ class RequestTable:
         resident = {*self.running, *self.leaving}
         owned = [page for request in resident for page in request.kv.pages if page not in cached]
         assert len(set(owned)) == len(owned), "two requests own one page"
+        check_finite(self.kv.finite, [request.kv for request in resident])
         states = [*self.kv.free_seats, *(request.kv.seat for request in resident)]
         assert sorted(states) == list(range(len(states))), "two requests own one state, or nobody does"
         assert all(allocator.is_taken(page) for page in owned), "a request's page is free"

@@ -93,7 +93,7 @@ class Stage:
 
     def memory(self) -> list[torch.Tensor]:
         """A copy of all memory of the layer that is not for padding."""
-        return [stored[:-1].clone() for stored in self._stored()]
+        return [stored[: self.geometry.scratch_page(self.case.facts.kind)].clone() for stored in self._stored()]
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._random).to(self.device)

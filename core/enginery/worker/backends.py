@@ -1,6 +1,6 @@
 """The attention backend of an engine: leaves by role, and the composites that the model and the settings need around them.
 
-micro-batches ( hybrid ( split ( mla ( prefill leaf ), mla ( decode leaf ) ), recurrent leaf ) )
+micro-batches ( kinds ( split ( mla ( prefill leaf ), mla ( decode leaf ) ), window leaf, recurrent leaf ) )
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from enginery.attention.latent import LatentAttention, LatentSettings
-from enginery.attention.layer_hybrid import LayerHybrid
+from enginery.attention.layer_kinds import LayerKinds
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.relay import BackendRelay
 from enginery.attention.watch import Watch
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, SparseCoordinator
+from enginery.contracts.batch import FULL, WINDOW
 from enginery.contracts.parallel import ParallelFacts
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool
@@ -45,25 +46,41 @@ class AttentionParts:
 
 def build_backend(parts: AttentionParts, chosen: AttentionChoice, *, micro_batches: bool) -> BackendRelay:
     """Every backend in it is registered and checked."""
-    relay: BackendRelay | None = None
-    if chosen.softmax is not None:
-        relay = _softmax(parts, chosen.softmax, part="softmax")
-    elif chosen.prefill is not None and chosen.decode is not None:
-        prefill, decode = (
-            _softmax(parts, offer, part=part) for part, offer in (("prefill", chosen.prefill), ("decode", chosen.decode))
-        )
-        relay = _composite(parts, PhaseSplit(prefill=prefill, decode=decode))
+    layers = parts.pool.geometry.layers
+    kinds = {parts.pool.geometry.kind_of(layer) for layer in layers}
+    full = window = state = None
+    if FULL in kinds:
+        latent = any(layer.latent is not None for layer in layers)
+        full = _softmax(parts, chosen, prefix="", latent=latent)
+    if WINDOW in kinds:
+        window = _softmax(parts, chosen, prefix="window " if full is not None else "", latent=False)
     if chosen.recurrent is not None:
-        recurrent = _leaf(parts, chosen.recurrent, part="recurrent")
-        relay = recurrent if relay is None else _composite(parts, LayerHybrid(softmax=relay, recurrent=recurrent))
-    assert relay is not None, "a model without attention layers"
+        state = _leaf(parts, chosen.recurrent, part="recurrent")
+    present = [child for child in (full, window, state) if child is not None]
+    assert present, "a model without attention layers"
+    relay = present[0]
+    if len(present) > 1 or window is not None:
+        relay = _composite(parts, LayerKinds(full=full, window=window, state=state))
     return _composite(parts, MicroBatches(relay)) if micro_batches else relay
 
 
-def _softmax(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) -> BackendRelay:
-    """The leaf, under MLA if the model has latents."""
+def _softmax(parts: AttentionParts, chosen: AttentionChoice, *, prefix: str, latent: bool) -> BackendRelay:
+    """What serves the layers with keys and values, or latents, of one kind of memory."""
+    if chosen.softmax is not None:
+        return _over_leaf(parts, chosen.softmax, part=f"{prefix}softmax", latent=latent)
+    assert chosen.prefill is not None, "softmax layers have a backend"
+    assert chosen.decode is not None, "softmax layers have a backend"
+    prefill, decode = (
+        _over_leaf(parts, offer, part=f"{prefix}{part}", latent=latent)
+        for part, offer in (("prefill", chosen.prefill), ("decode", chosen.decode))
+    )
+    return _composite(parts, PhaseSplit(prefill=prefill, decode=decode))
+
+
+def _over_leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str, latent: bool) -> BackendRelay:
+    """The leaf, under MLA if the layers have latents."""
     leaf = _leaf(parts, offer, part=part)
-    if not parts.choice.facts.has_latents:
+    if not latent:
         return leaf
     settings = parts.choice.settings
     return _composite(

@@ -7,10 +7,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from enginery.contracts.batch import FULL, STATE, ForwardBatch, StateView, View
+from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, StateView, View
 from enginery.contracts.step import INT, Items, StepInput
 from enginery.errors import Unsupported
-from enginery.worker.page_tables import PageTables
+from enginery.worker.page_tables import KindTable, PageTables
 
 KNOWN = -1  # in `token_sources`: the input token is on the host
 _NO_DRAFT: Final = INT.type(0).tobytes()
@@ -26,7 +26,8 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     _refuse_unknown(step, items)
     q_lens = items.num_tokens
     kv_lens = items.start + q_lens
-    page_table = tables.of(items.seat, -(-int(kv_lens.max()) // page_size))
+    num_columns = -(-int(kv_lens.max()) // page_size)
+    page_table = tables.full.of(items.seat, num_columns)
     row_of = np.arange(len(q_lens))  # [T]
     if _one_each(step):
         positions = items.start.astype(np.int64)
@@ -38,8 +39,16 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     slots = page_table[row_of, column].astype(np.int64) * page_size + offset
     if items.first_write.tobytes() != items.start.tobytes():  # bytes, as a reduction takes ten times as long
         shared = positions < items.first_write[row_of]
-        slots[shared] = tables.scratch_page * page_size + offset[shared]
+        slots[shared] = tables.full.scratch_page * page_size + offset[shared]
     seats = torch.from_numpy(items.seat)
+    views: dict[MemoryKind, View | StateView] = {
+        FULL: View(slots=torch.from_numpy(slots), page_table_cpu=torch.from_numpy(page_table))
+    }
+    if tables.window is not None:
+        views[WINDOW] = _window_view(
+            tables.window, items.seat, kv_lens, column=column, row_of=row_of, page_size=page_size, offset=offset
+        )
+    views[STATE] = _state_view(step, seats)
     return ForwardBatch(
         phase=step.phase,
         input_ids=torch.from_numpy(_input_ids(step, items)),
@@ -48,11 +57,39 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
         kv_lens_cpu=torch.from_numpy(kv_lens),
         num_logits_cpu=torch.from_numpy(items.num_logits),
         seats_cpu=seats,
-        views={
-            FULL: View(slots=torch.from_numpy(slots), page_table_cpu=torch.from_numpy(page_table)),
-            STATE: StateView(reads_cpu=seats, writes_cpu=seats),
-        },
+        views=views,
     )
+
+
+def _window_view(
+    table: KindTable,
+    seats: np.ndarray,
+    kv_lens: np.ndarray,
+    *,
+    column: np.ndarray,
+    row_of: np.ndarray,
+    page_size: int,
+    offset: np.ndarray,
+) -> View:
+    """Its table begins, for each request, with the first page that is held. column, offset, row_of: [T], of each token."""
+    firsts = table.firsts[seats]
+    held = table.from_firsts(seats, int((-(-kv_lens // page_size) - firsts).max()))
+    slots = held[row_of, column - firsts[row_of]].astype(np.int64) * page_size + offset
+    return View(
+        slots=torch.from_numpy(slots),
+        page_table_cpu=torch.from_numpy(held),
+        starts_cpu=torch.from_numpy((firsts * page_size).astype(np.int32)),
+    )
+
+
+def _state_view(step: StepInput, seats: torch.Tensor) -> StateView:
+    """Where each request's state is read and written: at its seat, unless the step says otherwise."""
+    if not step.states:
+        return StateView(reads_cpu=seats, writes_cpu=seats)
+    reads, writes, checkpoints, _ = np.frombuffer(step.states, INT).reshape(-1, 4).T.copy()
+    if (checkpoints >= 0).any():
+        raise Unsupported(f"step {step.number} has checkpoints of states amid its items, which this worker does not run")
+    return StateView(reads_cpu=torch.from_numpy(reads), writes_cpu=torch.from_numpy(writes))
 
 
 def token_sources(step: StepInput, *, size: int | None = None) -> torch.Tensor:
@@ -90,7 +127,6 @@ def _refuse_unknown(step: StepInput, items: Items) -> None:
         "drafts": items.num_drafts.tobytes() != _NO_DRAFT * step.num_items,
         "adapters": items.adapter.tobytes() != _NO_ADAPTER * step.num_items,
         "tree parents": step.parents,
-        "pages of states": step.states,
     }
     for name, there in asked.items():
         if there:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from enginery.config.resolve import DeviceFacts, Settings
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnLayerFacts
 from enginery.contracts.model import ModelFacts
 from enginery.errors import OutOfMemory
+from enginery.kv.kinds import most_window_pages, reach_of
 
 MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_HOST_KV_BYTES = 4 * GIB  # a CPU's memory is shared with everything else on the machine
@@ -19,7 +21,11 @@ CUDA_LIBRARY_BYTES = 240 * MIB  # kernels that were loaded, and for each of two 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """All sizes in bytes. budget_bytes is what all parts may take together. state_bytes: of all recurrent states."""
+    """All sizes in bytes. budget_bytes is what all parts may take together.
+
+    num_pages, page_bytes: of the kind `full`. window_pages, state_pages: of the other kinds, 0 where the model has none of it.
+    state_bytes: of all recurrent states. window: the model's largest, in tokens, where windows have memory of their own.
+    """
 
     budget_bytes: int
     weights_bytes: int
@@ -28,18 +34,25 @@ class MemoryPlan:
     num_pages: int
     page_size: int
     state_bytes: int = 0
+    state_pages: int = 0
+    window_pages: int = 0
+    window_page_bytes: int = 0
+    window: int | None = None
 
     @property
     def kv_bytes(self) -> int:
-        """All pages and the scratch page."""
-        return (self.num_pages + 1) * self.page_bytes
+        """All pages and the scratch pages, but for states."""
+        return (self.num_pages + 1) * self.page_bytes + (self.window_pages + 1) * self.window_page_bytes
 
     def __str__(self) -> str:
         parts = {"weights": self.weights_bytes, "KV": self.kv_bytes, "states": self.state_bytes, "workspace": self.workspace_bytes}
         sizes = ", ".join(f"{name} {_readable(size)}" for name, size in parts.items() if size)
         tokens = self.num_pages * self.page_size
+        others = {"window": self.window_pages, "state": self.state_pages}
+        besides = "".join(f", {count:,} {kind} pages" for kind, count in others.items() if count)
         return (
-            f"{sizes} of {_readable(self.budget_bytes)}; KV holds {tokens:,} tokens in {self.num_pages:,} pages of {self.page_size}"
+            f"{sizes} of {_readable(self.budget_bytes)}; KV holds {tokens:,} tokens in {self.num_pages:,} pages of "
+            f"{self.page_size}{besides}"
         )
 
 
@@ -67,6 +80,39 @@ def _made_values(layer: AttnLayerFacts) -> int:
     return layer.num_heads * (2 * layer.latent.nope_dim + layer.latent.rope_dim + layer.latent.value_dim)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherKinds:
+    """What a page of the kinds beside `full` takes, in bytes; 0 where the model has none of it. window: its largest, in tokens."""
+
+    window: int | None = None
+    window_page_bytes: int = 0
+    state_bytes: int = 0
+
+
+NO_OTHER_KINDS: Final = OtherKinds()
+
+
+def _split(asked: EngineOptions, settings: Settings, others: OtherKinds, *, bound: int, page_bytes: int) -> tuple[int, int]:
+    """Pages of windows and of states: for as many typical requests as fit with their full pages, and resume points of as many.
+
+    A fixed split. Each kind holds the largest request that may come, at least.
+    """
+    size, length = asked.page_size, settings.max_model_len
+    reach = 0 if others.window is None else reach_of(others.window, size)
+    chunk = math.ceil(min(settings.max_batch_tokens, length) / size)
+    full = 0 if asked.num_pages else math.ceil(min(asked.expected_tokens, length) / size) * page_bytes
+    held = (asked.num_pages or 0) * page_bytes + page_bytes
+    each = full + (2 * reach + 2) * others.window_page_bytes + 2 * others.state_bytes
+    fixed = held + (chunk + 1) * others.window_page_bytes + 2 * others.state_bytes
+    count = min(max((bound - fixed) // max(each, 1), 1), settings.max_batch_requests)
+    window = 0
+    if others.window is not None:
+        least = most_window_pages(length, settings.max_batch_tokens, reach=reach, page_size=size)
+        useful = settings.max_batch_requests * math.ceil(length / size)
+        window = max(least, min(count * (2 * reach + 2) + chunk, useful))
+    return window, 2 * count if others.state_bytes else 0
+
+
 def plan_memory(
     asked: EngineOptions,
     settings: Settings,
@@ -75,22 +121,25 @@ def plan_memory(
     weights: int,
     workspace: int,
     page_bytes: int,
-    states: int = 0,
+    others: OtherKinds = NO_OTHER_KINDS,
 ) -> MemoryPlan:
-    """Give the KV memory what weights, states and workspace leave, up to what could ever be used. Raises `OutOfMemory`.
+    """Give the KV memory what weights and workspace leave, up to what could ever be used. Raises `OutOfMemory`.
 
-    weights, workspace, page_bytes, states: in bytes. A model whose layers are all recurrent has pages that take nothing.
+    weights, workspace, page_bytes: in bytes. A model whose layers are all recurrent has pages that take nothing.
     """
     workspace += CUDA_LIBRARY_BYTES if device.kind == "cuda" else 0
     budget = int(device.available_bytes * asked.memory_fraction)
     pages_per_request = math.ceil(settings.max_model_len / asked.page_size)
     useful = settings.max_batch_requests * pages_per_request
-    left = budget - weights - workspace - states
+    left = budget - weights - workspace
     bound = left
     if asked.kv_memory_gib is not None:
         bound = int(asked.kv_memory_gib * GIB)
     elif device.kind == "cpu":
         bound = min(left, DEFAULT_HOST_KV_BYTES)
+    window_pages, state_pages = _split(asked, settings, others, bound=bound, page_bytes=page_bytes)
+    states = (state_pages + 2) * others.state_bytes
+    bound -= (window_pages + 1) * others.window_page_bytes + states
     num_pages = asked.num_pages or min(bound // max(page_bytes, 1) - 1, useful)
     plan = MemoryPlan(
         budget_bytes=budget,
@@ -100,8 +149,12 @@ def plan_memory(
         num_pages=max(num_pages, 0),
         page_size=asked.page_size,
         state_bytes=states,
+        state_pages=state_pages,
+        window_pages=window_pages,
+        window_page_bytes=others.window_page_bytes,
+        window=others.window,
     )
-    if num_pages < 1 or plan.kv_bytes > left:
+    if num_pages < 1 or plan.kv_bytes + plan.state_bytes > left:
         wanted = f"{asked.num_pages:,} pages" if asked.num_pages else "a single page"
         raise OutOfMemory(
             f"{wanted} of KV memory do not fit: {plan}. Available on {device.name}: {device.available_bytes / GIB:.2f} GiB, of "

@@ -15,7 +15,7 @@ import torch
 
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
-from enginery.contracts.batch import FULL, STATE, ForwardBatch, Phase, StateView, View
+from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable, SamplingTensors
 from enginery.worker.named_tensors import NamedTensors
@@ -75,11 +75,21 @@ def dummy_batch(
     """Requests of so many new tokens and so many in all, in the scratch page and the scratch state; unplanned."""
     new, every = torch.tensor(q_lens, dtype=torch.int32), torch.tensor(kv_lens, dtype=torch.int32)
     positions = torch.cat([torch.arange(kv_len - q_len, kv_len) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)])
-    scratch = geometry.scratch_page(FULL)
-    slots = scratch * geometry.page_size + positions % geometry.page_size
+    paged = [kind for kind in (FULL, WINDOW) if kind == FULL or kind in geometry.pages]
+    scratch = {kind: geometry.scratch_page(kind) for kind in paged}
+    slots = [page * geometry.page_size + positions % geometry.page_size for page in scratch.values()]
     columns = -(-max(kv_lens) // geometry.page_size)
-    packed = torch.stack([torch.zeros_like(positions), positions, slots]).to(device)  # aligned as in `TokenFeed`
+    packed = torch.stack([torch.zeros_like(positions), positions, *slots]).to(device)  # aligned as in `TokenFeed`
+    views: dict[MemoryKind, View | StateView] = {
+        kind: View(
+            slots=packed[2 + place],
+            page_table_cpu=torch.full((len(q_lens), columns), scratch[kind], dtype=torch.int32),
+            starts_cpu=None if kind == FULL else torch.zeros_like(new),
+        )
+        for place, kind in enumerate(paged)
+    }
     state = torch.full_like(new, geometry.scratch_page(STATE))
+    views[STATE] = StateView(reads_cpu=state, writes_cpu=state)
     return ForwardBatch(
         phase=phase,
         input_ids=packed[0],
@@ -88,8 +98,5 @@ def dummy_batch(
         kv_lens_cpu=every,
         num_logits_cpu=torch.ones_like(new),
         seats_cpu=torch.full_like(new, geometry.num_seats),
-        views={
-            FULL: View(slots=packed[2], page_table_cpu=torch.full((len(q_lens), columns), scratch, dtype=torch.int32)),
-            STATE: StateView(reads_cpu=state, writes_cpu=state),
-        },
+        views=views,
     )

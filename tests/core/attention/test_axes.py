@@ -12,7 +12,8 @@ from core.attention.batches import Planner, make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginery.attention.axes import narrowed, pad, slice_requests, split_requests, token_fields, with_token_fields
+from enginery.attention.axes import pad, slice_requests, split_requests, token_fields, with_token_fields
+from enginery.attention.layer_kinds import of_kind
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import (
@@ -26,8 +27,6 @@ from enginery.contracts.batch import (
     Named,
     NamedTensor,
     Split,
-    StateView,
-    View,
     along,
     stated_fields,
 )
@@ -84,7 +83,7 @@ def test_a_batch_is_frozen_and_a_changed_copy_is_another_batch() -> None:
     batch = make_batch([1, 2])
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.kv_lens_cpu = batch.q_lens_cpu  # type: ignore[misc]
-    copies = [dataclasses.replace(batch), *split_requests(batch, 1, 1), narrowed(batch, View)]
+    copies = [dataclasses.replace(batch), *split_requests(batch, 1, 1), of_kind(batch, FULL)]
     copies.append(pad(batch, num_requests=2, num_tokens=3, geometry=GEOMETRY))
     assert len({batch.identity, *(copy.identity for copy in copies)}) == 1 + len(copies)
     assert len(dataclasses.fields(ForwardBatch)) <= 18
@@ -161,10 +160,10 @@ def test_named_inputs_are_padded_and_split_as_they_state() -> None:
 
 def test_a_leaf_is_given_the_one_view_of_its_memory() -> None:
     batch = make_batch([1, 2])
-    assert narrowed(batch, View).views.keys() == {FULL}
-    assert narrowed(batch, StateView).views.keys() == {STATE}
+    assert of_kind(batch, FULL).views.keys() == {FULL}
+    assert of_kind(batch, STATE).views.keys() == {STATE}
     with pytest.raises(ValueError, match="0 views of type View"):
-        _ = narrowed(batch, StateView).page_table_cpu
+        _ = of_kind(batch, STATE).page_table_cpu
 
 
 def test_a_batch_cannot_shrink_by_padding_and_parts_must_be_the_whole() -> None:

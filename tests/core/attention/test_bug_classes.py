@@ -13,7 +13,7 @@ from core.attention.batches import Planner, make_batch
 from enginery.attention.axes import pad
 from enginery.attention.composite import Composite
 from enginery.attention.hookspecs import BackendHooks
-from enginery.attention.layer_hybrid import LayerHybrid
+from enginery.attention.layer_kinds import LayerKinds
 from enginery.attention.policies import POLICIES, derived
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import (
@@ -75,7 +75,7 @@ def test_a_drifted_signature_gets_the_arguments_it_takes_or_is_refused_at_once()
             return batch
 
     batch = make_batch([3], phase=Phase.PREFILL)
-    hybrid = relay(LayerHybrid(softmax=relay(Fewer()), recurrent=relay(Planner("linear#0"))))
+    hybrid = relay(LayerKinds(full=relay(Fewer()), state=relay(Planner("linear#0"))))
     assert hybrid.ask("init_mha_chunk_metadata", batch=batch, chunks=(), disable_ragged=True) is batch
     with pytest.raises(PluginError, match="'disable_flashinfer_ragged' is not in the hook's specification"):
         relay(Renamed())

@@ -15,7 +15,7 @@ from enginery.attention.composite import Composite, CompositePlan, Part
 from enginery.attention.draft_steps import plan_steps
 from enginery.attention.hookspecs import BackendHooks
 from enginery.attention.latent import LatentAttention, LatentSettings
-from enginery.attention.layer_hybrid import LayerHybrid
+from enginery.attention.layer_kinds import LayerKinds
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.policies import POLICIES, Policy, derived
@@ -45,7 +45,7 @@ from enginery.errors import StalePlan, Unsupported
 from enginery.kv.pool import PagedKVPool
 from enginery.plugin.hookspecs import hookimpl, hookspec
 
-COMPOSITES = (LatentAttention, LayerHybrid, MicroBatches, PhaseSplit)
+COMPOSITES = (LatentAttention, LayerKinds, MicroBatches, PhaseSplit)
 SOFTMAX = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=8)
 
 
@@ -105,7 +105,7 @@ def split(prefill: object, decode: object) -> BackendRelay:
 
 
 def hybrid(softmax: object, recurrent: object) -> BackendRelay:
-    return relay(LayerHybrid(softmax=relay(softmax), recurrent=relay(recurrent)))
+    return relay(LayerKinds(full=relay(softmax), state=relay(recurrent)))
 
 
 def test_a_spec_without_a_policy_fails_at_import() -> None:
@@ -315,15 +315,15 @@ def test_a_hook_is_not_answered_for_another_composite_s_plan() -> None:
 def test_a_composite_in_which_no_part_serves_a_layer_refuses_it() -> None:
     """Hole 11: `out` was left as it was."""
 
-    class Nobody(LayerHybrid):
+    class Nobody(LayerKinds):
         def serving_layer(self, layer: LayerSpec) -> Sequence[int]:
             return ()
 
-    nest = relay(Nobody(softmax=relay(Planner("a")), recurrent=relay(Planner("b"))))
+    nest = relay(Nobody(full=relay(Planner("a")), state=relay(Planner("b"))))
     batch, rows = nest.plan(make_batch([1])), torch.ones(1, 2, 8)
     layer = LayerSpec(global_id=GlobalLayerId(3), local_id=LocalLayerId(0), facts=SOFTMAX, scale=1.0)
     assert batch.plan is not None
-    with pytest.raises(Unsupported, match=r"no part of hybrid\(a, b\) serves layer 3"):
+    with pytest.raises(Unsupported, match=r"no part of kinds\(a, b\) serves layer 3"):
         nest.attend(rows, rows, rows, layer, batch, batch.plan, rows)
 
 

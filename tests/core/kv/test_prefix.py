@@ -142,7 +142,7 @@ def test_an_announced_page_is_reported_until_it_is_withdrawn():
 def test_a_cache_that_is_off_finds_nothing_and_keeps_nothing():
     cache = NoPrefixCache()
     tokens = tokens_of(1, 2, 3)
-    node, pages, next_announced = cache.match(tokens, "")
+    node, pages, next_announced, _ = cache.match(tokens, "")
     cache.lock(node)
     cache.withdraw(cache.announce(node, tokens, 0, ""))
     assert cache.insert(tokens, [7], "").duplicates == [7]

@@ -30,7 +30,7 @@ def pool_of(*layers, **changes):
 
 def test_a_recurrent_layer_has_a_state_for_each_request_and_one_for_padding():
     states = pool_of(SOFTMAX, RECURRENT).layer(LocalLayerId(1))
-    assert states.shape == (7, 3, 5, 8)
+    assert states.shape == (8, 3, 5, 8)
     assert not states.any()
 
 
@@ -55,7 +55,7 @@ def test_a_state_takes_what_the_pool_allocates_for_it():
     geometry = geometry_of(RECURRENT, SOFTMAX, RECURRENT, LATENT)
     pool = RecurrentStatePool(geometry, torch.device("cpu"))
     allocated = sum(pool.layer(LocalLayerId(index)).nbytes for index in (0, 2))
-    assert state_bytes(geometry) * (geometry.scratch_page(STATE) + 1) == allocated
+    assert state_bytes(geometry) * (geometry.zero_page + 1) == allocated
     assert state_bytes(geometry_of(SOFTMAX, LATENT)) == 0
 
 

@@ -230,22 +230,22 @@ def test_rows_whose_page_is_shared_already_write_to_scratch_and_read_it(tables: 
 def test_a_first_column_of_0_begins_a_request_anew_and_released_seats_are_empty(tables: PageTables) -> None:
     tables.take(step_of(number=0, pages=new_pages((0, 0, 0, [1, 2, 3]), (1, 0, 0, [4, 5]))))
     tables.take(step_of(number=1, pages=new_pages((0, 0, 0, [6]))))
-    assert tables.of(np.array([0, 1, 2]), 3).tolist() == [[6, 50, 50], [4, 5, 50], [50, 50, 50]]
+    assert tables.full.of(np.array([0, 1, 2]), 3).tolist() == [[6, 50, 50], [4, 5, 50], [50, 50, 50]]
     tables.take(step_of(number=2, released=np.array([1], np.int32).tobytes()))
-    assert tables.of(np.array([1]), 3).tolist() == [[50, 50, 50]]
+    assert tables.full.of(np.array([1]), 3).tolist() == [[50, 50, 50]]
 
 
 def test_pages_that_are_given_up_are_scratch_from_then_on(tables: PageTables) -> None:
     tables.take(step_of(number=0, pages=new_pages((0, 0, 0, [1, 2, 3]))))
     tables.take(step_of(number=1, pages=new_pages((0, 3, 2, [8]))))
-    assert tables.of(np.array([0]), 5).tolist() == [[50, 50, 3, 8, 50]]
+    assert tables.full.of(np.array([0]), 5).tolist() == [[50, 50, 3, 8, 50]]
 
 
 def test_tables_widen_with_the_longest_request(tables: PageTables) -> None:
     pages = list(range(300))
     tables.take(step_of(number=0, pages=new_pages((2, 0, 0, pages))))
-    assert tables.of(np.array([2]), 300).tolist() == [pages]
-    assert tables.of(np.array([0]), 900).tolist() == [[50] * 900]
+    assert tables.full.of(np.array([2]), 300).tolist() == [pages]
+    assert tables.full.of(np.array([0]), 900).tolist() == [[50] * 900]
 
 
 def test_a_step_that_is_not_the_next_one_is_refused(tables: PageTables) -> None:
@@ -261,7 +261,7 @@ def test_a_step_that_is_not_the_next_one_is_refused(tables: PageTables) -> None:
         ({"drafted": 1}, "drafts"),
         ({"adapter": 0}, "adapters"),
         ({"parents": b"\0\0\0\0"}, "tree parents"),
-        ({"states": bytes(16)}, "pages of states"),
+        ({"states": bytes(16)}, "checkpoints of states"),
     ],
     ids=str,
 )

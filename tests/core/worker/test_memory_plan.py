@@ -9,7 +9,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnLayerFacts
 from enginery.contracts.model import ModelFacts
 from enginery.errors import ConfigError, OutOfMemory
-from enginery.worker.memory_plan import CUDA_LIBRARY_BYTES, GIB, MemoryPlan, plan_memory, workspace_bytes
+from enginery.worker.memory_plan import CUDA_LIBRARY_BYTES, GIB, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 
 MODEL = ModelFacts(
     vocab_size=1000,
@@ -98,3 +98,29 @@ def test_every_setting_says_why() -> None:
     assert "float16" in reasons["dtype"][1]
     assert reasons["max_batch_tokens"] == ("77", "asked for")
     assert reasons["max_model_len"][0] == "4096"
+
+
+def split(asked: EngineOptions, others: OtherKinds, *, gib: float = 10) -> MemoryPlan:
+    settings = resolve(asked, device(gib), MODEL, config={})
+    return plan_memory(asked, settings, device(gib), weights=0, workspace=0, page_bytes=1 << 20, others=others)
+
+
+def test_memory_is_split_for_as_many_typical_requests_as_fit_and_is_all_taken() -> None:
+    others = OtherKinds(window=129, window_page_bytes=1 << 19, state_bytes=5 << 20)
+    short, long = (split(EngineOptions(expected_tokens=tokens), others) for tokens in (512, 4096))
+    for plan, pages in ((short, 32), (long, 256)):
+        count = plan.state_pages // 2
+        assert abs(plan.num_pages - count * pages) <= pages + 18 + 10
+        assert plan.window_pages >= count * (2 * 8 + 2)
+        assert plan.kv_bytes + plan.state_bytes + plan.workspace_bytes <= plan.budget_bytes
+        assert plan.budget_bytes - plan.kv_bytes - plan.state_bytes - plan.workspace_bytes < 2 << 20
+    assert short.state_pages > 2 * long.state_pages
+    assert f"{long.window_pages:,} window pages, {long.state_pages:,} state pages" in str(long)
+
+
+def test_each_kind_holds_the_largest_request_or_the_plan_is_refused() -> None:
+    tight = split(EngineOptions(num_pages=4), OtherKinds(window=1024, window_page_bytes=1 << 20, state_bytes=1 << 20))
+    assert tight.window_pages >= 64 + 2 + 4096 // 16 - 66
+    assert tight.state_pages >= 2
+    with pytest.raises(OutOfMemory):
+        split(EngineOptions(), OtherKinds(window=1024, window_page_bytes=64 << 20))

@@ -89,6 +89,7 @@ _FLAGS: Final = {
     "mla_chunk_tokens": _Flag(_MEMORY, "Keys and values that an MLA prefill makes at once."),
     "page_size": _Flag(_MEMORY, "Tokens in a page of the KV cache."),
     "num_pages": _Flag(_MEMORY, "Pages, instead of what the memory leaves."),
+    "expected_tokens": _Flag(_MEMORY, "Tokens of a typical request; kinds of memory are sized for it."),
     "kv_memory_gib": _Flag(_MEMORY, "Bound of the KV cache in GiB."),
     "memory_fraction": _Flag(_MEMORY, "Share of the free memory that may be taken."),
     "max_batch_tokens": _Flag(_MEMORY, "Tokens in a step (on a GPU 8192, offline 16384; on a CPU 2048)."),

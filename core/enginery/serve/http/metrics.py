@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from enginery.contracts.batch import FULL
 from enginery.contracts.engine import STEP_SIZES, EngineFacts, EngineStats
 from enginery.contracts.request import RequestOutput
+from enginery.contracts.schedule import PageCounts
 from enginery.plugin.manifest import Manifest
 
 _SHORT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
@@ -153,20 +155,40 @@ def families(now: Snapshot) -> Iterator[Metric]:
         counts=now.stats.steps_by_size,
         total=now.stats.num_tokens,
     )
+    yield from _memory(now)
     yield from _engine_info(now.facts, now.stats)
 
 
 def _gauges(now: Snapshot) -> Iterator[tuple[str, str, float]]:
     assert now.facts is not None
-    stats, total = now.stats, now.facts.num_pages
-    used = total - stats.free_pages
+    stats, full = now.stats, _pages(now)[FULL]
     yield "vllm:num_requests_running", "Requests in the running batch.", stats.num_running
     yield "vllm:num_requests_waiting", "Requests that wait to run.", stats.num_waiting
-    yield "vllm:kv_cache_usage_perc", "Share of the KV pages that requests or the prefix cache hold; 1 is all.", used / total
-    yield "enginery:kv_pages", "KV pages.", total
-    yield "enginery:kv_pages_free", "KV pages that nobody holds.", stats.free_pages
-    yield "enginery:kv_pages_cached", "KV pages of the prefix cache, in use by requests or not.", stats.cached_pages
+    yield (
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV pages that requests or the prefix cache hold; 1 is all.",
+        1 - full.free / full.total,
+    )
+    yield "enginery:kv_pages", "KV pages.", full.total
+    yield "enginery:kv_pages_free", "KV pages that nobody holds.", full.free
+    yield "enginery:kv_pages_cached", "KV pages of the prefix cache, in use by requests or not.", full.cached
     yield "enginery:requests_open", "Requests that clients wait for.", now.meter.num_open
+
+
+def _pages(now: Snapshot) -> Mapping[str, PageCounts]:
+    """By kind of memory, `full` always; as the model has been loaded."""
+    assert now.facts is not None
+    stats = now.stats
+    return stats.pages or {FULL: PageCounts(free=stats.free_pages, cached=stats.cached_pages, total=now.facts.num_pages)}
+
+
+def _memory(now: Snapshot) -> Iterator[Metric]:
+    """The pages of each kind of memory."""
+    family = GaugeMetricFamily("enginery:memory_pages", "Pages, by kind of memory: all, free, cached.", labels=["kind", "pages"])
+    for kind, counts in _pages(now).items():
+        for name, count in (("total", counts.total), ("free", counts.free), ("cached", counts.cached)):
+            family.add_metric([kind, name], count)
+    yield family
 
 
 def _counters(now: Snapshot) -> Iterator[tuple[str, str, float]]:

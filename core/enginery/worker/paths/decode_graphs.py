@@ -21,7 +21,7 @@ import torch
 from enginery.attention.axes import pad, token_fields
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
-from enginery.contracts.batch import FULL, STATE, ForwardBatch, Phase, StateView, View
+from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
@@ -168,7 +168,9 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, size: int) -> None:
         """Capture the graph of one size. Takes as long as two or three eager steps."""
-        batch = pad(self.feed.named.with_inputs(no_requests()), num_requests=size, num_tokens=size, geometry=self.geometry)
+        batch = pad(
+            self.feed.named.with_inputs(no_requests(self.geometry)), num_requests=size, num_tokens=size, geometry=self.geometry
+        )
         nobody = torch.full((size,), self.feed.scratch_seat)
         packed = torch.stack([*token_fields(batch), torch.full((size,), KNOWN), nobody]).to(self.feed.device)
         batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
@@ -215,9 +217,14 @@ class DecodeGraphs:
         self.relay.refresh(captured.batch.plan, padded)
 
 
-def no_requests() -> ForwardBatch:
-    """A decoding batch to be padded, on the host."""
+def no_requests(geometry: KVGeometry) -> ForwardBatch:
+    """A decoding batch to be padded, on the host, with a view of each kind of memory."""
     tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    nothing = torch.empty(0, 1, dtype=torch.int32)
+    views: dict[MemoryKind, View | StateView] = {FULL: View(slots=tokens, page_table_cpu=nothing)}
+    if WINDOW in geometry.pages:
+        views[WINDOW] = View(slots=tokens, page_table_cpu=nothing, starts_cpu=requests)
+    views[STATE] = StateView(reads_cpu=requests, writes_cpu=requests)
     return ForwardBatch(
         phase=Phase.DECODE,
         input_ids=tokens,
@@ -226,8 +233,5 @@ def no_requests() -> ForwardBatch:
         kv_lens_cpu=requests,
         num_logits_cpu=requests,
         seats_cpu=requests,
-        views={
-            FULL: View(slots=tokens, page_table_cpu=torch.empty(0, 1, dtype=torch.int32)),
-            STATE: StateView(reads_cpu=requests, writes_cpu=requests),
-        },
+        views=views,
     )

@@ -162,7 +162,9 @@ class PiecewiseGraphs:
     @torch.inference_mode()
     def capture(self, size: int) -> None:
         """Capture the pieces of one size. Takes as long as two or three eager steps."""
-        batch = pad(self.feed.named.with_inputs(no_requests()), num_requests=0, num_tokens=size, geometry=self.geometry)
+        batch = pad(
+            self.feed.named.with_inputs(no_requests(self.geometry)), num_requests=0, num_tokens=size, geometry=self.geometry
+        )
         packed = torch.stack([*token_fields(batch), torch.full((size,), KNOWN)]).to(self.feed.device)
         batch = self.feed.named.placed(self.feed.unpack(batch, packed))
 

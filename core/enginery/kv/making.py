@@ -1,0 +1,115 @@
+"""Making resume points of sequences: where, of which pages, and when they go into the tree.
+
+Points are made where the last page ends before a prompt's last token; where more of its pages were in the prefix tree than of what
+one can go on from, which proves a branch (arXiv:2411.19379); at ends of chunks, which go first; and at the last page's end that a
+sequence passed while it decoded, which moves along with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginery.contracts.batch import STATE, WINDOW, MemoryKind
+from enginery.kv.kinds import WindowKind
+from enginery.kv.prefix import PrefixCache
+from enginery.kv.resume import ResumePoint, ResumePoints
+
+if TYPE_CHECKING:
+    from enginery.kv.manager import SequenceKV
+
+
+class PointMaker:
+    """Makes none where there is no tree, or all memory is of one kind."""
+
+    def __init__(self, page_size: int, cache: PrefixCache, *, window: WindowKind | None, has_states: bool) -> None:
+        self.page_size = page_size
+        self._cache = cache
+        self._window = window
+        self._has_states = has_states
+
+    def begin(self, kv: SequenceKV, point: ResumePoint | None, *, num_matched: int) -> None:
+        """It goes on from `point`, or begins. num_matched: tokens whose pages are in the tree."""
+        if self._cache.points is None:
+            return
+        if point is not None:
+            self._cache.points.use(point)
+        start = 0 if point is None else point.position
+        last = (len(kv.token_ids) - 1) // self.page_size * self.page_size
+        kv.marks = sorted(mark for mark in {num_matched, last} if mark > start)
+
+    def cut(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> int:
+        """Where a chunk that may go up to `stop` is to end: states are kept at ends of items only, of whole pages."""
+        if not self._has_states or self._cache.points is None:
+            return stop
+        mark = next((mark for mark in kv.marks if mark > start), stop)
+        stop = min(stop, mark)
+        whole = stop - stop % self.page_size
+        return whole if start < whole and stop < num_known else stop
+
+    def make(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> None:
+        """The points that its next item leads to. Its pages are there."""
+        if self._cache.points is not None:
+            self._make_points(self._cache.points, kv, start, stop, num_known)
+
+    def settle(self, kv: SequenceKV, *, leaves: bool = False) -> None:
+        """Points whose step has completed go into the tree, with those pages of the prefix that are there; the others wait.
+
+        leaves: it is the last chance.
+        """
+        points = self._cache.points
+        assert points is not None, "points are made where there is a tree"
+        done = [point for point in kv.points if point.position <= kv.num_written]
+        last = max((point.position for point in done if point.trails), default=0)
+        rest = []
+        for point in kv.points:
+            if point.is_dropped:
+                continue
+            is_done = point.position <= kv.num_written
+            if is_done and point.trails and point.position < last:
+                points.drop(point)
+            elif not (is_done and (leaves or not point.trails) and self._cache.attach(point, kv.token_ids, kv.salt)):
+                rest.append(point)
+        kv.points = rest
+
+    def leave(self, kv: SequenceKV) -> None:
+        """Leave behind where its last page ended, and give up what is not in the tree. Its written pages are."""
+        if self._cache.points is not None:
+            self._trail_window(self._cache.points, kv)
+            self.settle(kv, leaves=True)
+            for point in kv.points:
+                self._cache.points.drop(point)
+
+    def _make_points(self, points: ResumePoints, kv: SequenceKV, start: int, stop: int, num_known: int) -> None:
+        ends_page, made = stop - stop % self.page_size, list[ResumePoint | None]()
+        while kv.marks and kv.marks[0] <= stop:
+            made.append(self._point(points, kv, kv.marks.pop(0), stop=stop))
+        if stop < num_known:
+            if ends_page > start and not any(point is not None and point.position == ends_page for point in made):
+                made.append(self._point(points, kv, ends_page, stop=stop, passing=True))
+        elif self._has_states and stop == ends_page:
+            made.append(self._point(points, kv, stop, stop=stop, trails=True))
+        kv.points += [point for point in made if point is not None]
+
+    def _point(
+        self, points: ResumePoints, kv: SequenceKV, position: int, *, stop: int, passing: bool = False, trails: bool = False
+    ) -> ResumePoint | None:
+        """None: what it would need is not there, or no longer."""
+        pages: dict[MemoryKind, tuple[int, ...]] = {}
+        if self._window is not None:
+            in_reach = kv.window.ending_at(position // self.page_size, self._window.reach)
+            if in_reach is None:
+                return None
+            pages[WINDOW] = in_reach
+        if self._has_states:
+            if position != stop:
+                return None
+            pages[STATE] = (kv.states.current,)
+        return points.make(position, pages, passing=passing, trails=trails)
+
+    def _trail_window(self, points: ResumePoints, kv: SequenceKV) -> None:
+        """Without states the last page's end needs no preparation: its window is still held."""
+        position = kv.num_written - kv.num_written % self.page_size
+        if self._has_states or not position or any(point.position == position for point in kv.points):
+            return
+        if (point := self._point(points, kv, position, stop=position, trails=True)) is not None:
+            kv.points.append(point)

@@ -1,0 +1,109 @@
+"""Resume points: what a sequence must have besides the pages of its prefix to go on behind them.
+
+    prefix tree   ── pages 4 9 2 ──*── pages 7 1 ──*        *: a node with a resume point
+    window                  [5 8]            [3 6]          the pages in reach, ending there
+    states                   [0]              [2]           the state after the last token
+
+A point owns its pages as one of their owners (`PageAllocator`, cached=True). It can be given up at any time: a sequence that goes
+on from it has its own share. Before the step that computed it has completed it is at no node, so that nobody finds it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Final
+
+from enginery.contracts.batch import MemoryKind
+from enginery.kv.pages import PageAllocator
+
+
+class ResumePoint:
+    """Where a sequence can go on: `position` tokens are behind it. pages: by kind, in the order of their tokens.
+
+    passing: of a chunk's end, nothing more; the first to be given up. trails: moves along with a sequence that decodes.
+    is_dropped: its pages were given up.
+    """
+
+    __slots__ = ("is_dropped", "pages", "passing", "position", "trails")
+
+    def __init__(self, position: int, pages: Mapping[MemoryKind, tuple[int, ...]], *, passing: bool, trails: bool) -> None:
+        self.position = position
+        self.pages = pages
+        self.passing = passing
+        self.trails = trails
+        self.is_dropped = False
+
+
+class ResumePoints:
+    """All of them, in the order in which they are given up. A hit refreshes the one point that was used, none on the way to it."""
+
+    def __init__(self, allocators: Mapping[MemoryKind, PageAllocator]) -> None:
+        self.allocators: Final = allocators
+        self._passing: OrderedDict[ResumePoint, None] = OrderedDict()
+        self._lasting: OrderedDict[ResumePoint, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[ResumePoint]:
+        """Those that are to go first come first."""
+        return chain(self._passing, self._lasting)
+
+    def make(
+        self, position: int, pages: Mapping[MemoryKind, tuple[int, ...]], *, passing: bool = False, trails: bool = False
+    ) -> ResumePoint:
+        """A new one, that owns `pages` besides whoever does."""
+        for kind, own in pages.items():
+            self.allocators[kind].hold(own, cached=True)
+        point = ResumePoint(position, pages, passing=passing, trails=trails)
+        self._order(point)[point] = None
+        return point
+
+    def use(self, point: ResumePoint) -> None:
+        """It was hit."""
+        self._order(point).move_to_end(point)
+
+    def keep(self, point: ResumePoint) -> None:
+        """It is no longer one that goes first."""
+        del self._order(point)[point]
+        point.passing = False
+        self._lasting[point] = None
+
+    def drop(self, point: ResumePoint) -> None:
+        """Give it up. Nothing happens if it was before."""
+        if point.is_dropped:
+            return
+        point.is_dropped = True
+        del self._order(point)[point]
+        for kind, pages in point.pages.items():
+            self.allocators[kind].give_back(pages, cached=True)
+
+    def drop_with(self, kind: MemoryKind, page: int) -> None:
+        """Give up every point that has this page."""
+        for point in list(self):
+            if page in point.pages[kind]:
+                self.drop(point)
+
+    def evict(self, kind: MemoryKind, num_free: int) -> None:
+        """Give up points until so many pages of the kind are free. They must be available. None goes whose pages are all in use."""
+        allocator = self.allocators[kind]
+        if allocator.num_free >= num_free:
+            return
+        for point in list(self):
+            if any(not allocator.users(page) for page in point.pages[kind]):
+                self.drop(point)
+                if allocator.num_free >= num_free:
+                    return
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the shares in every page are those of the points that are here."""
+        for kind, allocator in self.allocators.items():
+            found = [0] * allocator.num_pages
+            for point in self:
+                for page in point.pages[kind]:
+                    found[page] += 1
+            assert found == [allocator.shares(page) for page in range(allocator.num_pages)], f"shares in {kind} pages are wrong"
+            allocator.check_integrity()
+        assert not any(point.is_dropped for point in self), "a point that was given up is still in order"
+
+    def _order(self, point: ResumePoint) -> OrderedDict[ResumePoint, None]:
+        return self._passing if point.passing else self._lasting

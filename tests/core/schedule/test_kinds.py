@@ -1,0 +1,155 @@
+"""Sequences over windows and states: what each reads is its own, what can be resumed from is what it says, nothing is lost."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginery.errors import QueueFull, RequestError
+from enginery.kv.kinds import most_window_pages, reach_of
+from enginery.schedule import planner
+
+from .device import EOS, asked_of, settings_of
+from .kinds_device import KindsDevice, scheduler_of_kinds
+
+SEEN = Counter()
+STOP = 1
+
+
+class RandomKinds:
+    """Random use of one scheduler over random kinds. depth: steps in flight."""
+
+    def __init__(self, seed, depth):
+        self.random, self.depth = random.Random(seed), depth
+        pick = self.random.choice
+        self.page_size = pick([1, 2, 4])
+        self.settings = settings_of(
+            page_size=self.page_size,
+            num_pages=self.random.randint(8, 60),
+            max_model_len=pick([20, 60]),
+            max_batch_tokens=pick([3, 8, 32]),
+            max_batch_requests=self.random.randint(1, 6),
+            prefill_fraction=pick([0.1, 1.0]),
+            prefix_cache=pick([True, True, True, False]),
+        )
+        self.window = pick([None, 1, 3, 7, 12])
+        has_states = self.window is None or pick([True, False])
+        least = self.largest(max(self.settings.max_model_len, self.settings.num_pages * self.page_size))
+        self.state_pages = self.random.randint(2, 14) if has_states else None
+        self.scheduler = scheduler_of_kinds(
+            self.settings, window=self.window, window_pages=least + self.random.randint(0, 20), state_pages=self.state_pages
+        )
+        self.device = KindsDevice(self.scheduler, self.settings, window=self.window)
+        self.launched, self.requests, self.count = [], {}, 0
+        self.chaos = pick([0, 0.03, 0.15])
+        self.sampled = pick([[0], [0] * 20 + [STOP, EOS]])
+
+    def largest(self, tokens):
+        if self.window is None:
+            return 0
+        reach = reach_of(self.window, self.page_size)
+        return most_window_pages(tokens, self.settings.max_batch_tokens, reach=reach, page_size=self.page_size)
+
+    def act(self):
+        if self.requests and self.random.random() < self.chaos:
+            self.random.choice([self.abort, self.fail_step])()
+        elif self.random.random() < 0.25:
+            self.submit()
+        elif len(self.launched) < self.depth and self.random.random() < 0.7:
+            self.launch()
+        elif self.launched:
+            self.complete()
+        self.check()
+
+    def submit(self):
+        pick = self.random.choice
+        prompt = [pick([3, 4]) for _ in range(pick([1, 2, 3])) for _ in range(pick([1, 4, 9]))] + [9] * pick([0, 1, 2])
+        self.count += 1
+        asked = asked_of(
+            f"r{self.count}",
+            prompt,
+            salt=pick(["", "", "s"]),
+            max_tokens=pick([1, 5, 30]),
+            prompt_logprobs=pick([None, None, None, 1]),
+        )
+        try:
+            self.scheduler.submit(asked)
+        except (QueueFull, RequestError):
+            return
+        self.requests[asked.request_id] = self.scheduler._table.by_id[asked.request_id]
+
+    def abort(self):
+        self.scheduler.abort(self.random.choice(list(self.requests)))
+
+    def fail_step(self):
+        """What it wrote, and what was computed from that, is spoilt."""
+        if not self.launched:
+            return
+        failed, self.launched = self.launched, []
+        for step, _ in failed:
+            self.scheduler.fail(step)
+            self.device.spoil(step)
+            SEEN["failed"] += len(step.items)
+
+    def launch(self):
+        step = self.scheduler.next_step()
+        SEEN["preempted"] += len(step.preempted)
+        for item in step.items:
+            SEEN["resumed"] += 0 < item.start == item.request.num_cached_tokens and not item.request.num_preemptions
+        if step.items:
+            sampled = self.device.launch(step, lambda: self.random.choice(self.sampled))
+            self.launched.append((step, sampled))
+
+    def complete(self):
+        step, sampled = self.launched.pop(0)
+        self.scheduler.complete(step, sampled)
+
+    def check(self):
+        self.scheduler.check_integrity()
+        if not self.launched:
+            self.device.check_points()
+        assert self.device.held["window"] <= self.largest(10**6)
+
+    def finish(self):
+        for _ in range(4000):
+            while len(self.launched) < self.depth:
+                before = len(self.launched)
+                self.launch()
+                if len(self.launched) == before:
+                    break
+            if not self.scheduler.has_work:
+                break
+            assert self.launched, "there is work, but nothing is scheduled and nothing is in flight"
+            self.complete()
+            self.check()
+        assert not self.scheduler.has_work
+        self.scheduler.check_idle()
+        for counts in self.scheduler.pages.values():
+            assert counts.free + counts.cached == counts.total
+        cache = self.scheduler._kv.cache
+        cache.evict(cache.num_evictable)
+        for counts in self.scheduler.pages.values():
+            assert counts.free == counts.total, "a page is lost"
+        SEEN.update(self.device.seen)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, monkeypatch):
+    @settings(max_examples=80, deadline=None)
+    @given(seed=st.integers(0, 2**32), headroom=st.sampled_from([0, 4]))
+    def run(seed, headroom):
+        monkeypatch.setattr(planner, "HEADROOM_TOKENS", headroom)
+        monkeypatch.setattr(planner, "MIN_PREFILL_TOKENS", 2)
+        use = RandomKinds(seed, depth)
+        for _ in range(120):
+            use.act()
+        use.finish()
+
+    seldom = ["preempted", "resumed", "points", "a state moved", "failed"]
+    for _ in range(4):  # chance may leave one of them out
+        run()
+        if all(SEEN[what] for what in seldom):
+            return
+    pytest.fail(f"not all of {seldom} came about: {SEEN}")

@@ -7,12 +7,27 @@ from __future__ import annotations
 
 import torch
 
-from enginery.contracts.attention import LayerSpec
+from enginery.contracts.attention import AttnLayerFacts, LayerSpec
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape, RowOrder
 from enginery.nn.norm import take_norm
+
+
+def _qkv_shape(of: AttnLayerFacts, hidden: int, *, heads: int, bias: bool) -> LinearShape:
+    """Gates of all heads, then queries, keys, values. heads: of this rank."""
+    dim = of.head_dim
+    gates_first = [2 * head * dim + part * dim + row for part in (1, 0) for head in range(heads) for row in range(dim)]
+    return LinearShape(
+        names=("q_proj", "k_proj", "v_proj"),
+        rows=(2 * of.num_heads * dim, of.num_kv_heads * dim, of.num_kv_heads * dim),
+        columns=hidden,
+        cut=Cut.ROWS,
+        unit=(2 * dim, dim, dim),
+        bias=bias,
+        order=(RowOrder(tuple(gates_first)), None, None),
+    )
 
 
 class GatedSelfAttention:
@@ -31,18 +46,7 @@ class GatedSelfAttention:
         """spec: with this rank's heads. norm_offset: added to the weights of the norms of heads."""
         of, dim = context.facts.layers[spec.global_id], spec.facts.head_dim
         heads, kv_heads = spec.facts.num_heads, spec.facts.num_kv_heads
-        gates_first = [2 * head * dim + part * dim + row for part in (1, 0) for head in range(heads) for row in range(dim)]
-        self.qkv = weights.linear(
-            LinearShape(
-                names=("q_proj", "k_proj", "v_proj"),
-                rows=(2 * of.num_heads * dim, of.num_kv_heads * dim, of.num_kv_heads * dim),
-                columns=context.facts.hidden_size,
-                cut=Cut.ROWS,
-                unit=(2 * dim, dim, dim),
-                bias=bias,
-                order=(RowOrder(tuple(gates_first)), None, None),
-            )
-        )
+        self.qkv = weights.linear(_qkv_shape(of, context.facts.hidden_size, heads=heads, bias=bias))
         self.out = weights.linear(
             LinearShape(
                 names=("o_proj",),

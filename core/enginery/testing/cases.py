@@ -10,13 +10,14 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from enginery.contracts.attention import AttnLayerFacts, AttnNeeds, Capabilities, LatentFacts
 from enginery.contracts.batch import Phase
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.memory import RecurrentFacts
 from enginery.kv.pool import TORCH_DTYPES
+from enginery.testing.recurrences import Form, recurrence_name, recurrent_factors
 
 Row = tuple[object, ...]
 Factors = Mapping[str, Sequence[object]]
@@ -27,15 +28,6 @@ _HEADS: Final = ((4, 2), (4, 4), (6, 1), (14, 2))
 _HEAD_DIMS: Final = (64, 16, 80, 128, 256)
 _PAGE_SIZES: Final = (16, 1, 3, 64)
 _LATENT_DIMS: Final = ((32, 16), (512, 64))
-# By the claim, what there is of it: name and fields of `RecurrentFacts`, the plain one first.
-_RECURRENCES: Final[Mapping[tuple[str, str], Sequence[tuple[str, dict[str, Any]]]]] = {
-    ("linear", "constant"): [("lightning attention", {})],
-    ("linear", "head"): [("gated linear attention", {}), ("Mamba2", {"ssm": True, "step_limits": (0.05, 3.0)})],
-    ("delta", "head"): [("gated delta rule", {})],
-    ("delta", "channel"): [("KDA", {}), ("KDA with a floor", {"gate_floor": -5.0})],
-    ("scan", "channel"): [("selective scan", {})],
-    ("conv", "constant"): [("convolution and SiLU", {}), ("convolution", {"conv_silu": False})],
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +56,7 @@ class AttnCase:
         facts = self.facts
         kind = "MLA" if facts.latent is not None else "recurrent" if facts.recurrent is not None else "softmax"
         own = {"kind of layer": kind, "heads": f"{facts.num_heads}/{facts.num_kv_heads}", "head dim": str(facts.head_dim)}
-        own |= {"recurrence": _recurrence_name(facts.recurrent)} if facts.recurrent is not None else {}
+        own |= {"recurrence": recurrence_name(facts.recurrent)} if facts.recurrent is not None else {}
         own |= {"page size": str(self.page_size), "dtype": self.dtype}
         own |= {"sliding window": str(facts.sliding_window)} if facts.sliding_window is not None else {}
         own |= {"soft cap": str(facts.softcap)} if facts.softcap is not None else {}
@@ -77,7 +69,7 @@ class AttnCase:
         kind = "softmax" if facts.latent is None else "MLA"
         rule = facts.recurrent
         parts = [
-            kind if rule is None else _recurrence_name(rule),
+            kind if rule is None else recurrence_name(rule),
             f"heads {facts.num_heads}/{facts.num_kv_heads if rule is None else rule.value_heads}",
         ]
         if facts.latent is not None:
@@ -116,17 +108,10 @@ def claimed_kinds(can: Capabilities) -> list[Kind]:
         latent_dims = _claimed(can.latent_dims, _LATENT_DIMS)
         factors = {"heads": (4, 1, 16), "latent rank and rope dim": latent_dims, **paged, "strategy": _strategies(can)}
         kinds.append(Kind(name="MLA", factors=factors, make=_latent_case))
-    for claim, forms in _RECURRENCES.items():
-        if claim in can.recurrences:
-            heads = ((4, 4), (1, 1)) if claim == ("delta", "channel") else ((4, 4), (1, 1), (2, 6))
-            sizes = {"heads": heads, "key dim": head_dims, "value dim": (64, 24)}
-            if claim[0] in ("scan", "conv"):
-                sizes = {"heads": ((1, 70), (1, 256)), "key dim": (16, 11) if claim[0] == "scan" else (0,), "value dim": (1,)}
-            taps = {"conv": (0,) if claim[0] == "scan" else (4, 3) if claim[0] == "conv" else (4, 0, 3)}
-            pages = {"page size": paged["page size"][:1]}  # a state has nothing to do with it
-            factors = {"form": tuple(range(len(forms))), **sizes, **taps, **paged, **pages}
-            kinds.append(Kind(name=" ".join(claim), factors=factors, make=functools.partial(_recurrent_case, claim)))
-    return kinds
+    return kinds + [
+        Kind(name=" ".join(claim), factors={**own, **paged, "page size": paged["page size"][:1]}, make=_recurrent_case)
+        for claim, own in recurrent_factors(can.recurrences, head_dims)
+    ]
 
 
 def _softmax_features(can: Capabilities) -> Factors:
@@ -246,23 +231,9 @@ def _latent_case(heads: int, dims: tuple[int, int], page_size: int, dtype: str, 
 
 
 def _recurrent_case(
-    claim: tuple[Any, Any], form: int, heads: tuple[int, int], key_dim: int, value_dim: int, conv: int, page_size: int, dtype: str
+    form: Form, heads: tuple[int, int], key_dim: int, value_dim: int, conv: int, page_size: int, dtype: str
 ) -> AttnCase:
-    recurrent = RecurrentFacts(
-        rule=claim[0],
-        decay=claim[1],
-        key_heads=heads[0],
-        value_heads=heads[1],
-        key_dim=key_dim,
-        value_dim=value_dim,
-        conv_kernel=conv,
-        **_RECURRENCES[claim][form][1],
-    )
+    """A state has nothing to do with the size of pages."""
+    recurrent = form.facts(key_heads=heads[0], value_heads=heads[1], key_dim=key_dim, value_dim=value_dim, conv_kernel=conv)
     facts = AttnLayerFacts(num_heads=heads[0], num_kv_heads=heads[0], head_dim=max(key_dim, 1), recurrent=recurrent)
     return AttnCase(facts=facts, page_size=page_size, dtype=dtype)
-
-
-def _recurrence_name(facts: RecurrentFacts) -> str:
-    forms = _RECURRENCES[facts.rule, facts.decay]
-    name = [name for name, fields in forms if all(vars(facts)[field] == value for field, value in fields.items())][-1]
-    return name + (f", {facts.conv_kernel} taps" if facts.conv_kernel and facts.rule != "conv" else "")

@@ -66,19 +66,11 @@ def recurrence(
         mixed = _convolved(padded, facts, weights)
     if facts.rule == "conv":
         return mixed.reshape(-1, facts.value_heads, facts.value_dim), states
-    widths = facts.mixed_widths
-    q, k, v = torch.split(mixed, list(widths), dim=-1)
-    if facts.ssm:
-        v, k, q = torch.split(mixed, list(reversed(widths)), dim=-1)
-    v = v.reshape(-1, facts.value_heads, facts.value_dim)
-    log_decay, written, beta = _gated(gates, v, facts, weights)
-    if facts.rule == "scan":
-        k, q = (part[:, None].expand(-1, facts.value_heads, -1) for part in gates[:, facts.value_heads :].chunk(2, dim=-1))
-    else:
-        group = facts.value_heads // facts.key_heads
-        q, k = (part.reshape(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1) for part in (q, k))
-    if facts.rule == "delta":
-        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    q, k, v = _heads(mixed, gates, facts)
+    log_decay, steps = _decays(gates, facts, weights)
+    written = v * steps if facts.ssm or facts.rule == "scan" else v
+    at = slice(facts.value_heads) if facts.decay != "channel" else slice(facts.value_heads * facts.key_dim, None)
+    beta = gates[:, at].sigmoid() if facts.rule == "delta" else None
     state, out = torch.zeros(*v.shape[1:], k.shape[-1], dtype=torch.float64), torch.empty_like(v)
     for token in range(len(q)):
         state = log_decay[token].exp()[:, None, :] * state
@@ -101,29 +93,39 @@ def _convolved(padded: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWe
     return made * made.sigmoid() if facts.conv_silu else made
 
 
-def _gated(
-    gates: torch.Tensor, v: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The logarithm of each token's decay, [L, HV, K or 1], what it writes, [L, HV, V], and beta [L, HV] of the delta rule."""
+def _heads(mixed: torch.Tensor, gates: torch.Tensor, facts: RecurrentFacts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each value head's queries and keys, [L, HV, K], and values, [L, HV, V]."""
+    widths, heads = facts.mixed_widths, facts.value_heads
+    q, k, v = torch.split(mixed, list(widths), dim=-1)
+    if facts.ssm:
+        v, k, q = torch.split(mixed, list(reversed(widths)), dim=-1)
+    v = v.reshape(-1, heads, facts.value_dim)
+    if facts.rule == "scan":
+        k, q = (part[:, None].expand(-1, heads, -1) for part in gates[:, heads:].chunk(2, dim=-1))
+        return q, k, v
+    q, k = (part.reshape(-1, facts.key_heads, facts.key_dim).repeat_interleave(heads // facts.key_heads, dim=1) for part in (q, k))
+    if facts.rule == "delta":
+        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    return q, k, v
+
+
+def _decays(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm of each token's decay, [L, HV, K or 1], and the steps it is made of, where it is."""
     heads = facts.value_heads
     if facts.decay == "constant":
         assert weights.log_decay is not None, "a constant decay is a weight"
         decay = weights.log_decay.double().cpu().expand(len(gates), -1)[..., None]
-        return decay, v, gates.sigmoid() if facts.rule == "delta" else None
+        return decay, decay
     assert weights.a_log is not None, "a decay that is not constant has a_log"
     rate = weights.a_log.double().cpu().exp()
     if facts.rule == "scan":
         steps = gates[:, :heads, None]  # [L, HV, 1]
-        return -rate * steps, v * steps, None
-    beta = None
-    if facts.rule == "delta":
-        at = slice(0, heads) if facts.decay == "head" else slice(heads * facts.key_dim, None)
-        beta = gates[:, at].sigmoid()
+        return -rate * steps, steps
     raw = gates[:, : heads * facts.key_dim] if facts.decay == "channel" else gates[:, -heads:]
-    raw = raw.reshape(len(raw), heads, facts.key_dim if facts.decay == "channel" else 1)  # [L, HV, K or 1]
+    raw = raw.reshape(len(raw), heads, facts.key_dim if facts.decay == "channel" else 1)
     if weights.dt_bias is not None:
         raw = raw + weights.dt_bias.double().cpu().view(heads, -1)
     if facts.gate_floor is not None:
-        return facts.gate_floor * (rate[:, None] * raw).sigmoid(), v, beta
+        return facts.gate_floor * (rate[:, None] * raw).sigmoid(), raw
     steps = torch.nn.functional.softplus(raw).clamp(*facts.step_limits)
-    return -rate[:, None] * steps, v * steps if facts.ssm else v, beta
+    return -rate[:, None] * steps, steps

@@ -23,11 +23,12 @@ from enginery.contracts.attention import (
     LocalLayerId,
 )
 from enginery.contracts.batch import FULL, STATE, ForwardBatch, Phase, StateView, View
-from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
+from enginery.contracts.memory import RecurrentFacts
 from enginery.kv.pool import TORCH_DTYPES, PagedKVPool
 from enginery.kv.states import RecurrentStatePool
 from enginery.testing import reference
 from enginery.testing.cases import AttnCase
+from enginery.testing.recurrences import random_rows, random_weights
 
 _LAYER: Final = LocalLayerId(1)
 _NUM_STATES: Final = 48
@@ -121,44 +122,14 @@ class Stage:
             scale=scale,
             sinks=sinks,
             latent=weights,
-            recurrent=None if facts.recurrent is None else self._recurrent_weights(facts.recurrent),
+            recurrent=None if facts.recurrent is None else random_weights(facts.recurrent, self.randn, self.dtype),
         )
-
-    def _recurrent_weights(self, facts: RecurrentFacts) -> RecurrentWeights:
-        """Decays of a few tokens and of hundreds."""
-        heads, width, taps = facts.value_heads, facts.mixed_width, facts.conv_kernel
-        conv = (self.randn(width, taps) * taps**-0.5).to(self.dtype) if taps else None
-        bias = self.randn(width).to(self.dtype) if taps == 3 else None
-        if facts.rule == "conv":
-            return RecurrentWeights(conv=conv, conv_bias=bias)
-        skip = self.randn(heads) if facts.ssm or facts.rule == "scan" else None
-        if facts.decay == "constant":
-            return RecurrentWeights(conv=conv, conv_bias=bias, skip=skip, log_decay=-0.3 * self.randn(heads).abs())
-        by_key = (heads, facts.key_dim)
-        return RecurrentWeights(
-            conv=conv,
-            conv_bias=bias,
-            a_log=self.randn(*(by_key if facts.rule == "scan" else (heads,))) - 2.0,
-            dt_bias=None if facts.rule == "scan" else self.randn(*(by_key if facts.decay == "channel" else (heads,))),
-            skip=skip,
-        )
-
-    def _recurrent_rows(self, facts: RecurrentFacts, length: int) -> tuple[torch.Tensor, ...]:
-        """mixed and gates; keys are short, so that what is written does not grow with their dims."""
-        mixed, gates = self.randn(length, facts.mixed_width), self.randn(length, facts.gates_width)
-        queries, keys, values = facts.mixed_widths
-        first = values if facts.ssm else queries
-        if facts.rule == "linear":
-            mixed[:, first : first + keys] *= facts.key_dim**-0.5
-        if facts.rule == "scan":
-            gates[:, : facts.value_heads] = torch.nn.functional.softplus(gates[:, : facts.value_heads] - 1.0)
-        return mixed.to(self.dtype), gates.to(self.dtype)
 
     def tokens(self, length: int) -> Tokens:
         """A new request of so many tokens; nothing of it is in memory yet."""
         facts = self.case.facts
         if facts.recurrent is not None:
-            return self._placed(self._recurrent_rows(facts.recurrent, length), shared=[])
+            return self._placed(random_rows(facts.recurrent, length, self.randn, self.dtype), shared=[])
         q = self.randn(length, facts.num_heads, self.dims[0])
         k = self.randn(length, facts.num_kv_heads, facts.head_dim)
         v = self.randn(length, facts.num_kv_heads, facts.value_dim)

@@ -58,7 +58,9 @@ def test_convolutions(lengths: list[int], places: str, dtype: torch.dtype, width
     placed = make_rows(lengths, reads, writes, device)
     wide = torch.zeros(x.shape[0], channels + 7, dtype=dtype, device=device)
     wide[:, :channels] = x
-    out = convolve(wide[:, :channels], weight.to(device), None if bias is None else bias.to(device), states=held, rows=placed)
+    out = torch.empty(x.shape, dtype=dtype, device=device)
+    placed_bias = None if bias is None else bias.to(device)
+    convolve(wide[:, :channels], weight.to(device), placed_bias, states=held, rows=placed, out=out)
     torch.testing.assert_close(out.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(held.cpu(), kept)
 
@@ -68,7 +70,7 @@ RULES = {
     "a decay for each channel": Gating(decay="channel", delta=True),
     "with a floor": Gating(decay="channel", delta=True, floor=-5.0),
     "constant": Gating(decay="constant", delta=False),
-    "mamba2": Gating(decay="head", delta=False, skip=torch.ones(1)),
+    "mamba2": Gating(decay="head", delta=False, skip=torch.ones(1), steps=True, step_limits=(0.01, 2.0)),
 }
 
 
@@ -90,7 +92,7 @@ def expected_of(
         if gating.decay == "constant":
             log_decay = gating.log_decay.double()[:, None]
         elif gating.decay == "head":
-            step = F.softplus(gate[num if gating.delta else 0 :][:num] + gating.dt_bias.double())
+            step = F.softplus(gate[num if gating.delta else 0 :][:num] + gating.dt_bias.double()).clamp(*gating.step_limits)
             log_decay = (-gating.a_log.double().exp() * step)[:, None]
             written = values if gating.delta else values * step[:, None]
             beta = gate[:num].sigmoid()
@@ -128,6 +130,8 @@ def test_recurrences(rule: str, lengths: list[int], places: str, device: str) ->
         log_decay=-torch.rand(num_values),
         skip=None if asked.skip is None else torch.randn(num_values),
         floor=asked.floor,
+        steps=asked.steps,
+        step_limits=asked.step_limits,
     )
     num_gates = num_values * (key_dim + 1 if asked.decay == "channel" else 2)
     x, gates = torch.randn(sum(lengths), 3 + 2 * keys + num_values * value_dim), torch.randn(sum(lengths), num_gates)
@@ -171,6 +175,6 @@ def test_selective_scans(lengths: list[int], device: str) -> None:
         kept[write] = state
     held, out = states.to(device), torch.empty(x.shape, device=device)
     rows = make_rows(lengths, reads, writes, device)
-    scan(x.to(device), gates.to(device), a_log=a_log.to(device), skip=skip.to(device), states=held, rows=rows, out=out)
+    scan(x.to(device), gates.to(device), a_log=a_log.to(device), skip=skip.to(device), states=held, rows=rows, scale=1.0, out=out)
     torch.testing.assert_close(out.cpu().double(), expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(held.cpu().double(), kept, atol=2e-5, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -22,8 +23,8 @@ Decay = Literal["head", "channel", "constant"]
 class Rows:
     """Where the rows and states of B requests are, on the device.
 
-    first_rows: [B + 1] int32; reads, writes: [B] int32, pages; tiles: [N, 2] int32, request and first token of each tile of the
-    convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
+    first_rows: [B + 1] int32; reads, writes: [B] int32, pages, -1 to begin from zeros; tiles: [N, 2] int32, request and first token
+    of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
     """
 
     first_rows: torch.Tensor
@@ -48,7 +49,10 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gating:
-    """What makes decays out of gates: a_log, log_decay, skip: [H] float32; dt_bias: [H], or [H, K] of a decay for each channel."""
+    """What makes decays out of gates: a_log, log_decay, skip: [H] float32; dt_bias: [H], or [H, K] of a decay for each channel.
+
+    steps: as of Mamba2, dt multiplies what is written; step_limits: dt is no smaller, no larger.
+    """
 
     decay: Decay
     delta: bool
@@ -57,14 +61,22 @@ class Gating:
     log_decay: torch.Tensor | None = None
     skip: torch.Tensor | None = None
     floor: float | None = None
+    steps: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
 
 
 def convolve(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, states: torch.Tensor, rows: Rows, activates: bool = True
-) -> torch.Tensor:
-    """x: [T, C]; weight: [C, W]; bias: [C]; states: [pages, W - 1, C], of which the write pages are written. Returns [T, C]."""
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    states: torch.Tensor,
+    rows: Rows,
+    out: torch.Tensor,
+    activates: bool = True,
+) -> None:
+    """x: [T, C]; weight: [C, W]; bias: [C]; states: [pages, W - 1, C], of which the write pages are written; out: [T, C]."""
     channels, width = weight.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     conv.convolve[(rows.tiles.shape[0], -(-channels // _CHANNELS))](
         x,
         weight,
@@ -83,7 +95,6 @@ def convolve(
         BLOCK_T=rows.tile_rows,
         BLOCK_C=_CHANNELS,
     )
-    return out
 
 
 def recur(
@@ -117,6 +128,7 @@ def recur(
         gates.stride(0),
         scale,
         0.0 if gating.floor is None else gating.floor,
+        *gating.step_limits,
         heads.q_at,
         heads.k_at,
         heads.v_at,
@@ -125,7 +137,9 @@ def recur(
         KEY_DIM=heads.key_dim,
         VALUE_DIM=heads.value_dim,
         DELTA=gating.delta,
+        STEPS=gating.steps,
         DECAY=gating.decay,
+        HAS_BIAS=gating.dt_bias is not None,
         HAS_SKIP=gating.skip is not None,
         HAS_FLOOR=gating.floor is not None,
         BLOCK_K=next_power_of_2(heads.key_dim),
@@ -141,6 +155,7 @@ def scan(
     skip: torch.Tensor | None,
     states: torch.Tensor,
     rows: Rows,
+    scale: float,
     out: torch.Tensor,
 ) -> None:
     """x: [T, C]; gates: [T, C + 2 N], steps, B and C; a_log: [C, N]; skip: [C]; states: [pages, C, N] float32; out: [T, C]."""
@@ -159,6 +174,7 @@ def scan(
         x.stride(0),
         gates.stride(0),
         channels,
+        scale,
         HAS_SKIP=skip is not None,
         STATE_DIM=state_dim,
         BLOCK_C=block,

@@ -33,8 +33,8 @@ def convolve(
 
     x: [T, C] with a row stride; weight: [C, W]; bias: [C]; states: [pages, W - 1, C]; reads, writes: [B] int32, pages; first_rows:
     [B + 1] int32, where each request's rows begin; tiles: [N, 2] int32, request and its first token there; out: [T, C].
-    A request's first tile reads its old state and writes the new one, so the two pages may be one. Its tiles are of BLOCK_T >=
-    W - 1 tokens, or it has one token.
+    A request that reads page -1 begins from zeros. A request's first tile reads its old state and writes the new one, so the two
+    pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens, or it has one token.
     """
     request = tl.load(tiles + 2 * tl.program_id(0))
     begin = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -42,7 +42,9 @@ def convolve(
     count = (tl.load(first_rows + request + 1) - row).to(tl.int32)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
-    old = states + tl.load(reads + request).to(tl.int64) * (WIDTH - 1) * channels
+    page = tl.load(reads + request).to(tl.int64)
+    has_old = page >= 0
+    old = states + page * (WIDTH - 1) * channels
     token = begin + tl.arange(0, BLOCK_T)
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     if HAS_BIAS:
@@ -55,7 +57,9 @@ def convolve(
             other=0.0,
         ).to(tl.float32)
         of_state = tl.load(
-            old + (WIDTH - 1 + at)[:, None] * channels + channel[None, :], mask=(at < 0)[:, None] & inside[None, :], other=0.0
+            old + (WIDTH - 1 + at)[:, None] * channels + channel[None, :],
+            mask=((at < 0) & has_old)[:, None] & inside[None, :],
+            other=0.0,
         ).to(tl.float32)
         taps = tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
         acc += (of_step + of_state) * taps[None, :]
@@ -74,5 +78,5 @@ def convolve(
             if at >= 0:
                 kept = tl.load(x + (row + at) * x_stride + channel, mask=inside, other=0.0).to(states.dtype.element_ty)
             else:
-                kept = tl.load(old + (WIDTH - 1 + at) * channels + channel, mask=inside, other=0.0)
+                kept = tl.load(old + (WIDTH - 1 + at) * channels + channel, mask=inside & has_old, other=0.0)
             tl.store(new + place * channels + channel, kept, mask=inside)

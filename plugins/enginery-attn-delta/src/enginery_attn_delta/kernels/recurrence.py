@@ -1,6 +1,6 @@
 """The matrix recurrences of linear attention, token after token, with the state in registers.
 
-linear: S_t = d_t S_(t-1) + v_t k_t^T (arXiv:2312.06635; Mamba2 with v = dt x, k = B, q = C: arXiv:2405.21060).
+linear: S_t = d_t S_(t-1) + v_t k_t^T (arXiv:2312.06635; STEPS, Mamba2: v = dt x, k = B, q = C: arXiv:2405.21060).
 delta:  S_t = d_t S_(t-1) + beta_t (v_t - d_t S_(t-1) k_t) k_t^T (arXiv:2412.06464; a decay for each channel: arXiv:2510.26692).
 Both:   o_t = scale S_t q_t + skip v_t. A state is [H, V, K] float32. H value heads, K, V: dims of a head.
 """
@@ -29,6 +29,8 @@ def recur(
     gates_stride: int,
     scale: float,
     floor: float,
+    least_step: float,
+    most_step: float,
     q_at: int,
     k_at: int,
     v_at: int,
@@ -37,7 +39,9 @@ def recur(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     DELTA: tl.constexpr,
+    STEPS: tl.constexpr,
     DECAY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -46,7 +50,8 @@ def recur(
     """One program a request, head and block of values.
 
     x: [T, ...] with a row stride, in which q, k and v of head 0 begin at the columns q_at, k_at, v_at; GROUP value heads share a
-    key head. gates: [T, G], see `advance` of the backend. states: [pages, H, V, K]; reads, writes: [B] int32, which may be equal.
+    key head. gates: [T, G], see `advance` of the backend. states: [pages, H, V, K]; reads, writes: [B] int32, which may be equal; a
+    request that reads page -1 begins from zeros.
     first_rows: [B + 1] int32. DECAY: "head", "channel" or "constant". out: [T, H, V].
     """
     request = tl.program_id(0)
@@ -58,15 +63,19 @@ def recur(
     here = has_value[:, None] & has_key[None, :]
     place = head * VALUE_DIM * KEY_DIM + value[:, None] * KEY_DIM + key[None, :]
     size = HEADS * VALUE_DIM * KEY_DIM
-    state = tl.load(states + tl.load(reads + request).to(tl.int64) * size + place, mask=here, other=0.0)
+    page = tl.load(reads + request).to(tl.int64)
+    state = tl.load(states + page * size + place, mask=here & (page >= 0), other=0.0)
     if DECAY == "constant":
         decay = tl.exp(tl.load(log_decay + head))
     else:
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    if DECAY == "head":
-        shift = tl.load(dt_bias + head).to(tl.float32)
-    if DECAY == "channel":
-        shift_of_key = tl.load(dt_bias + head * KEY_DIM + key, mask=has_key, other=0.0).to(tl.float32)
+    shift = 0.0
+    shift_of_key = tl.zeros((BLOCK_K,), tl.float32)
+    if HAS_BIAS:
+        if DECAY == "head":
+            shift = tl.load(dt_bias + head).to(tl.float32)
+        if DECAY == "channel":
+            shift_of_key = tl.load(dt_bias + head * KEY_DIM + key, mask=has_key, other=0.0).to(tl.float32)
     if HAS_SKIP:
         skipped = tl.load(skip + head).to(tl.float32)
     q_column = q_at + (head // GROUP) * KEY_DIM + key
@@ -86,8 +95,9 @@ def recur(
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         if DECAY == "head":
             step = softplus(tl.load(gate + (HEADS if DELTA else 0) + head).to(tl.float32) + shift)
+            step = tl.minimum(tl.maximum(step, least_step), most_step)
             decay = tl.exp(-rate * step)
-            if not DELTA:
+            if STEPS:
                 written = v * step
         if DECAY == "channel":
             raw = tl.load(gate + head * KEY_DIM + key, mask=has_key, other=0.0).to(tl.float32) + shift_of_key
@@ -123,12 +133,14 @@ def scan(
     x_stride: int,
     gates_stride: int,
     channels: int,
+    scale: float,
     HAS_SKIP: tl.constexpr,
     STATE_DIM: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Mamba's selective scan (arXiv:2312.00752): h_t = exp(dt A) h_(t-1) + dt B_t x_t, y_t = C_t h_t + D x_t, A = -exp(a_log).
+    """Mamba's selective scan (arXiv:2312.00752): h_t = exp(dt A) h_(t-1) + dt B_t x_t, y_t = scale C_t h_t + D x_t,
+    A = -exp(a_log).
 
     One program a request and block of channels. x: [T, C]; gates: [T, C + 2 N]: dt after its softplus, B, C; a_log: [C, N]; skip:
     [C]; states: [pages, C, N] float32; out: [T, C].
@@ -141,7 +153,8 @@ def scan(
     here = inside[:, None] & has_index[None, :]
     place = channel[:, None] * STATE_DIM + index[None, :]
     size = channels * STATE_DIM
-    state = tl.load(states + tl.load(reads + request).to(tl.int64) * size + place, mask=here, other=0.0)
+    page = tl.load(reads + request).to(tl.int64)
+    state = tl.load(states + page * size + place, mask=here & (page >= 0), other=0.0)
     rate = -tl.exp(tl.load(a_log + place, mask=here, other=0.0).to(tl.float32))
     if HAS_SKIP:
         skipped = tl.load(skip + channel, mask=inside, other=0.0).to(tl.float32)
@@ -154,7 +167,7 @@ def scan(
         c = tl.load(gate + channels + STATE_DIM + index, mask=has_index, other=0.0).to(tl.float32)
         value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
         state = state * tl.exp(rate * step[:, None]) + (step * value)[:, None] * b[None, :]
-        seen = tl.sum(state * c[None, :], axis=1)
+        seen = tl.sum(state * c[None, :], axis=1) * scale
         if HAS_SKIP:
             seen += skipped * value
         tl.store(out + row * channels + channel, round_to(seen, out.dtype.element_ty), mask=inside)

@@ -59,7 +59,7 @@ from enginery.contracts.grammars import (
     UnfinishedGrammar,
 )
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy, RaggedAttendFn
-from enginery.contracts.memory import KVPool, LayerKV, RecurrentFacts, RecurrentWeights, StatePool, WorkspaceArena
+from enginery.contracts.memory import KVPool, LayerKV, RecurrentFacts, RecurrentWeights, State, StatePool, WorkspaceArena
 from enginery.contracts.model import (
     AdvanceFn,
     AttendFn,
@@ -267,6 +267,7 @@ __all__ = [
     "StageLayers",
     "StageTensors",
     "StalePlan",
+    "State",
     "StatePool",
     "StateView",
     "StepReport",

@@ -263,7 +263,6 @@ BOTH = dataclasses.replace(
     name="both",
     priority=1,
     capabilities=dataclasses.replace(TORCH.capabilities, recurrences=LINEAR.capabilities.recurrences),
-    refuse_also=LINEAR.refuse_also,
 )
 LEAVES = {"both": Both, "batch-only": BatchOnly, "batch-and-flag": BatchAndFlag, "without-hook": WithoutHook}
 

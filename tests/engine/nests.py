@@ -64,7 +64,7 @@ class Memory:
         )
         self.pool = PagedKVPool(self.geometry, CPU)
         self.states = RecurrentStatePool(self.geometry, CPU)
-        for values in (*self.pool.layer(LocalLayerId(0)), self.states.layer(LocalLayerId(1))):
+        for values in (*self.pool.layer(LocalLayerId(0)), *self.states.layer(LocalLayerId(1)).values()):
             values.copy_(torch.randn(values.shape, generator=generator))
         latent = self.softmax.latent
         kv_b = None if latent is None else torch.randn(HEADS, latent.nope_dim + latent.value_dim, latent.rank, generator=generator)

@@ -181,8 +181,8 @@ class AttnNeeds:
 class KVGeometry:
     """The shape of the memory of one stage's attention layers, indexed by `LocalLayerId`. pages: how many there are of each kind.
 
-    Paged: [num_pages + 1, page_size, K, D], keys and values; MLA layers: [num_pages + 1, page_size, 1, R + P]. States of recurrent
-    layers: [state pages + 2, HV, value_dim, key_dim]. The page after the last of each kind belongs to nobody, padding writes there;
+    Paged: [num_pages + 1, page_size, K, D], keys and values; MLA layers: [num_pages + 1, page_size, 1, R + P]. Each state of
+    a recurrent layer: [state pages + 2, *dims]. The page after the last of each kind belongs to nobody, padding writes there;
     nor does the seat after the last one, `num_seats`. The state page after that is zero for ever.
     """
 

@@ -153,8 +153,8 @@ class Advances(Protocol):
     ) -> None:
         """Move the states of the batch's requests on by its tokens, and write what each token reads of them to `out`.
 
-        mixed: [T, C], queries, keys and values side by side, before the layer's convolution; gates: [T, G], before anything is done
-        to them, where G is HV for a decay per head and 0 for a constant one; out: [T, HV, value_dim]; all in the model's dtype,
-        on the device. To advance one batch twice moves states on twice. Raises `StalePlan` as `attend` does.
+        mixed: [T, C], gates: [T, G], see `RecurrentFacts`, as they leave the layer's products: convolution, norms of q and k, and
+        what becomes of gates are computed here. A row may have a stride. out: [T, HV, value_dim], contiguous. All are in the
+        model's dtype, on the device. To advance one batch twice moves states on twice. Raises `StalePlan` as `attend` does.
         """
         ...

@@ -1,6 +1,7 @@
-"""The memory of recurrent layers: one state per request and layer, of a size that does not grow with its length.
+"""The memory of recurrent layers: states of a size that does not grow with a request's length.
 
-    layer 0   [page 0][page 1] ... [page n-1][scratch][zeros]      a page: one state, [HV, value_dim, key_dim] float32
+    layer 0   conv    [page 0][page 1] ... [page n-1][scratch][zeros]      a page: the convolution's last inputs, [W - 1, C]
+              matrix  [page 0][page 1] ... [page n-1][scratch][zeros]              [HV, value_dim, key_dim] float32
 
 Which page a request's state is read from and written to, its batch's `StateView` says. Nobody clears a page: the first step of a
 request reads the page of zeros, which nobody writes to.
@@ -9,33 +10,36 @@ request reads the page of zeros, which nobody writes to.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LocalLayerId
-from enginery.contracts.memory import RecurrentFacts
+from enginery.contracts.memory import State
 from enginery.errors import Unsupported
-from enginery.kv.pool import cleared, local
+from enginery.kv.pool import TORCH_DTYPES, cleared, local
 
 
 def state_bytes(geometry: KVGeometry) -> int:
     """What one request's states take over all layers."""
-    shapes = [_state_shape(layer.recurrent) for layer in geometry.layers if layer.recurrent is not None]
-    return sum(4 * math.prod(shape) for shape in shapes)
+    kept = [state for layer in geometry.layers if layer.recurrent is not None for state in layer.recurrent.states]
+    return sum(math.prod(state.dims) * _dtype(state, geometry).itemsize for state in kept)
 
 
-def _state_shape(facts: RecurrentFacts) -> tuple[int, int, int]:
-    return facts.value_heads, facts.value_dim, facts.key_dim
+def _dtype(state: State, geometry: KVGeometry) -> torch.dtype:
+    if state.dtype is None and geometry.dtype == "float8_e4m3fn":  # the inputs of a convolution are no keys
+        return torch.bfloat16
+    return TORCH_DTYPES[geometry.dtype if state.dtype is None else state.dtype]
 
 
 class RecurrentStatePool:
-    """A state a page for each recurrent layer, one of scratch and one of zeros. A `StatePool` of `enginery.contracts.memory`."""
+    """A `StatePool` of `enginery.contracts.memory`: pages of each state of each recurrent layer, one of scratch, one of zeros."""
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self._layers = [_states(geometry, layer, device) for layer in geometry.layers]
 
-    def layer(self, layer: LocalLayerId) -> torch.Tensor:
-        """[state pages + 2, HV, value_dim, key_dim] float32."""
+    def layer(self, layer: LocalLayerId) -> Mapping[str, torch.Tensor]:
+        """[state pages + 2, *dims] of each state by its name."""
         states = self._layers[local(layer)]
         if states is None:
             raise Unsupported(
@@ -44,7 +48,8 @@ class RecurrentStatePool:
         return states
 
 
-def _states(geometry: KVGeometry, layer: AttnLayerFacts, device: torch.device) -> torch.Tensor | None:
+def _states(geometry: KVGeometry, layer: AttnLayerFacts, device: torch.device) -> Mapping[str, torch.Tensor] | None:
     if layer.recurrent is None:
         return None
-    return cleared((geometry.zero_page + 1, *_state_shape(layer.recurrent)), torch.float32, device)
+    pages = geometry.zero_page + 1
+    return {state.name: cleared((pages, *state.dims), _dtype(state, geometry), device) for state in layer.recurrent.states}

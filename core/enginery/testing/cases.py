@@ -10,13 +10,14 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from enginery.contracts.attention import AttnLayerFacts, AttnNeeds, Capabilities, LatentFacts
 from enginery.contracts.batch import Phase
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.memory import RecurrentFacts
 from enginery.kv.pool import TORCH_DTYPES
+from enginery.testing.recurrences import Form, recurrence_name, recurrent_factors
 
 Row = tuple[object, ...]
 Factors = Mapping[str, Sequence[object]]
@@ -27,7 +28,6 @@ _HEADS: Final = ((4, 2), (4, 4), (6, 1), (14, 2))
 _HEAD_DIMS: Final = (64, 16, 80, 128, 256)
 _PAGE_SIZES: Final = (16, 1, 3, 64)
 _LATENT_DIMS: Final = ((32, 16), (512, 64))
-_RECURRENCES: Final = frozenset({("linear", "head"), ("linear", "constant")})  # that `reference` has a formula for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class AttnCase:
         facts = self.facts
         kind = "MLA" if facts.latent is not None else "recurrent" if facts.recurrent is not None else "softmax"
         own = {"kind of layer": kind, "heads": f"{facts.num_heads}/{facts.num_kv_heads}", "head dim": str(facts.head_dim)}
+        own |= {"recurrence": recurrence_name(facts.recurrent)} if facts.recurrent is not None else {}
         own |= {"page size": str(self.page_size), "dtype": self.dtype}
         own |= {"sliding window": str(facts.sliding_window)} if facts.sliding_window is not None else {}
         own |= {"soft cap": str(facts.softcap)} if facts.softcap is not None else {}
@@ -68,7 +69,7 @@ class AttnCase:
         kind = "softmax" if facts.latent is None else "MLA"
         rule = facts.recurrent
         parts = [
-            kind if rule is None else f"recurrent {rule.rule}, {rule.decay} decay",
+            kind if rule is None else recurrence_name(rule),
             f"heads {facts.num_heads}/{facts.num_kv_heads if rule is None else rule.value_heads}",
         ]
         if facts.latent is not None:
@@ -107,10 +108,10 @@ def claimed_kinds(can: Capabilities) -> list[Kind]:
         latent_dims = _claimed(can.latent_dims, _LATENT_DIMS)
         factors = {"heads": (4, 1, 16), "latent rank and rope dim": latent_dims, **paged, "strategy": _strategies(can)}
         kinds.append(Kind(name="MLA", factors=factors, make=_latent_case))
-    if known := sorted(can.recurrences & _RECURRENCES):
-        factors = {"recurrence": known, "heads": ((4, 4), (1, 1), (2, 6)), "key dim": head_dims, "value dim": (64, 24), **paged}
-        kinds.append(Kind(name="recurrent", factors=factors, make=_recurrent_case))
-    return kinds
+    return kinds + [
+        Kind(name=" ".join(claim), factors={**own, **paged, "page size": paged["page size"][:1]}, make=_recurrent_case)
+        for claim, own in recurrent_factors(can.recurrences, head_dims)
+    ]
 
 
 def _softmax_features(can: Capabilities) -> Factors:
@@ -230,15 +231,9 @@ def _latent_case(heads: int, dims: tuple[int, int], page_size: int, dtype: str, 
 
 
 def _recurrent_case(
-    rule: tuple[Literal["linear"], Literal["head", "constant"]],
-    heads: tuple[int, int],
-    key_dim: int,
-    value_dim: int,
-    page_size: int,
-    dtype: str,
+    form: Form, heads: tuple[int, int], key_dim: int, value_dim: int, conv: int, page_size: int, dtype: str
 ) -> AttnCase:
-    recurrent = RecurrentFacts(
-        rule=rule[0], decay=rule[1], key_heads=heads[0], value_heads=heads[1], key_dim=key_dim, value_dim=value_dim
-    )
-    facts = AttnLayerFacts(num_heads=heads[0], num_kv_heads=heads[0], head_dim=key_dim, recurrent=recurrent)
+    """A state has nothing to do with the size of pages."""
+    recurrent = form.facts(key_heads=heads[0], value_heads=heads[1], key_dim=key_dim, value_dim=value_dim, conv_kernel=conv)
+    facts = AttnLayerFacts(num_heads=heads[0], num_kv_heads=heads[0], head_dim=max(key_dim, 1), recurrent=recurrent)
     return AttnCase(facts=facts, page_size=page_size, dtype=dtype)

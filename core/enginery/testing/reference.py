@@ -5,8 +5,6 @@ S rows of the request's last tokens, L tokens of the request, H query heads, K K
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from enginery.contracts.attention import AttnLayerFacts, LatentFacts
@@ -55,27 +53,79 @@ def expand_latents(latents: torch.Tensor, kv_b: torch.Tensor, facts: LatentFacts
 
 def recurrence(
     mixed: torch.Tensor, gates: torch.Tensor, *, facts: RecurrentFacts, weights: RecurrentWeights, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """mixed: [L, C], gates: [L, HV], raw -> outputs [L, HV, V] and the state after the last, [HV, V, D]. Of rule "linear"."""
-    assert facts.rule == "linear", f"there is no formula here for rule {facts.rule}"
-    width = facts.key_heads * facts.key_dim
-    group = facts.value_heads // facts.key_heads
-    q, k, v = torch.split(mixed.double().cpu(), [width, width, facts.value_heads * facts.value_dim], dim=-1)
-    q, k = (part.reshape(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1) for part in (q, k))
-    v = v.reshape(-1, facts.value_heads, facts.value_dim)
-    decay = log_decay(gates.double().cpu(), facts, weights).exp()  # [L, HV]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """mixed: [L, C], gates: [L, G], raw, of one whole request -> outputs [L, HV, V] and the states after the last.
+
+    States by name, a page each; see `RecurrentFacts`.
+    """
+    mixed, gates = mixed.double().cpu(), gates.double().cpu()
+    states: dict[str, torch.Tensor] = {}
+    if facts.conv_kernel > 1:
+        padded = torch.cat((mixed.new_zeros(facts.conv_kernel - 1, mixed.shape[1]), mixed))
+        states["conv"] = padded[len(mixed) :]
+        mixed = _convolved(padded, facts, weights)
+    if facts.rule == "conv":
+        return mixed.reshape(-1, facts.value_heads, facts.value_dim), states
+    q, k, v = _heads(mixed, gates, facts)
+    log_decay, steps = _decays(gates, facts, weights)
+    written = v * steps if facts.ssm or facts.rule == "scan" else v
+    at = slice(facts.value_heads) if facts.decay != "channel" else slice(facts.value_heads * facts.key_dim, None)
+    beta = gates[:, at].sigmoid() if facts.rule == "delta" else None
     state, out = torch.zeros(*v.shape[1:], k.shape[-1], dtype=torch.float64), torch.empty_like(v)
     for token in range(len(q)):
-        state = decay[token, :, None, None] * state + v[token, :, :, None] * k[token, :, None, :]
+        state = log_decay[token].exp()[:, None, :] * state
+        new = written[token]
+        if beta is not None:
+            new = beta[token, :, None] * (new - torch.einsum("hvd,hd->hv", state, k[token]))
+        state = state + new[..., None] * k[token, :, None, :]
         out[token] = scale * torch.einsum("hd,hvd->hv", q[token], state)
-    return out, state
+    states["matrix"] = state
+    return out if weights.skip is None else out + weights.skip.double().cpu()[:, None] * v, states
 
 
-def log_decay(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> torch.Tensor:
-    """[L, HV] float64 -> the same, as `RecurrentFacts` says."""
+def _convolved(padded: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> torch.Tensor:
+    """[W - 1 + L, C] -> [L, C]."""
+    assert weights.conv is not None, "a layer with a convolution has its weight"
+    windows = padded.unfold(0, facts.conv_kernel, 1)  # [L, C, W]
+    made = (windows * weights.conv.double().cpu()).sum(-1)
+    if weights.conv_bias is not None:
+        made = made + weights.conv_bias.double().cpu()
+    return made * made.sigmoid() if facts.conv_silu else made
+
+
+def _heads(mixed: torch.Tensor, gates: torch.Tensor, facts: RecurrentFacts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each value head's queries and keys, [L, HV, K], and values, [L, HV, V]."""
+    widths, heads = facts.mixed_widths, facts.value_heads
+    q, k, v = torch.split(mixed, list(widths), dim=-1)
+    if facts.ssm:
+        v, k, q = torch.split(mixed, list(reversed(widths)), dim=-1)
+    v = v.reshape(-1, heads, facts.value_dim)
+    if facts.rule == "scan":
+        k, q = (part[:, None].expand(-1, heads, -1) for part in gates[:, heads:].chunk(2, dim=-1))
+        return q, k, v
+    q, k = (part.reshape(-1, facts.key_heads, facts.key_dim).repeat_interleave(heads // facts.key_heads, dim=1) for part in (q, k))
+    if facts.rule == "delta":
+        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    return q, k, v
+
+
+def _decays(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm of each token's decay, [L, HV, K or 1], and the steps it is made of, where it is."""
+    heads = facts.value_heads
     if facts.decay == "constant":
         assert weights.log_decay is not None, "a constant decay is a weight"
-        return weights.log_decay.double().cpu().expand(len(gates), -1)
-    slope = 1.0 if weights.a_log is None else weights.a_log.double().cpu().exp()
-    raw = gates if weights.dt_bias is None else gates + weights.dt_bias.double().cpu()
-    return (-slope * torch.nn.functional.softplus(raw)).clamp(min=-math.inf if facts.gate_floor is None else facts.gate_floor)
+        decay = weights.log_decay.double().cpu().expand(len(gates), -1)[..., None]
+        return decay, decay
+    assert weights.a_log is not None, "a decay that is not constant has a_log"
+    rate = weights.a_log.double().cpu().exp()
+    if facts.rule == "scan":
+        steps = gates[:, :heads, None]  # [L, HV, 1]
+        return -rate * steps, steps
+    raw = gates[:, : heads * facts.key_dim] if facts.decay == "channel" else gates[:, -heads:]
+    raw = raw.reshape(len(raw), heads, facts.key_dim if facts.decay == "channel" else 1)
+    if weights.dt_bias is not None:
+        raw = raw + weights.dt_bias.double().cpu().view(heads, -1)
+    if facts.gate_floor is not None:
+        return facts.gate_floor * (rate[:, None] * raw).sigmoid(), raw
+    steps = torch.nn.functional.softplus(raw).clamp(*facts.step_limits)
+    return -rate[:, None] * steps, steps

@@ -8,7 +8,7 @@ T tokens, H query heads, K KV heads, HV value heads, V value dim, L tokens of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -23,11 +23,12 @@ from enginery.contracts.attention import (
     LocalLayerId,
 )
 from enginery.contracts.batch import FULL, STATE, ForwardBatch, Phase, StateView, View
-from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
+from enginery.contracts.memory import RecurrentFacts
 from enginery.kv.pool import TORCH_DTYPES, PagedKVPool
 from enginery.kv.states import RecurrentStatePool
 from enginery.testing import reference
 from enginery.testing.cases import AttnCase
+from enginery.testing.recurrences import random_rows, random_weights
 
 _LAYER: Final = LocalLayerId(1)
 _NUM_STATES: Final = 48
@@ -85,7 +86,7 @@ class Stage:
         self.layer = self._layer()
 
     def _stored(self) -> Sequence[torch.Tensor]:
-        return self.pool.layer(_LAYER) if self.case.facts.recurrent is None else [self.states.layer(_LAYER)]
+        return self.pool.layer(_LAYER) if self.case.facts.recurrent is None else tuple(self.states.layer(_LAYER).values())
 
     def forget(self) -> None:
         """Forget all requests, and free their pages and states."""
@@ -121,19 +122,14 @@ class Stage:
             scale=scale,
             sinks=sinks,
             latent=weights,
-            recurrent=None if facts.recurrent is None else _decay_weights(facts.recurrent, self.randn),
+            recurrent=None if facts.recurrent is None else random_weights(facts.recurrent, self.randn, self.dtype),
         )
 
     def tokens(self, length: int) -> Tokens:
         """A new request of so many tokens; nothing of it is in memory yet."""
         facts = self.case.facts
         if facts.recurrent is not None:
-            rule = facts.recurrent
-            mixed = self.randn(length, rule.mixed_width)
-            keys = rule.key_heads * rule.key_dim
-            mixed[:, keys : 2 * keys] *= rule.key_dim**-0.5
-            gates = self.randn(length, rule.value_heads if rule.decay != "constant" else 0)
-            return self._placed((mixed.to(self.dtype), gates.to(self.dtype)), shared=[])
+            return self._placed(random_rows(facts.recurrent, length, self.randn, self.dtype), shared=[])
         q = self.randn(length, facts.num_heads, self.dims[0])
         k = self.randn(length, facts.num_kv_heads, facts.head_dim)
         v = self.randn(length, facts.num_kv_heads, facts.value_dim)
@@ -169,9 +165,8 @@ class Stage:
                 _, k, v = (part[:cached] for part in tokens.rows)
                 self.pool.write(_LAYER, k, v, tokens.slots[:cached])
             elif cached:
-                self.states.layer(_LAYER)[tokens.states[-1]] = _recurrence(self.layer, tokens, cached)[1].to(
-                    self.device, torch.float32
-                )
+                for name, state in _recurrence(self.layer, tokens, cached)[1].items():
+                    self.states.layer(_LAYER)[name][tokens.states[-1]] = state.to(self.device, torch.float32)
         return turns
 
     def batch(self, turns: Sequence[Turn], phase: Phase) -> ForwardBatch:
@@ -232,14 +227,8 @@ def _row_shapes(facts: AttnLayerFacts, query_dim: int) -> list[tuple[int, ...]]:
     """What a layer is given for each token."""
     rule, kv_heads = facts.recurrent, facts.num_kv_heads
     if rule is not None:
-        return [(rule.mixed_width,), (rule.value_heads if rule.decay != "constant" else 0,)]
+        return [(rule.mixed_width,), (rule.gates_width,)]
     return [(facts.num_heads, query_dim), (kv_heads, facts.head_dim), (kv_heads, facts.value_dim)]
-
-
-def _decay_weights(facts: RecurrentFacts, randn: Callable[[int], torch.Tensor]) -> RecurrentWeights:
-    if facts.decay == "constant":
-        return RecurrentWeights(log_decay=-0.3 * randn(facts.value_heads).abs())
-    return RecurrentWeights(a_log=randn(facts.value_heads) - 2.0, dt_bias=randn(facts.value_heads))
 
 
 def _page_table(turns: Sequence[Turn]) -> torch.Tensor:
@@ -257,8 +246,8 @@ def _move_state(turn: Turn, place: int, free: list[int]) -> tuple[int, int]:
     return read, states[-1]
 
 
-def _recurrence(layer: LayerSpec, tokens: Tokens, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the formula gives for the first `length` tokens of a request, and the state after them."""
+def _recurrence(layer: LayerSpec, tokens: Tokens, length: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the formula gives for the first `length` tokens of a request, and the states after them."""
     facts, weights = layer.facts.recurrent, layer.recurrent
     assert facts is not None, "the layer is recurrent"
     assert weights is not None, "the layer is recurrent"

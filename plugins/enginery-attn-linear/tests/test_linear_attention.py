@@ -87,7 +87,7 @@ class Setting:
     def backend(self, instance: str = "linear#0") -> LinearAttention:
         device = torch.device(self.device)
         states = RecurrentStatePool(self.geometry, device)
-        states.layer(LocalLayerId(1)).fill_(float("nan"))
+        states.layer(LocalLayerId(1))["matrix"].fill_(float("nan"))
         return LinearAttention(
             BackendContext(
                 instance=instance,
@@ -229,11 +229,11 @@ def test_a_state_is_read_from_one_page_and_written_to_another(count: int) -> Non
     backend = setting.backend()
     first, then = setting.rows(9), setting.rows(count)
     advance(backend, setting, batch_of([(0, 9, 2)]), first)
-    kept = backend.states.layer(LocalLayerId(1))[2].clone()
+    kept = backend.states.layer(LocalLayerId(1))["matrix"][2].clone()
     for write in (5, 6):
         out = advance(backend, setting, batch_of([(9, count, 2)], writes=[write]), then)
         torch.testing.assert_close(out.double(), recurrence(joined([first, then]), setting)[9:], atol=5e-5, rtol=1e-5)
-    states = backend.states.layer(LocalLayerId(1))
+    states = backend.states.layer(LocalLayerId(1))["matrix"]
     assert torch.equal(states[2], kept)
     assert torch.equal(states[5], states[6])
 
@@ -247,8 +247,9 @@ def test_a_state_is_kept_by_head_value_and_key(counts: list[int]) -> None:
         advance(backend, setting, batch_of([(before, len(rows[0]), 3)]), rows)
     mixed, gates = joined(parts)
     _, expected = reference.recurrence(mixed, gates, facts=setting.facts.recurrent, weights=setting.layer.recurrent, scale=SCALE)
+    expected = expected["matrix"]
     assert expected.shape == (setting.heads, setting.value_dim, setting.head_dim)
-    torch.testing.assert_close(backend.states.layer(LocalLayerId(1))[3].double(), expected, atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(backend.states.layer(LocalLayerId(1))["matrix"][3].double(), expected, atol=5e-5, rtol=1e-5)
 
 
 def test_a_constant_decay_is_the_layer_s_and_needs_no_gates() -> None:
@@ -291,7 +292,7 @@ def test_only_the_slots_of_the_batch_are_written() -> None:
     setting = Setting()
     backend = setting.backend()
     advance(backend, setting, batch_of([(0, 1, 6), (0, 5, 1)]), setting.rows(6))
-    states = backend.states.layer(LocalLayerId(1))
+    states = backend.states.layer(LocalLayerId(1))["matrix"]
     assert [slot for slot in range(NUM_STATES + 1) if states[slot].isfinite().all()] == [1, 6]
 
 
@@ -313,7 +314,7 @@ def test_padding_changes_nothing(padding: list[tuple[int, int, int]], more_token
         expected = advance(plain, setting, batch, rows)
         out = advance(padded, setting, longer, joined([rows, (nothing[0], nothing[1])]))
         assert torch.equal(out[: batch.num_tokens], expected)
-    kept = [backend.states.layer(LocalLayerId(1))[:NUM_STATES].nan_to_num(nan=-7.0) for backend in (plain, padded)]
+    kept = [backend.states.layer(LocalLayerId(1))["matrix"][:NUM_STATES].nan_to_num(nan=-7.0) for backend in (plain, padded)]
     assert torch.equal(*kept)
 
 
@@ -323,7 +324,7 @@ def test_requests_without_tokens_and_a_batch_without_requests_change_nothing() -
     empty = batch_of([(3, 0, 1), (0, 0, 2)])
     assert advance(backend, setting, empty, setting.rows(0)).shape == (0, 3, 12)
     assert advance(backend, setting, batch_of([]), setting.rows(0)).shape == (0, 3, 12)
-    assert backend.states.layer(LocalLayerId(1)).isnan().all()
+    assert backend.states.layer(LocalLayerId(1))["matrix"].isnan().all()
     rows = setting.rows(5)
     out = advance(backend, setting, batch_of([(3, 0, 1), (0, 5, 2), (0, 0, 3)]), rows)
     torch.testing.assert_close(out.double(), recurrence(rows, setting), atol=5e-5, rtol=1e-5)
@@ -342,7 +343,7 @@ def test_two_batches_planned_before_either_runs_keep_their_own_plans() -> None:
         parts = [tuple(tensor[:1] for tensor in rows), tuple(tensor[1:] for tensor in rows)]
         expected = torch.cat([recurrence(part, setting) for part in parts])  # type: ignore[arg-type]
         torch.testing.assert_close(advance(backend, setting, batch, rows).double(), expected, atol=5e-5, rtol=1e-5)
-    states = backend.states.layer(LocalLayerId(1))
+    states = backend.states.layer(LocalLayerId(1))["matrix"]
     assert [slot for slot in range(NUM_STATES + 1) if states[slot].isfinite().all()] == [0, 2, 4, 5]
 
 
@@ -364,7 +365,7 @@ def test_a_batch_without_its_plan_is_refused_and_no_state_is_touched() -> None:
     foreign = other.plan_forward_metadata(batch, capture=False)
     with pytest.raises(StalePlan, match="linear#1"):
         mine.advance(*rows, setting.layer, batch, foreign, out)
-    assert mine.states.layer(LocalLayerId(1)).isnan().all()
+    assert mine.states.layer(LocalLayerId(1))["matrix"].isnan().all()
 
 
 def test_recurrent_layers_are_served_and_softmax_layers_are_refused() -> None:

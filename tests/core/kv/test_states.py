@@ -16,7 +16,7 @@ RECURRENT = AttnLayerFacts(
     num_heads=3,
     num_kv_heads=3,
     head_dim=8,
-    recurrent=RecurrentFacts(rule="linear", decay="head", key_heads=3, value_heads=3, key_dim=8, value_dim=5),
+    recurrent=RecurrentFacts(rule="linear", decay="head", key_heads=3, value_heads=3, key_dim=8, value_dim=5, conv_kernel=4),
 )
 
 
@@ -29,20 +29,26 @@ def pool_of(*layers, **changes):
 
 
 def test_a_recurrent_layer_has_a_state_for_each_request_and_one_for_padding():
-    states = pool_of(SOFTMAX, RECURRENT).layer(LocalLayerId(1))
+    states = pool_of(SOFTMAX, RECURRENT).layer(LocalLayerId(1))["matrix"]
     assert states.shape == (8, 3, 5, 8)
     assert not states.any()
 
 
 def test_states_are_float32_whatever_the_model_is():
-    assert pool_of(RECURRENT, dtype="bfloat16").layer(LocalLayerId(0)).dtype == torch.float32
+    assert pool_of(RECURRENT, dtype="bfloat16").layer(LocalLayerId(0))["matrix"].dtype == torch.float32
+
+
+def test_the_inputs_of_a_convolution_are_kept_in_the_model_s_dtype():
+    states = pool_of(RECURRENT, dtype="bfloat16").layer(LocalLayerId(0))["conv"]
+    assert states.shape == (7, 3, 2 * 24 + 15)
+    assert states.dtype == torch.bfloat16
 
 
 def test_each_layer_has_states_of_its_own_and_they_are_never_copies():
     pool = pool_of(RECURRENT, SOFTMAX, RECURRENT)
-    pool.layer(LocalLayerId(0)).fill_(1.0)
-    assert pool.layer(LocalLayerId(0)).all()
-    assert not pool.layer(LocalLayerId(2)).any()
+    pool.layer(LocalLayerId(0))["matrix"].fill_(1.0)
+    assert pool.layer(LocalLayerId(0))["matrix"].all()
+    assert not pool.layer(LocalLayerId(2))["matrix"].any()
 
 
 @pytest.mark.parametrize("other", [SOFTMAX, LATENT])
@@ -54,7 +60,7 @@ def test_a_layer_with_pages_has_no_states(other):
 def test_a_state_takes_what_the_pool_allocates_for_it():
     geometry = geometry_of(RECURRENT, SOFTMAX, RECURRENT, LATENT)
     pool = RecurrentStatePool(geometry, torch.device("cpu"))
-    allocated = sum(pool.layer(LocalLayerId(index)).nbytes for index in (0, 2))
+    allocated = sum(state.nbytes for index in (0, 2) for state in pool.layer(LocalLayerId(index)).values())
     assert state_bytes(geometry) * (geometry.zero_page + 1) == allocated
     assert state_bytes(geometry_of(SOFTMAX, LATENT)) == 0
 

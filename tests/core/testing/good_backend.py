@@ -135,22 +135,36 @@ class GoodBackend:
 
     def recur(self, mixed, gates, part, layer, out) -> None:
         facts, weights, states = layer.facts.recurrent, layer.recurrent, self.states.layer(layer.local_id)
-        keys, group = facts.key_heads * facts.key_dim, facts.value_heads // facts.key_heads
-        q, k = (
-            part.view(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1)
-            for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
-        )
-        v = mixed[:, 2 * keys :].view(-1, facts.value_heads, facts.value_dim)
+        read, write = part.states
+        before = {
+            name: (kept[read].clone() if part.length > len(mixed) else torch.zeros_like(kept[0])) for name, kept in states.items()
+        }
+        if "conv" in states:
+            inputs = torch.cat((before["conv"], mixed))
+            states["conv"][write] = inputs[len(mixed) :]
+            rows = [(inputs[row : row + facts.conv_kernel] * weights.conv.T).float().sum(0) for row in range(len(mixed))]
+            mixed = torch.stack(rows) if weights.conv_bias is None else torch.stack(rows) + weights.conv_bias
+            mixed = torch.nn.functional.silu(mixed)
+        keys, _, values = facts.mixed_widths
+        q, k, v = mixed.split([keys, keys, values], dim=1)
+        if facts.ssm:
+            v, k, q = mixed.split([values, keys, keys], dim=1)
+        group = facts.value_heads // facts.key_heads
+        q, k = (part.reshape(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1) for part in (q, k))
+        v = v.reshape(-1, facts.value_heads, facts.value_dim)
+        written = v
         if facts.decay == "constant":
             decay = weights.log_decay.exp().expand(len(mixed), -1)
         else:
-            decay = (-weights.a_log.exp() * torch.nn.functional.softplus(gates + weights.dt_bias)).exp()
-        read, write = part.states
-        state = states[read].clone() if part.length > len(q) else torch.zeros_like(states[0])
+            steps = torch.nn.functional.softplus(gates + weights.dt_bias).clamp(*facts.step_limits)
+            decay = (-weights.a_log.exp() * steps).exp()
+            written = v * steps[..., None] if facts.ssm else v
+        state = before["matrix"]
         for row in range(len(q)):
-            state = decay[row, :, None, None] * state + v[row, :, :, None] * k[row, :, None, :]
-            out[row] = layer.scale * torch.einsum("hd,hvd->hv", q[row], state)
-        states[write] = state
+            state = decay[row, :, None, None] * state + written[row, :, :, None] * k[row, :, None, :]
+            seen = layer.scale * torch.einsum("hd,hvd->hv", q[row].float(), state)
+            out[row] = seen if weights.skip is None else seen + weights.skip[:, None] * v[row]
+        states["matrix"][write] = state
 
     @hookimpl
     def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> ChunkPlan:

@@ -38,7 +38,9 @@ def test_a_backend_of_one_page_size_is_tried_on_it(page_size: int) -> None:
     rules = tuple(rule for rule in RULES if rule.name in needing_room)
     rows = run_conformance(subject, rules=rules).rows
     assert [row.message for row in rows if row.outcome == "failed"] == []
-    assert all(f"page {page_size}, " in row.case for row in rows if row.outcome == "passed" and row.case)
+    assert all(
+        f"page {page_size}, " in row.case for row in rows if row.outcome == "passed" and row.case and "attention," not in row.case
+    )
 
 
 def claiming(**capabilities: object) -> Subject:
@@ -201,4 +203,4 @@ def test_the_reference_of_recurrence_is_its_sum_written_out() -> None:
         wanted = sum(g[s + 1 : t + 1].double().sum().exp() * (q[t, 0] @ k[s, 0]).double() * v[s, 0].double() for s in range(t + 1))
         torch.testing.assert_close(out[t, 0], 0.5 * wanted, rtol=1e-5, atol=1e-6)
     kept = sum(g[s + 1 :].double().sum().exp() * torch.outer(v[s, 0], k[s, 0]).double() for s in range(5))
-    torch.testing.assert_close(state, kept[None], rtol=1e-5, atol=1e-6)  # [H, V, D]
+    torch.testing.assert_close(state["matrix"], kept[None], rtol=1e-5, atol=1e-6)  # [H, V, D]

@@ -1,14 +1,15 @@
 """The backend: plans on the host, then updates states, the decoding ones together and the others request by request.
 
-T tokens, S rows of some requests, HV value heads, D key dim, V value dim, C as in `enginery.api.RecurrentFacts.mixed_width`.
+T tokens, S rows of some requests, B requests, H value heads, K key dim, V value dim, C: `RecurrentFacts.mixed_width`, G:
+`gates_width`, W: taps of the convolution.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Final
 
 import torch
-import torch.nn.functional as F
 
 from enginery.api import (
     BackendContext,
@@ -21,19 +22,11 @@ from enginery.api import (
     covering_plan,
     hookimpl,
 )
-from enginery_attn_linear.kernels import chunk, step
+from enginery_attn_linear.inputs import Rows, rows_of
+from enginery_attn_linear.kernels import chunk, convolve, step
 from enginery_attn_linear.plan import DecodeGroup, LinearPlan, RequestPart, plan_group, plan_parts
 
 CHUNK_TOKENS: Final = 64
-
-
-class Rows(NamedTuple):
-    """q, k: [S, HV, D], v: [S, HV, V], log_decay: [S, HV]; float32."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    log_decay: torch.Tensor
 
 
 class LinearAttention:
@@ -47,7 +40,7 @@ class LinearAttention:
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> LinearPlan:
         """Decide which states are read and which begin from zero. See `LinearPlan`."""
-        grouped = batch.num_decode_requests
+        grouped = batch.num_decode_requests if batch.decode_len == 1 else 0
         key = PlanKey.of(batch, self.backend_id, capture=capture)
         group = plan_group(batch, grouped, self.device) if grouped else None
         return LinearPlan(key=key, group=group, parts=plan_parts(batch, grouped))
@@ -55,58 +48,97 @@ class LinearAttention:
     def advance(
         self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor
     ) -> None:
-        """mixed: [T, C], gates: [T, HV], or [T, 0] where the decay is constant; out: [T, HV, V]. See `enginery.api.Advances`.
+        """mixed: [T, C], gates: [T, G]; out: [T, H, V]. See `enginery.api.Advances`.
 
         Rows that belong to no request are left as they are in `out`.
         """
         planned = covering_plan(plan, batch, LinearPlan, backend=self.backend_id)
-        states = self.states.layer(layer.local_id)  # [pages + 1, HV, V, D]
+        states, facts, weights = self.states.layer(layer.local_id), layer.facts.recurrent, layer.recurrent
+        assert facts is not None, "only recurrent layers advance"
+        assert weights is not None, "a recurrent layer has its weights"
         if planned.group is not None:
-            rows = rows_of(mixed, gates, layer, slice(0, planned.group.size))
-            _advance_group(rows, group=planned.group, states=states, scale=layer.scale, out=out)
+            rows = slice(0, planned.group.size)
+            out[rows] = _advance_group(
+                mixed[rows], gates[rows], facts, weights, group=planned.group, states=states, scale=layer.scale
+            )
         for part in planned.parts:
-            _advance_part(mixed, gates, layer, part=part, states=states, out=out)
+            rows = slice(part.start, part.stop)
+            out[rows] = _advance_part(mixed[rows], gates[rows], facts, weights, part=part, states=states, scale=layer.scale)
 
 
-def rows_of(mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, rows: slice) -> Rows:
-    """What the recurrence takes of these rows, S of them, float32."""
-    facts, weights = layer.facts.recurrent, layer.recurrent
-    assert facts is not None, "only recurrent layers advance"
-    key_width = facts.key_heads * facts.key_dim
-    q, k, v = mixed[rows].float().split_with_sizes([key_width, key_width, facts.value_heads * facts.value_dim], dim=-1)
-    group = facts.value_heads // facts.key_heads
-    q, k = (part.view(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1) for part in (q, k))  # [S, HV, D]
-    v = v.view(-1, facts.value_heads, facts.value_dim)  # [S, HV, V]
-    return Rows(q, k, v, _log_decay(gates[rows], facts, weights))
+def _advance_group(
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    facts: RecurrentFacts,
+    weights: RecurrentWeights,
+    *,
+    group: DecodeGroup,
+    states: Mapping[str, torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
+    """One token of each of B requests: [B, H, V]."""
 
+    def read(name: str) -> torch.Tensor:
+        stored = states[name].index_select(0, group.reads)
+        return stored.masked_fill_(group.fresh.view(-1, *(1,) * (stored.dim() - 1)), 0.0)
 
-def _log_decay(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights | None) -> torch.Tensor:
-    """[S, HV] float32."""
-    assert weights is not None, "a recurrent layer has weights for its decay"
-    if facts.decay == "constant":
-        assert weights.log_decay is not None, "a constant decay is a weight"
-        return weights.log_decay.expand(len(gates), -1)
-    raw = gates.float() if weights.dt_bias is None else gates.float() + weights.dt_bias
-    slope = 1.0 if weights.a_log is None else weights.a_log.exp()
-    decay = -slope * F.softplus(raw)
-    return decay if facts.gate_floor is None else decay.clamp_(min=facts.gate_floor)
-
-
-def _advance_group(rows: Rows, *, group: DecodeGroup, states: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    state = states.index_select(0, group.reads).masked_fill_(group.fresh, 0.0)  # [B, HV, V, D]
-    out[: group.size] = step(*rows, state, scale=scale)
-    states.index_copy_(0, group.writes, state)
+    if "conv" in states:
+        inputs = torch.cat((read("conv"), mixed[:, None]), dim=1)  # [B, W, C]
+        states["conv"].index_copy_(0, group.writes, inputs[:, 1:])
+        mixed = _convolved(inputs.float(), facts, weights)
+    if "matrix" not in states:
+        return mixed.view(-1, facts.value_heads, facts.value_dim)
+    q, k, v, log_decay, beta, skipped = rows_of(mixed, gates, facts, weights)
+    state = read("matrix")  # [B, H, V, K]
+    made = step(q, k, v, log_decay, beta, state, scale=scale)
+    states["matrix"].index_copy_(0, group.writes, state)
+    return made if skipped is None else made + skipped
 
 
 def _advance_part(
-    mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, *, part: RequestPart, states: torch.Tensor, out: torch.Tensor
-) -> None:
-    state = states[part.write]  # [HV, V, D], a view
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    facts: RecurrentFacts,
+    weights: RecurrentWeights,
+    *,
+    part: RequestPart,
+    states: Mapping[str, torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
+    """The S rows of one request: [S, H, V]."""
+    if "conv" in states:
+        stored = states["conv"]
+        before = torch.zeros_like(stored[0]) if part.fresh else stored[part.read]
+        inputs = torch.cat((before, mixed))  # [W - 1 + S, C]
+        stored[part.write] = inputs[len(mixed) :]
+        mixed = _convolved(inputs.float().unfold(0, facts.conv_kernel, 1).transpose(1, 2), facts, weights)
+    if "matrix" not in states:
+        return mixed.view(-1, facts.value_heads, facts.value_dim)
+    state = states["matrix"][part.write]  # [H, V, K], a view
     if part.fresh:
         state.zero_()
     elif part.read != part.write:
-        state.copy_(states[part.read])
-    for start in range(part.start, part.stop, CHUNK_TOKENS):
-        rows = slice(start, min(start + CHUNK_TOKENS, part.stop))
-        q, k, v, log_decay = (tensor.transpose(0, 1) for tensor in rows_of(mixed, gates, layer, rows))  # [HV, S, ...]
-        out[rows] = chunk(q, k, v, log_decay, state, scale=layer.scale).transpose(0, 1)
+        state.copy_(states["matrix"][part.read])
+    made = []
+    for start in range(0, len(mixed), CHUNK_TOKENS):
+        some = slice(start, start + CHUNK_TOKENS)
+        made.append(_chunk(rows_of(mixed[some], gates[some], facts, weights), state, scale=scale))
+    return torch.cat(made)
+
+
+def _convolved(windows: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> torch.Tensor:
+    assert weights.conv is not None, "a layer with a convolution has its weight"
+    return convolve(windows, weights.conv, weights.conv_bias, silu=facts.conv_silu)
+
+
+def _chunk(rows: Rows, state: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Some rows of one request, [S, H, V]; by products where its rule has such a form here, else token by token."""
+    q, k, v, log_decay, beta, skipped = rows
+    if beta is None and log_decay.shape[-1] == 1:
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))  # [H, S, ...]
+        made = chunk(q, k, v, log_decay[..., 0].T, state, scale=scale).transpose(0, 1)
+    else:
+        betas = [None] * len(q) if beta is None else beta.split(1)
+        by_token = zip(q.split(1), k.split(1), v.split(1), log_decay.split(1), betas, strict=True)
+        made = torch.cat([step(*values, state[None], scale=scale) for values in by_token])
+    return made if skipped is None else made + skipped

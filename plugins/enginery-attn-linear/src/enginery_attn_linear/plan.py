@@ -22,7 +22,7 @@ class RequestPart:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeGroup:
-    """Rows [0, B) of the batch, one token each. reads, writes: [B] int64, pages; fresh: [B, 1, 1, 1] bool; device."""
+    """Rows [0, B) of the batch, one token each. reads, writes: [B] int64, pages; fresh: [B] bool; device."""
 
     size: int
     reads: torch.Tensor
@@ -40,13 +40,10 @@ class LinearPlan(ForwardPlan):
 
 def plan_group(batch: ForwardBatch, size: int, device: torch.device) -> DecodeGroup:
     """The first `size` requests, which have one token each."""
-    fresh = batch.kv_lens_cpu[:size] == 1
-    return DecodeGroup(
-        size=size,
-        reads=batch.states.reads_cpu[:size].long().to(device, non_blocking=True),
-        writes=batch.states.writes_cpu[:size].long().to(device, non_blocking=True),
-        fresh=fresh.view(size, 1, 1, 1).to(device, non_blocking=True),
-    )
+    columns = torch.stack((batch.states.reads_cpu[:size], batch.states.writes_cpu[:size], batch.kv_lens_cpu[:size] == 1))  # [3, B]
+    columns = columns.long().pin_memory() if device.type == "cuda" else columns.long()
+    reads, writes, fresh = columns.to(device, non_blocking=True)
+    return DecodeGroup(size=size, reads=reads, writes=writes, fresh=fresh.bool())
 
 
 def plan_parts(batch: ForwardBatch, first: int) -> tuple[RequestPart, ...]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
+from enginery.api import AttnBackendSpec, Capabilities
 
+RECURRENCES = frozenset(
+    {("linear", "constant"), ("linear", "head"), ("delta", "head"), ("delta", "channel"), ("scan", "channel"), ("conv", "constant")}
+)
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
-
-
-def refuse_also(needs: AttnNeeds) -> list[Reason]:
-    """Layers with a convolution of their own: it is not computed here."""
-    if any(layer.recurrent is not None and layer.recurrent.conv_kernel for layer in needs.layers):
-        return [Reason(rule="convolution", text="a convolution before the recurrence is needed and not offered")]
-    return []
 
 
 LINEAR = AttnBackendSpec(
     name="linear",
     api=(2, 0),
     priority=10,
-    summary="gated linear attention in plain torch",
+    summary="recurrent layers in plain torch",
     capabilities=Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
         causal=False,
-        recurrences=frozenset({("linear", "head"), ("linear", "constant")}),
+        recurrences=RECURRENCES,
     ),
-    refuse_also=refuse_also,
 )

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and with experts."""
+"""Qwen2 and Qwen3, dense and with experts, and Qwen3-Next, most of whose layers are recurrent."""
 
 from enginery.api import ExpertNames, ModelSpec, hookimpl
 from enginery_model_qwen.spec import build, describe
@@ -8,6 +8,7 @@ FAMILIES = {
     "qwen2-moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3-moe": "Qwen3MoeForCausalLM",
+    "qwen3-next": "Qwen3NextForCausalLM",
 }
 
 
@@ -22,6 +23,7 @@ def register_models() -> list[ModelSpec]:
             describe=describe,
             build=build,
             stacked_weights=ExpertNames().stacked,
+            ignored_weights=("mtp.*",) if name == "qwen3-next" else (),
         )
         for name, architecture in FAMILIES.items()
     ]

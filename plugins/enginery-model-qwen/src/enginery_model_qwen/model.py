@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from enginery.api import Model, ModelContext
-from enginery.nn.decoder import Decoder
-from enginery.nn.moe import expert_layer
-from enginery_model_qwen.spec import shape
+from enginery.api import DecoderShape, Model, ModelContext, WeightSource
+from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
+from enginery.nn.gated_attention import GatedSelfAttention
+from enginery.nn.moe import expert_layer, layer_mlp
+from enginery.nn.recurrent import GatedDeltaNet
+from enginery_model_qwen.spec import is_next, shape
 
 
 def build_decoder(context: ModelContext) -> Model:
-    """A Qwen2 or Qwen3 from its weights, with or without experts."""
-    return Decoder(context, shape(context.config), layer=expert_layer)
+    """A Qwen2, Qwen3 or Qwen3-Next from its weights, with or without experts."""
+    return Decoder(context, shape(context.config), layer=hybrid_layer if is_next(context.config) else expert_layer)
+
+
+def hybrid_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
+    """A layer of Qwen3-Next: a gated delta net or gated attention, and experts."""
+    facts = next(layer for layer in context.facts.layers if layer.decoder_layer == index)
+    spec = context.stage.spec(index, scale=facts.head_dim**-0.5)
+    attention: AttentionBlock
+    if facts.recurrent is not None:
+        attention = GatedDeltaNet(context, weights.scope("linear_attn"), spec=spec, norm_eps=shape.rms_eps)
+    else:
+        attention = GatedSelfAttention(
+            context,
+            weights.scope("self_attn"),
+            spec=spec,
+            bias=shape.out_bias,
+            norm_eps=shape.rms_eps,
+            norm_offset=shape.norm_offset,
+        )
+    mlp = layer_mlp(context, weights, shape=shape, index=index)
+    return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)

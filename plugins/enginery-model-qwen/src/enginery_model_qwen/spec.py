@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from enginery.api import (
+    AttnLayerFacts,
     DecoderShape,
     ExpertNames,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
+    RecurrentFacts,
     Routing,
     read_decoder_shape,
     required,
@@ -19,6 +22,20 @@ from enginery.api import (
 )
 
 QWEN3_HEAD_DIM = 128  # transformers' Qwen3Config, for files that leave it out
+
+
+# transformers' Qwen3NextConfig, for files that leave them out
+NEXT_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "norm_topk_prob": True,
+    "full_attention_interval": 4,
+}
+
+
+def is_next(config: Mapping[str, Any]) -> bool:
+    """Whether it is a Qwen3-Next."""
+    return "Qwen3NextForCausalLM" in config["architectures"]
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
@@ -32,6 +49,11 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     if "Qwen3MoeForCausalLM" in config["architectures"]:
         experts = _experts(config, shared_size=0)
         return read_decoder_shape(config, _expert_windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
+    if is_next(config):
+        config = {**NEXT_DEFAULTS, **config}
+        experts = _experts(config, shared_size=int(required(config, "shared_expert_intermediate_size")))
+        plain = read_decoder_shape(config, qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
+        return dataclasses.replace(plain, norm_offset=1.0)
     config = {"head_dim": QWEN3_HEAD_DIM, **config}
     return read_decoder_shape(config, _windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
 
@@ -77,7 +99,33 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
     """The facts that the core plans with."""
-    return shape(config).facts()
+    facts = shape(config).facts()
+    return _with_recurrent_layers(facts, {**NEXT_DEFAULTS, **config}) if is_next(config) else facts
+
+
+def _with_recurrent_layers(facts: ModelFacts, config: Mapping[str, Any]) -> ModelFacts:
+    """Every `full_attention_interval`-th layer has attention, the others a gated delta net; `layer_types` overrides that."""
+    interval = whole_number(config, "full_attention_interval")
+    every = [
+        "linear_attention" if (index + 1) % interval else "full_attention"
+        for index in range(whole_number(config, "num_hidden_layers"))
+    ]
+    rule = RecurrentFacts(
+        rule="delta",
+        decay="head",
+        key_heads=whole_number(config, "linear_num_key_heads"),
+        value_heads=whole_number(config, "linear_num_value_heads"),
+        key_dim=whole_number(config, "linear_key_head_dim"),
+        value_dim=whole_number(config, "linear_value_head_dim"),
+        conv_kernel=whole_number(config, "linear_conv_kernel_dim"),
+    )
+    recurrent = AttnLayerFacts(num_heads=rule.key_heads, num_kv_heads=rule.key_heads, head_dim=rule.key_dim, recurrent=rule)
+    layers = tuple(
+        dataclasses.replace(recurrent, decoder_layer=layer.decoder_layer) if kind == "linear_attention" else layer
+        for kind, layer in zip(config.get("layer_types") or every, facts.layers, strict=True)
+    )
+    width = 2 * facts.hidden_size + 4 * (rule.mixed_width + rule.value_heads * rule.value_dim)
+    return dataclasses.replace(facts, layers=layers, activation_width=max(facts.activation_width, width))
 
 
 def build(context: ModelContext) -> Model:

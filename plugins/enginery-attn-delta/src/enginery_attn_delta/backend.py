@@ -1,0 +1,158 @@
+"""The backend: plans on the host, then runs a kernel for the convolution and one for the recurrence. T tokens, C channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from enginery.api import (
+    BackendContext,
+    ForwardBatch,
+    ForwardPlan,
+    LayerSpec,
+    Phase,
+    PlanKey,
+    RecurrentFacts,
+    RecurrentWeights,
+    StalePlan,
+    Unsupported,
+    covering_plan,
+    hookimpl,
+)
+from enginery_attn_delta.launch import Gating, Heads, Rows, convolve, recur, scan
+from enginery_attn_delta.plan import DeltaPlan, plan_rows, refresh
+
+
+class DeltaAttention:
+    """Recurrent layers of every rule, from one page of states to another; decoding steps in graphs.
+
+    Implements `enginery.api.AttnBackend` and `Advances`.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        self.backend_id = context.instance
+        self.states = context.states
+        self.device = context.device
+        self.max_graph_requests = 0
+
+    @hookimpl
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> DeltaPlan:
+        """Upload where rows and states are; of a plan that is captured, `refresh_graph_metadata` writes the pages there."""
+        one_each = batch.phase is Phase.DECODE and batch.num_tokens == batch.num_requests
+        if capture and not (one_each and 0 < batch.num_requests <= self.max_graph_requests):
+            raise Unsupported(
+                f"{self.backend_id} captures decoding steps of one token for each of up to {self.max_graph_requests} requests; "
+                f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
+            )
+        decode, prefill = plan_rows(batch, self.device)
+        return DeltaPlan(key=PlanKey.of(batch, self.backend_id, capture=capture), decode=decode, prefill=prefill)
+
+    @hookimpl
+    def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        """Each captured plan has memory of its own, of a few bytes a request."""
+        self.max_graph_requests = max_batch_size
+        return True
+
+    @hookimpl
+    def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
+        """Write this batch's pages to where the captured plan has them."""
+        if not isinstance(plan, DeltaPlan) or plan.decode is None or plan.key.num_requests != batch.num_requests:
+            raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
+        refresh(plan.decode, batch)
+        return True
+
+    def advance(
+        self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor
+    ) -> None:
+        """mixed: [T, C], gates: [T, G], out: [T, HV, V]. See `enginery.api.Advances`."""
+        planned = covering_plan(plan, batch, DeltaPlan, backend=self.backend_id)
+        states = self.states.layer(layer.local_id)
+        for rows in planned.groups:
+            convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
+            recur_rows(convolved, gates, layer, states, rows, out)
+
+
+def facts_of(layer: LayerSpec) -> tuple[RecurrentFacts, RecurrentWeights]:
+    """What a recurrent layer has besides."""
+    assert layer.facts.recurrent is not None, "only recurrent layers advance"
+    assert layer.recurrent is not None, "a recurrent layer has its weights"
+    return layer.facts.recurrent, layer.recurrent
+
+
+def convolve_rows(
+    mixed: torch.Tensor,
+    layer: LayerSpec,
+    states: Mapping[str, torch.Tensor],
+    rows: Rows,
+    out: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """mixed after the layer's convolution, [T, C] of `dtype`, of these rows; mixed itself if there is none.
+
+    Where the convolution is all there is, it is written to `out`.
+    """
+    facts, weights = facts_of(layer)
+    if weights.conv is None or "conv" not in states:
+        return mixed
+    convolved = out.view(mixed.shape) if facts.rule == "conv" else torch.empty(mixed.shape, dtype=dtype, device=mixed.device)
+    convolve(mixed, weights.conv, weights.conv_bias, states=states["conv"], rows=rows, out=convolved, activates=facts.conv_silu)
+    return convolved
+
+
+def recur_rows(
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    layer: LayerSpec,
+    states: Mapping[str, torch.Tensor],
+    rows: Rows,
+    out: torch.Tensor,
+) -> None:
+    """The recurrence over some requests' rows, token after token. mixed: [T, C], after the convolution."""
+    facts, weights = facts_of(layer)
+    if facts.rule == "conv":
+        return
+    matrix = states["matrix"]
+    if facts.rule == "scan":
+        assert weights.a_log is not None, "a scan has a_log"
+        flat = out.view(mixed.shape)
+        scan(
+            mixed,
+            gates,
+            a_log=weights.a_log,
+            skip=weights.skip,
+            states=matrix,
+            rows=rows,
+            scale=layer.scale,
+            out=flat,
+        )
+        return
+    gating = Gating(
+        decay=facts.decay,
+        delta=facts.rule == "delta",
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        log_decay=weights.log_decay,
+        skip=weights.skip,
+        floor=facts.gate_floor,
+        steps=facts.ssm,
+        step_limits=facts.step_limits,
+    )
+    heads = heads_of(facts)
+    recur(mixed, gates, states=matrix, rows=rows, heads=heads, gating=gating, scale=layer.scale, out=out)
+
+
+def heads_of(facts: RecurrentFacts) -> Heads:
+    """Where queries, keys and values are in a row of `mixed`."""
+    keys, _, values = facts.mixed_widths
+    q_at, k_at, v_at = (values + keys, values, 0) if facts.ssm else (0, keys, 2 * keys)
+    return Heads(
+        num_keys=facts.key_heads,
+        num_values=facts.value_heads,
+        key_dim=facts.key_dim,
+        value_dim=facts.value_dim,
+        q_at=q_at,
+        k_at=k_at,
+        v_at=v_at,
+    )

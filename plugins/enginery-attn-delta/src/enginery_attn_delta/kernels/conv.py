@@ -1,0 +1,82 @@
+"""Causal convolution of each channel over its last W tokens, then SiLU: of decoding rows and of whole chunks.
+
+A state holds the W - 1 inputs before a request's next token, the oldest first: [W - 1, C]. T tokens, C channels, B requests.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from enginery_attn_delta.kernels.launch import kernel, round_to, silu
+
+
+@kernel
+def convolve(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    states: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    first_rows: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    channels: int,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    """One program a tile and block of channels.
+
+    x: [T, C] with a row stride; weight: [C, W]; bias: [C]; states: [pages, W - 1, C]; reads, writes: [B] int32, pages; first_rows:
+    [B + 1] int32, where each request's rows begin; tiles: [N, 2] int32, request and its first token there; out: [T, C].
+    A request that reads page -1 begins from zeros. A request's first tile reads its old state and writes the new one, so the two
+    pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens, or it has one token.
+    """
+    request = tl.load(tiles + 2 * tl.program_id(0))
+    begin = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    row = tl.load(first_rows + request).to(tl.int64)
+    count = (tl.load(first_rows + request + 1) - row).to(tl.int32)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    page = tl.load(reads + request).to(tl.int64)
+    has_old = page >= 0
+    old = states + page * (WIDTH - 1) * channels
+    token = begin + tl.arange(0, BLOCK_T)
+    acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(WIDTH):
+        at = token + tap - (WIDTH - 1)
+        of_step = tl.load(
+            x + (row + at)[:, None] * x_stride + channel[None, :],
+            mask=((at >= 0) & (at < count))[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        of_state = tl.load(
+            old + (WIDTH - 1 + at)[:, None] * channels + channel[None, :],
+            mask=((at < 0) & has_old)[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        taps = tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
+        acc += (of_step + of_state) * taps[None, :]
+    if ACTIVATES:
+        acc = silu(acc)
+    tl.store(
+        out + (row + token)[:, None] * channels + channel[None, :],
+        round_to(acc, out.dtype.element_ty),
+        mask=(token < count)[:, None] & inside[None, :],
+    )
+    if begin == 0:
+        tl.debug_barrier()  # the threads that read the old state are not those that write the new one
+        new = states + tl.load(writes + request).to(tl.int64) * (WIDTH - 1) * channels
+        for place in tl.static_range(WIDTH - 1):
+            at = count - (WIDTH - 1) + place
+            if at >= 0:
+                kept = tl.load(x + (row + at) * x_stride + channel, mask=inside, other=0.0).to(states.dtype.element_ty)
+            else:
+                kept = tl.load(old + (WIDTH - 1 + at) * channels + channel, mask=inside & has_old, other=0.0)
+            tl.store(new + place * channels + channel, kept, mask=inside)

@@ -1,0 +1,48 @@
+"""What all kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+INTERPRETED = tl.constexpr(not isinstance(tl.max, triton.JITFunction))  # decided for the process when triton is imported
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, typed."""
+    return triton.jit(function)
+
+
+def next_power_of_2(count: int) -> int:
+    """A block's size must be one."""
+    return 1 << (count - 1).bit_length()
+
+
+@kernel
+def round_to(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """float32 to a shorter type, to the nearest, ties to even; the interpreter cuts bfloat16 off."""
+    if INTERPRETED and DTYPE.is_bf16():
+        bits = values.to(tl.int32, bitcast=True)
+        values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return values.to(DTYPE)
+
+
+@kernel
+def softplus(x: tl.tensor) -> tl.tensor:
+    """log(1 + exp(x)), x itself above 20 as in torch."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@kernel
+def silu(x: tl.tensor) -> tl.tensor:
+    """x sigmoid(x)."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@kernel
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + tl.exp(-x))

@@ -1,0 +1,175 @@
+"""The matrix recurrences of linear attention, token after token, with the state in registers.
+
+linear: S_t = d_t S_(t-1) + v_t k_t^T (arXiv:2312.06635; STEPS, Mamba2: v = dt x, k = B, q = C: arXiv:2405.21060).
+delta:  S_t = d_t S_(t-1) + beta_t (v_t - d_t S_(t-1) k_t) k_t^T (arXiv:2412.06464; a decay for each channel: arXiv:2510.26692).
+Both:   o_t = scale S_t q_t + skip v_t. A state is [H, V, K] float32. H value heads, K, V: dims of a head.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from enginery_attn_delta.kernels.launch import kernel, round_to, sigmoid, softplus
+
+
+@kernel
+def recur(
+    x: tl.tensor,
+    gates: tl.tensor,
+    states: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    first_rows: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    log_decay: tl.tensor,
+    skip: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    gates_stride: int,
+    scale: float,
+    floor: float,
+    least_step: float,
+    most_step: float,
+    q_at: int,
+    k_at: int,
+    v_at: int,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DELTA: tl.constexpr,
+    STEPS: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """One program a request, head and block of values.
+
+    x: [T, ...] with a row stride, in which q, k and v of head 0 begin at the columns q_at, k_at, v_at; GROUP value heads share a
+    key head. gates: [T, G], see `advance` of the backend. states: [pages, H, V, K]; reads, writes: [B] int32, which may be equal; a
+    request that reads page -1 begins from zeros.
+    first_rows: [B + 1] int32. DECAY: "head", "channel" or "constant". out: [T, H, V].
+    """
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    key = tl.arange(0, BLOCK_K)
+    value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_key = key < KEY_DIM
+    has_value = value < VALUE_DIM
+    here = has_value[:, None] & has_key[None, :]
+    place = head * VALUE_DIM * KEY_DIM + value[:, None] * KEY_DIM + key[None, :]
+    size = HEADS * VALUE_DIM * KEY_DIM
+    page = tl.load(reads + request).to(tl.int64)
+    state = tl.load(states + page * size + place, mask=here & (page >= 0), other=0.0)
+    if DECAY == "constant":
+        decay = tl.exp(tl.load(log_decay + head))
+    else:
+        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    shift = 0.0
+    shift_of_key = tl.zeros((BLOCK_K,), tl.float32)
+    if HAS_BIAS:
+        if DECAY == "head":
+            shift = tl.load(dt_bias + head).to(tl.float32)
+        if DECAY == "channel":
+            shift_of_key = tl.load(dt_bias + head * KEY_DIM + key, mask=has_key, other=0.0).to(tl.float32)
+    if HAS_SKIP:
+        skipped = tl.load(skip + head).to(tl.float32)
+    q_column = q_at + (head // GROUP) * KEY_DIM + key
+    k_column = k_at + (head // GROUP) * KEY_DIM + key
+    v_column = v_at + head * VALUE_DIM + value
+    row = tl.load(first_rows + request).to(tl.int64)
+    stop = tl.load(first_rows + request + 1).to(tl.int64)
+    while row < stop:
+        at = x + row * x_stride
+        q = tl.load(at + q_column, mask=has_key, other=0.0).to(tl.float32)
+        k = tl.load(at + k_column, mask=has_key, other=0.0).to(tl.float32)
+        v = tl.load(at + v_column, mask=has_value, other=0.0).to(tl.float32)
+        gate = gates + row * gates_stride
+        written = v
+        if DELTA:
+            q = q * tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6)
+            k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+        if DECAY == "head":
+            step = softplus(tl.load(gate + (HEADS if DELTA else 0) + head).to(tl.float32) + shift)
+            step = tl.minimum(tl.maximum(step, least_step), most_step)
+            decay = tl.exp(-rate * step)
+            if STEPS:
+                written = v * step
+        if DECAY == "channel":
+            raw = tl.load(gate + head * KEY_DIM + key, mask=has_key, other=0.0).to(tl.float32) + shift_of_key
+            if HAS_FLOOR:
+                state = state * tl.exp(floor * sigmoid(rate * raw))[None, :]
+            else:
+                state = state * tl.exp(-rate * softplus(raw))[None, :]
+        else:
+            state = state * decay
+        if DELTA:
+            beta = sigmoid(tl.load(gate + (HEADS * KEY_DIM if DECAY == "channel" else 0) + head).to(tl.float32))
+            written = (v - tl.sum(state * k[None, :], axis=1)) * beta
+        state += written[:, None] * k[None, :]
+        seen = tl.sum(state * q[None, :], axis=1) * scale
+        if HAS_SKIP:
+            seen += skipped * v
+        tl.store(out + (row * HEADS + head) * VALUE_DIM + value, round_to(seen, out.dtype.element_ty), mask=has_value)
+        row += 1
+    tl.store(states + tl.load(writes + request).to(tl.int64) * size + place, state, mask=here)
+
+
+@kernel
+def scan(
+    x: tl.tensor,
+    gates: tl.tensor,
+    states: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    first_rows: tl.tensor,
+    a_log: tl.tensor,
+    skip: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    gates_stride: int,
+    channels: int,
+    scale: float,
+    HAS_SKIP: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Mamba's selective scan (arXiv:2312.00752): h_t = exp(dt A) h_(t-1) + dt B_t x_t, y_t = scale C_t h_t + D x_t,
+    A = -exp(a_log).
+
+    One program a request and block of channels. x: [T, C]; gates: [T, C + 2 N]: dt after its softplus, B, C; a_log: [C, N]; skip:
+    [C]; states: [pages, C, N] float32; out: [T, C].
+    """
+    request = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    index = tl.arange(0, BLOCK_N)
+    inside = channel < channels
+    has_index = index < STATE_DIM
+    here = inside[:, None] & has_index[None, :]
+    place = channel[:, None] * STATE_DIM + index[None, :]
+    size = channels * STATE_DIM
+    page = tl.load(reads + request).to(tl.int64)
+    state = tl.load(states + page * size + place, mask=here & (page >= 0), other=0.0)
+    rate = -tl.exp(tl.load(a_log + place, mask=here, other=0.0).to(tl.float32))
+    if HAS_SKIP:
+        skipped = tl.load(skip + channel, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(first_rows + request).to(tl.int64)
+    stop = tl.load(first_rows + request + 1).to(tl.int64)
+    while row < stop:
+        gate = gates + row * gates_stride
+        step = tl.load(gate + channel, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(gate + channels + index, mask=has_index, other=0.0).to(tl.float32)
+        c = tl.load(gate + channels + STATE_DIM + index, mask=has_index, other=0.0).to(tl.float32)
+        value = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        state = state * tl.exp(rate * step[:, None]) + (step * value)[:, None] * b[None, :]
+        seen = tl.sum(state * c[None, :], axis=1) * scale
+        if HAS_SKIP:
+            seen += skipped * value
+        tl.store(out + row * channels + channel, round_to(seen, out.dtype.element_ty), mask=inside)
+        row += 1
+    tl.store(states + tl.load(writes + request).to(tl.int64) * size + place, state, mask=here)

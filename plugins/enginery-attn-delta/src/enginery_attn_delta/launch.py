@@ -1,0 +1,182 @@
+"""From tensors to kernels. T tokens, B requests, C channels, H value heads, K, V: dims of a head's key and value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from enginery_attn_delta.kernels import conv, recurrence
+from enginery_attn_delta.kernels.launch import next_power_of_2
+
+CHUNK_ROWS: Final = 32  # of a tile of the convolution
+_CHANNELS: Final = 256
+_VALUES: Final = 32  # of a head in one program: [32, 128] float32 are 32 registers of 4 warps
+_SCANNED: Final = 64
+
+Decay = Literal["head", "channel", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Where the rows and states of B requests are, on the device.
+
+    first_rows: [B + 1] int32; reads, writes: [B] int32, pages, -1 to begin from zeros; tiles: [N, 2] int32, request and first token
+    of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
+    """
+
+    first_rows: torch.Tensor
+    reads: torch.Tensor
+    writes: torch.Tensor
+    tiles: torch.Tensor
+    tile_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """How a layer's channels are laid out: q, k and v of head 0 begin at these columns; num_keys heads of keys serve num_values."""
+
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    q_at: int
+    k_at: int
+    v_at: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gating:
+    """What makes decays out of gates: a_log, log_decay, skip: [H] float32; dt_bias: [H], or [H, K] of a decay for each channel.
+
+    steps: as of Mamba2, dt multiplies what is written; step_limits: dt is no smaller, no larger.
+    """
+
+    decay: Decay
+    delta: bool
+    a_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    log_decay: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+    floor: float | None = None
+    steps: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
+
+
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    states: torch.Tensor,
+    rows: Rows,
+    out: torch.Tensor,
+    activates: bool = True,
+) -> None:
+    """x: [T, C]; weight: [C, W]; bias: [C]; states: [pages, W - 1, C], of which the write pages are written; out: [T, C]."""
+    channels, width = weight.shape
+    conv.convolve[(rows.tiles.shape[0], -(-channels // _CHANNELS))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        states,
+        rows.reads,
+        rows.writes,
+        rows.first_rows,
+        rows.tiles,
+        out,
+        x.stride(0),
+        channels,
+        HAS_BIAS=bias is not None,
+        ACTIVATES=activates,
+        WIDTH=width,
+        BLOCK_T=rows.tile_rows,
+        BLOCK_C=_CHANNELS,
+    )
+
+
+def recur(
+    x: torch.Tensor,
+    gates: torch.Tensor | None,
+    *,
+    states: torch.Tensor,
+    rows: Rows,
+    heads: Heads,
+    gating: Gating,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """x: [T, C]; gates: [T, G]; states: [pages, H, V, K] float32, of which the write pages are written; out: [T, H, V]."""
+    gates = x if gates is None else gates
+    unused = x
+    block_v = min(next_power_of_2(heads.value_dim), _VALUES)
+    recurrence.recur[(rows.reads.shape[0], heads.num_values, -(-heads.value_dim // block_v))](
+        x,
+        gates,
+        states,
+        rows.reads,
+        rows.writes,
+        rows.first_rows,
+        unused if gating.a_log is None else gating.a_log,
+        unused if gating.dt_bias is None else gating.dt_bias,
+        unused if gating.log_decay is None else gating.log_decay,
+        unused if gating.skip is None else gating.skip,
+        out,
+        x.stride(0),
+        gates.stride(0),
+        scale,
+        0.0 if gating.floor is None else gating.floor,
+        *gating.step_limits,
+        heads.q_at,
+        heads.k_at,
+        heads.v_at,
+        HEADS=heads.num_values,
+        GROUP=heads.num_values // heads.num_keys,
+        KEY_DIM=heads.key_dim,
+        VALUE_DIM=heads.value_dim,
+        DELTA=gating.delta,
+        STEPS=gating.steps,
+        DECAY=gating.decay,
+        HAS_BIAS=gating.dt_bias is not None,
+        HAS_SKIP=gating.skip is not None,
+        HAS_FLOOR=gating.floor is not None,
+        BLOCK_K=next_power_of_2(heads.key_dim),
+        BLOCK_V=block_v,
+    )
+
+
+def scan(
+    x: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    a_log: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: Rows,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """x: [T, C]; gates: [T, C + 2 N], steps, B and C; a_log: [C, N]; skip: [C]; states: [pages, C, N] float32; out: [T, C]."""
+    channels, state_dim = a_log.shape
+    block = min(next_power_of_2(channels), _SCANNED)
+    recurrence.scan[(rows.reads.shape[0], -(-channels // block))](
+        x,
+        gates,
+        states,
+        rows.reads,
+        rows.writes,
+        rows.first_rows,
+        a_log,
+        a_log if skip is None else skip,
+        out,
+        x.stride(0),
+        gates.stride(0),
+        channels,
+        scale,
+        HAS_SKIP=skip is not None,
+        STATE_DIM=state_dim,
+        BLOCK_C=block,
+        BLOCK_N=next_power_of_2(state_dim),
+    )

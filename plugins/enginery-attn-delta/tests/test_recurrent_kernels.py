@@ -1,0 +1,180 @@
+"""Kernels equal recurrences in float64, token after token: any lengths, states read from one page and written to another."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from enginery_attn_delta.kernels.launch import INTERPRETED
+from enginery_attn_delta.launch import CHUNK_ROWS, Gating, Heads, Rows, convolve, recur, scan
+
+NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
+DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def make_rows(lengths: list[int], reads: list[int], writes: list[int], device: str) -> Rows:
+    first = [0, *itertools.accumulate(lengths)]
+    tile_rows = 1 if set(lengths) == {1} else CHUNK_ROWS
+    tiles = [(request, begin) for request, length in enumerate(lengths) for begin in range(0, length, tile_rows)]
+    return Rows(
+        first_rows=torch.tensor(first, dtype=torch.int32, device=device),
+        reads=torch.tensor(reads, dtype=torch.int32, device=device),
+        writes=torch.tensor(writes, dtype=torch.int32, device=device),
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2),
+        tile_rows=tile_rows,
+    )
+
+
+def each(lengths: list[int]) -> list[slice]:
+    return [slice(stop - length, stop) for length, stop in zip(lengths, itertools.accumulate(lengths), strict=True)]
+
+
+# Interpreted, each token of a head takes milliseconds.
+LENGTHS = [[1, 1], [2, 1, 35]] if not torch.cuda.is_available() else [[1, 1, 1], [5], [3, 1, 700, 2], [33, 64], [1] * 64]
+PLACES = {"in place": (list(range(1, 65)), list(range(1, 65))), "apart": ([0, 1, 0, 3] * 16, list(range(4, 68)))}
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize(("dtype", "width", "biased"), [(torch.float32, 4, False), (torch.bfloat16, 3, True)], ids=str)
+def test_convolutions(lengths: list[int], places: str, dtype: torch.dtype, width: int, biased: bool, device: str) -> None:
+    reads, writes = (pages[: len(lengths)] for pages in PLACES[places])
+    channels = 300
+    x = torch.randn(sum(lengths), channels + 7).to(dtype)[:, :channels]
+    weight, bias = torch.randn(channels, width), torch.randn(channels) if biased else None
+    states = torch.randn(70, width - 1, channels).to(dtype)
+    expected, kept = torch.empty(x.shape, dtype=torch.float64), states.clone()
+    for rows, read, write in zip(each(lengths), reads, writes, strict=True):
+        inputs = torch.cat([states[read], x[rows]]).double().T[None]  # [1, C, W - 1 + T]
+        made = F.conv1d(inputs, weight.double()[:, None], None if bias is None else bias.double(), groups=channels)
+        expected[rows] = F.silu(made)[0].T
+        kept[write] = torch.cat([states[read], x[rows]])[-(width - 1) :]
+    held = states.to(device)
+    placed = make_rows(lengths, reads, writes, device)
+    wide = torch.zeros(x.shape[0], channels + 7, dtype=dtype, device=device)
+    wide[:, :channels] = x
+    out = torch.empty(x.shape, dtype=dtype, device=device)
+    placed_bias = None if bias is None else bias.to(device)
+    convolve(wide[:, :channels], weight.to(device), placed_bias, states=held, rows=placed, out=out)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(held.cpu(), kept)
+
+
+RULES = {
+    "gated delta": Gating(decay="head", delta=True),
+    "a decay for each channel": Gating(decay="channel", delta=True),
+    "with a floor": Gating(decay="channel", delta=True, floor=-5.0),
+    "constant": Gating(decay="constant", delta=False),
+    "mamba2": Gating(decay="head", delta=False, skip=torch.ones(1), steps=True, step_limits=(0.01, 2.0)),
+}
+
+
+def expected_of(
+    x: torch.Tensor, gates: torch.Tensor, state: torch.Tensor, *, heads: Heads, gating: Gating, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [T, H, V] and the state [H, V, K] after them, in float64."""
+    groups = heads.num_values // heads.num_keys
+    size = heads.num_keys * heads.key_dim
+    q, k = (x[:, at : at + size].unflatten(1, (-1, heads.key_dim)).repeat_interleave(groups, 1) for at in (heads.q_at, heads.k_at))
+    v = x[:, heads.v_at : heads.v_at + heads.num_values * heads.value_dim].unflatten(1, (-1, heads.value_dim))
+    num, out = heads.num_values, []
+    state = state.clone()
+    for t in range(len(x)):
+        queries, keys, values, gate = q[t], k[t], v[t], gates[t]
+        written, beta = values, None
+        if gating.delta:
+            queries, keys = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (queries, keys))
+        if gating.decay == "constant":
+            log_decay = gating.log_decay.double()[:, None]
+        elif gating.decay == "head":
+            step = F.softplus(gate[num if gating.delta else 0 :][:num] + gating.dt_bias.double()).clamp(*gating.step_limits)
+            log_decay = (-gating.a_log.double().exp() * step)[:, None]
+            written = values if gating.delta else values * step[:, None]
+            beta = gate[:num].sigmoid()
+        else:
+            raw = gate[: num * heads.key_dim].view(num, -1) + gating.dt_bias.double()
+            rate = gating.a_log.double().exp()[:, None]
+            log_decay = -rate * F.softplus(raw) if gating.floor is None else gating.floor * (rate * raw).sigmoid()
+            beta = gate[num * heads.key_dim :].sigmoid()
+        state = state * log_decay.exp()[:, None, :]
+        if gating.delta:
+            written = (values - (state @ keys[..., None]).squeeze(-1)) * beta[:, None]
+        state = state + written[..., None] * keys[:, None, :]
+        seen = (state @ queries[..., None]).squeeze(-1) * scale
+        out.append(seen if gating.skip is None else seen + gating.skip.double()[:, None] * values)
+    return torch.stack(out), state
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_recurrences(rule: str, lengths: list[int], places: str, device: str) -> None:
+    reads, writes = (pages[: len(lengths)] for pages in PLACES[places])
+    asked, num_values, key_dim, value_dim = RULES[rule], 2, 24, 40
+    num_keys = num_values if asked.decay == "channel" else 1
+    keys = num_keys * key_dim
+    heads = Heads(
+        num_keys=num_keys, num_values=num_values, key_dim=key_dim, value_dim=value_dim, q_at=3, k_at=3 + keys, v_at=3 + 2 * keys
+    )
+    per_key = (num_values, key_dim) if asked.decay == "channel" else (num_values,)
+    gating = Gating(
+        decay=asked.decay,
+        delta=asked.delta,
+        a_log=torch.rand(num_values).mul(8).add(1).log(),
+        dt_bias=torch.randn(per_key) - 2,
+        log_decay=-torch.rand(num_values),
+        skip=None if asked.skip is None else torch.randn(num_values),
+        floor=asked.floor,
+        steps=asked.steps,
+        step_limits=asked.step_limits,
+    )
+    num_gates = num_values * (key_dim + 1 if asked.decay == "channel" else 2)
+    x, gates = torch.randn(sum(lengths), 3 + 2 * keys + num_values * value_dim), torch.randn(sum(lengths), num_gates)
+    states = torch.randn(70, num_values, value_dim, key_dim)
+    kept, expected = states.double(), torch.empty(sum(lengths), num_values, value_dim, dtype=torch.float64)
+    for rows, read, write in zip(each(lengths), reads, writes, strict=True):
+        expected[rows], kept[write] = expected_of(
+            x[rows].double(), gates[rows].double(), states[read].double(), heads=heads, gating=gating, scale=key_dim**-0.5
+        )
+    held, out = states.to(device), torch.empty(expected.shape, device=device)
+    moved = Gating(**{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in vars(gating).items()})
+    recur(
+        x.to(device),
+        gates.to(device),
+        states=held,
+        rows=make_rows(lengths, reads, writes, device),
+        heads=heads,
+        gating=moved,
+        scale=key_dim**-0.5,
+        out=out,
+    )
+    torch.testing.assert_close(out.cpu().double(), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(held.cpu().double(), kept, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_selective_scans(lengths: list[int], device: str) -> None:
+    reads, writes = (pages[: len(lengths)] for pages in PLACES["apart"])
+    channels, state_dim = 70, 11
+    x, skip = torch.randn(sum(lengths), channels), torch.randn(channels)
+    gates = torch.randn(sum(lengths), channels + 2 * state_dim)
+    gates[:, :channels] = F.softplus(gates[:, :channels] - 3)
+    a_log, states = torch.rand(channels, state_dim).mul(8).add(1).log(), torch.randn(70, channels, state_dim)
+    kept, expected = states.double(), torch.empty(x.shape, dtype=torch.float64)
+    for rows, read, write in zip(each(lengths), reads, writes, strict=True):
+        state = states[read].double()
+        for t in range(rows.start, rows.stop):
+            step, b, c = gates[t].double().split([channels, state_dim, state_dim])
+            state = state * (-a_log.double().exp() * step[:, None]).exp() + (step * x[t].double())[:, None] * b
+            expected[t] = state @ c + skip.double() * x[t].double()
+        kept[write] = state
+    held, out = states.to(device), torch.empty(x.shape, device=device)
+    rows = make_rows(lengths, reads, writes, device)
+    scan(x.to(device), gates.to(device), a_log=a_log.to(device), skip=skip.to(device), states=held, rows=rows, scale=1.0, out=out)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(held.cpu().double(), kept, atol=2e-5, rtol=1e-5)

@@ -1,0 +1,111 @@
+"""From what a layer gives `advance` to fla-core's chunked kernels. S rows of N requests, H value heads, K, V: dims of a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from enginery.api import RecurrentFacts, RecurrentWeights
+from enginery_attn_delta.backend import heads_of
+
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class Kernels(NamedTuple):
+    """fla-core's, each q, k, v [1, S, heads, dim] and keywords -> outputs [1, S, H, V], states after each request [N, H, V, K]."""
+
+    gated_delta_rule: Kernel
+    kda: Kernel
+    simple_gla: Kernel
+
+
+def load_kernels() -> Kernels:
+    """Import them: 17 s when nothing is cached."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from fla.ops.kda import chunk_kda  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    return Kernels(chunk_gated_delta_rule, chunk_kda, chunk_simple_gla)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chunks:
+    """Consecutive rows of N requests that have some. first_rows: [N + 1] int64, from 0, on the device and on the host.
+
+    reads, writes: [N] int64, pages; fresh: [N, 1, 1, 1] bool, of requests that begin from zeros and read none; device.
+    """
+
+    rows: slice
+    first_rows: torch.Tensor
+    first_rows_cpu: torch.Tensor
+    reads: torch.Tensor
+    writes: torch.Tensor
+    fresh: torch.Tensor
+
+
+def can_chunk(facts: RecurrentFacts) -> bool:
+    """Whether there is a chunked kernel for the rule; others run token by token."""
+    return facts.rule in ("linear", "delta")
+
+
+def run_chunks(
+    kernels: Kernels,
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    facts: RecurrentFacts,
+    weights: RecurrentWeights,
+    *,
+    chunks: Chunks,
+    matrix: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """mixed: [S, C], after the convolution; gates: [S, G]; matrix: [pages, H, V, K] float32, of which the write pages are written.
+
+    Returns [S, H, V].
+    """
+    heads = heads_of(facts)
+    keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
+    q, k = (mixed[None, :, at : at + keys].unflatten(-1, (heads.num_keys, heads.key_dim)) for at in (heads.q_at, heads.k_at))
+    v = mixed[None, :, heads.v_at : heads.v_at + values].unflatten(-1, (heads.num_values, heads.value_dim))
+    given: dict[str, Any] = {
+        "scale": scale,
+        "initial_state": matrix.index_select(0, chunks.reads).masked_fill_(chunks.fresh, 0.0),  # [N, H, V, K]
+        "output_final_state": True,
+        "state_v_first": True,
+        "cu_seqlens": chunks.first_rows,
+        "cu_seqlens_cpu": chunks.first_rows_cpu,
+    }
+    log_decay, steps = _decays(gates, facts, weights)
+    if facts.rule == "delta":
+        beta = gates[:, heads.num_values * heads.key_dim :] if facts.decay == "channel" else gates[:, : heads.num_values]
+        kernel = kernels.kda if facts.decay == "channel" else kernels.gated_delta_rule
+        made, after = kernel(q, k, v, log_decay[None], beta.float().sigmoid()[None], use_qk_l2norm_in_kernel=True, **given)
+    else:
+        group = heads.num_values // heads.num_keys
+        q, k = (part.repeat_interleave(group, dim=2) if group > 1 else part for part in (q, k))
+        written = v if steps is None or not facts.ssm else (v * steps[None, ..., None]).to(v.dtype)
+        decay = {"g_gamma": weights.log_decay} if facts.decay == "constant" else {"g": log_decay[None]}
+        made, after = kernels.simple_gla(q, k, written, **decay, **given)
+    matrix.index_copy_(0, chunks.writes, after)
+    return made[0] if weights.skip is None else made[0] + (weights.skip[:, None] * v[0]).to(made.dtype)
+
+
+def _decays(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logarithm of each row's decay, [S, H] or [S, H, K] float32, and the steps it is made of; nothing for a constant one."""
+    if facts.decay == "constant" or weights.a_log is None:
+        return gates, None
+    heads, rate = facts.value_heads, weights.a_log.exp()
+    if facts.decay == "channel":
+        raw, rate = gates[:, : heads * facts.key_dim].float().unflatten(-1, (heads, facts.key_dim)), rate[:, None]
+    else:
+        raw = gates[:, -heads:].float()
+    if weights.dt_bias is not None:
+        raw = raw + weights.dt_bias
+    if facts.gate_floor is not None:
+        return facts.gate_floor * (rate * raw).sigmoid(), None
+    steps = F.softplus(raw).clamp(*facts.step_limits)
+    return -rate * steps, steps

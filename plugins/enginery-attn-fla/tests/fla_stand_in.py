@@ -1,0 +1,66 @@
+"""The backend over stand-ins of fla-core's kernels in torch, decoding by interpreted kernels: `PAIR`, for the kit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+
+from enginery.api import BackendContext
+from enginery_attn_delta.spec import refuse_also
+from enginery_attn_fla.spec import FLA
+
+
+def by_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None, given: dict[str, Any]
+) -> Any:
+    """What the kernels compute, in float32, with their arguments. decay: [1, S, H] or [1, S, H, K]."""
+    assert given["state_v_first"]
+    group = v.shape[2] // q.shape[2]
+    q, k, v = (part[0].float() for part in (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), v))
+    if beta is not None:
+        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    out, after = torch.empty_like(v), given["initial_state"].clone()
+    bounds = given["cu_seqlens_cpu"].tolist()
+    assert bounds == given["cu_seqlens"].tolist()
+    for request, (first, last) in enumerate(itertools.pairwise(bounds)):
+        state = after[request]
+        for row in range(first, last):
+            state *= decay[0, row].exp()[:, None, None] if decay.dim() == 3 else decay[0, row].exp()[:, None]
+            new = v[row] if beta is None else beta[0, row, :, None] * (v[row] - torch.einsum("hvk,hk->hv", state, k[row]))
+            state += new[..., None] * k[row, :, None]
+            out[row] = given["scale"] * torch.einsum("hvk,hk->hv", state, q[row])
+    return out[None], after
+
+
+def delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **given: Any) -> Any:
+    assert given["use_qk_l2norm_in_kernel"]
+    return by_token(q, k, v, g, beta, given)
+
+
+def simple_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Any = None, g_gamma: Any = None, **given: Any) -> Any:
+    return by_token(q, k, v, g_gamma.expand(1, q.shape[1], -1) if g is None else g, None, given)
+
+
+def stand_in(context: BackendContext) -> Any:
+    from enginery_attn_fla.backend import ChunkedAttention
+    from enginery_attn_fla.chunks import Kernels
+
+    return ChunkedAttention(context, Kernels(delta, delta, simple_gla))
+
+
+def stand_in_spec() -> Any:
+    can = dataclasses.replace(
+        FLA.capabilities,
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32", "bfloat16"}),
+        kv_dtypes=frozenset({"float32", "bfloat16"}),
+        min_compute_capability=None,
+        head_dims=frozenset({16, 64}),
+    )
+    return dataclasses.replace(FLA, name="fla-stand-in", capabilities=can, refuse_also=refuse_also)
+
+
+PAIR = (stand_in_spec(), stand_in)

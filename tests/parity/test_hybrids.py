@@ -1,0 +1,72 @@
+"""Models of recurrent and softmax layers equal transformers: logits, and greedy tokens however the work is cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.oracle import Oracle, shape
+from transformers import Qwen3NextConfig
+
+from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
+
+HYBRIDS = {
+    "qwen3_next": Qwen3NextConfig(
+        **shape(
+            head_dim=32,
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=12,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        )
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture(params=sorted(HYBRIDS))
+def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle(request.param, HYBRIDS[request.param])
+
+
+def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
+    for prompt in oracle.prompts[:3]:
+        torch.testing.assert_close(last_logits(registry, options(oracle), prompt), oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_batch_tokens": 7},
+        {"page_size": 1},
+        {"max_batch_requests": 2},
+        {"num_pages": 12, "page_size": 16},
+        {"overlap": False},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
+    oracle: Oracle, registry: Registry, changes: dict[str, object]
+) -> None:
+    assert_greedy(oracle, generate(Engine.build(options(oracle, **changes), registry), oracle.prompts))
+
+
+def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
+    prompt = oracle.prompts[1]
+    expected = oracle.logits(prompt)[-1]
+    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
+    assert error < 0.06

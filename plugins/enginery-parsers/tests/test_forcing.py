@@ -33,7 +33,7 @@ from enginery_parsers.spec import PARSERS
 llguidance = pytest.importorskip("llguidance")
 
 REASONING = next(spec for spec in PARSERS if spec.name == "qwen3")
-SPECS = {spec.name: spec for spec in PARSERS if spec.kind == "tools"}
+SPECS = {spec.name: spec for spec in PARSERS if spec.kind == "tools" and spec.name != "harmony"}  # which needs special tokens
 UNIT = {"type": "string", "enum": ["C", "F"]}
 WEATHER = Tool(
     name="get_weather",
@@ -48,15 +48,37 @@ WEATHER = Tool(
 TIME = Tool(name="get_time")
 CLOSING = b'"}]</'
 JSON = '{"city": "Oslo", "days": DAYS, "unit": "C"}'
+GLM_CALL = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>DAYS</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n</tool_call>"
+)
+QWEN_CALL = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\nDAYS\n</parameter>\n"
+    "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>"
+)
+MINIMAX_CALL = (
+    '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+    '<parameter name="days">DAYS</parameter>\n<parameter name="unit">C</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+KIMI_CALL = "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+OBJECT = f'{{"name": "get_weather", "arguments": {JSON}}}'
 ONE = {
-    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {JSON}}}\n</tool_call>',
+    "hermes": f"<tool_call>\n{OBJECT}\n</tool_call>",
+    "longcat": f"<longcat_tool_call>\n{OBJECT}\n</longcat_tool_call>",
+    "nemotron": f"<TOOLCALL>[{OBJECT}]</TOOLCALL>",
+    "jamba": f"<tool_calls>[\n    {OBJECT}\n]</tool_calls>",
+    "minimax-m1": f"<tool_calls>\n{OBJECT}\n</tool_calls>",
     "llama3-json": f'{{"name": "get_weather", "parameters": {JSON}}}',
     "deepseek-v3": f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}get_weather\n```json\n{JSON}\n```{CALL_END}{CALLS_END}",
     "deepseek-v3.1": f"{CALLS_BEGIN}{CALL_BEGIN}get_weather{SEPARATOR}{JSON}{CALL_END}{CALLS_END}",
-    "glm4": (
-        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
-        "<arg_value>DAYS</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n</tool_call>"
-    ),
+    "kimi-k2": f"<|tool_calls_section_begin|>{KIMI_CALL}{JSON}<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax-text": f"<function_call>```typescript\nfunctions.get_weather({JSON})\n```",
+    "glm4": GLM_CALL,
+    "longcat-tags": GLM_CALL.replace("tool_call>", "longcat_tool_call>").replace("arg_", "longcat_arg_"),
+    "qwen3-xml": QWEN_CALL,
+    "mimo": QWEN_CALL.replace(">\nOslo\n<", ">Oslo<").replace(">\nDAYS\n<", ">DAYS<").replace(">\nC\n<", ">C<"),
+    "minimax-m2": MINIMAX_CALL,
+    "lfm2": '<|tool_call_start|>[get_weather(city="Oslo", days=DAYS, unit="C")]<|tool_call_end|>',
 }
 
 
@@ -109,7 +131,9 @@ def test_other_text_and_arguments_against_the_schema_are_refused(name: str) -> N
     assert not accepts(grammar, "It is warm in Oslo.")
     assert not accepts(grammar, "")
     assert not accepts(grammar, ONE[name].replace("DAYS", "3.5"))
-    assert not accepts(grammar, ONE[name].replace("DAYS", "3").replace('"C"', '"K"').replace(">C<", ">K<"))
+    assert not accepts(
+        grammar, ONE[name].replace("DAYS", "3").replace('"C"', '"K"').replace(">C<", ">K<").replace("\nC\n", "\nK\n")
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -201,7 +225,9 @@ def test_a_call_in_the_midst_of_text_follows_its_schema(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_arguments_of_a_tool_that_is_not_strict_are_any_object(name: str) -> None:
     anything = json.dumps({"a": [1, {"b": None}], "city": 5})
-    text = ONE[name].replace(JSON, anything).replace("<arg_key>city<", "<arg_key>other<").replace("DAYS", "soon")
+    text = ONE[name].replace(JSON, anything).replace("DAYS", '"soon"')
+    for before, after in (("arg_key>", "<"), ("=", ">"), ('="', '"'), ("(", "=")):
+        text = text.replace(f"{before}city{after}", f"{before}other{after}")
     assert accepts(free(name, WEATHER), text)
     assert not accepts(free(name, STRICT), text)
 
@@ -237,6 +263,8 @@ OBJECTS = [
     f'{{"\\u006eame": "get_weather", "arguments": {BAD}}}',
 ]
 PAIR = "<arg_key>days</arg_key><arg_value>x</arg_value>"
+QWEN_PAIR = "<parameter=days>x</parameter>"
+MINIMAX_PAIR = '<parameter name="days">x</parameter>'
 AGAINST = {  # calls that the parsers read, whose arguments are wrong
     "hermes": [f"<tool_call>{blank}{call}</tool_call>" for blank in ("", "\n", " ") for call in OBJECTS],
     "llama3-json": [begin + call for begin in ("", "\n", " ", "<|python_tag|>", "<|python_tag|> ") for call in OBJECTS],
@@ -245,6 +273,54 @@ AGAINST = {  # calls that the parsers read, whose arguments are wrong
     ],
     "deepseek-v3.1": [f"{CALL_BEGIN}{name}{SEPARATOR}{BAD}" for name in ("get_weather", " get_weather ", "get_weather\n")],
     "glm4": [f"<tool_call>{begin}{PAIR}</tool_call>" for begin in ("get_weather", "get_weather\n", "\n get_weather ")],
+    "longcat": [f"<longcat_tool_call>{blank}{call}</longcat_tool_call>" for blank in ("", "\n", " ") for call in OBJECTS],
+    "nemotron": [f"<TOOLCALL>{begin}{call}" for begin in ("[", "", " [ ", '[{"name": "get_time"}, ') for call in OBJECTS],
+    "jamba": [f"<tool_calls>{begin}{call}" for begin in ("[", "[\n    ", "", "\n") for call in OBJECTS],
+    "minimax-m1": [f"<tool_calls>{begin}{call}" for begin in ("[", "\n", "", " ") for call in OBJECTS],
+    "kimi-k2": [
+        f"<|tool_call_begin|>{head}<|tool_call_argument_begin|>{BAD}"
+        for head in ("functions.get_weather:0", "get_weather", " functions.get_weather:12 ", "get_weather:3\n")
+    ],
+    "minimax-text": [
+        f"<function_call>{begin}get_weather({BAD})"
+        for begin in ("```typescript\nfunctions.", "", "\n```functions.", "```ts functions.")
+    ],
+    "longcat-tags": [
+        f"<longcat_tool_call>{begin}{PAIR.replace('arg_', 'longcat_arg_')}</longcat_tool_call>"
+        for begin in ("get_weather", "get_weather\n", "\n get_weather ")
+    ],
+    "qwen3-xml": [
+        f"{begin}<function=get_weather>{QWEN_PAIR}</function>" for begin in ("<tool_call>", "<tool_call>\n", "<tool_call> ", "")
+    ],
+    "mimo": [f"{begin}<function=get_weather>\n{QWEN_PAIR}</function>" for begin in ("<tool_call>", "<tool_call>\n", "")],
+    "minimax-m2": [
+        f'{begin}<invoke name="get_weather">{MINIMAX_PAIR}</invoke>'
+        for begin in ("<minimax:tool_call>", "<minimax:tool_call>\n", '<minimax:tool_call><invoke name="get_time"></invoke>', "")
+    ],
+    "lfm2": [
+        *(
+            f"<|tool_call_start|>{begin}get_weather({given})"
+            for begin in ("[", "", "[get_time(), ")
+            for given in ("city=5", "days='x'")
+        ),
+        *(f"<|tool_call_start|>{begin}{call}" for begin in ("[", "") for call in OBJECTS),
+    ],
+}
+BEGINS = {  # of a call, as the grammars write it
+    "hermes": ["<tool_call>"],
+    "longcat": ["<longcat_tool_call>"],
+    "nemotron": ["<TOOLCALL>"],
+    "jamba": ["<tool_calls>"],
+    "minimax-m1": ["<tool_calls>"],
+    "llama3-json": ['{"name": "'],
+    "kimi-k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
+    "minimax-text": ["<function_call>"],
+    "glm4": ["<tool_call>"],
+    "longcat-tags": ["<longcat_tool_call>"],
+    "qwen3-xml": ["<tool_call>", "<function="],
+    "mimo": ["<tool_call>", "<function="],
+    "minimax-m2": ["<minimax:tool_call>", '<invoke name="'],
+    "lfm2": ["<|tool_call_start|>"],
 }
 PARTS = [
     *("<tool_call>", "</tool_call>", '{"name": "', "get_weather", '", "arguments": ', "{}", "}", JSON.replace("DAYS", "3")),
@@ -259,7 +335,7 @@ PARTS = [
 @settings(deadline=None, max_examples=80)
 def test_no_text_that_is_accepted_has_a_call_against_its_schema(name: str, tags: tuple[str, str], data: st.DataObject) -> None:
     call = ONE[name].replace("DAYS", "3")
-    around = st.lists(st.sampled_from([*PARTS, call, CALLS_BEGIN, "<think>", "</think>"]), max_size=4).map("".join)
+    around = st.lists(st.sampled_from([*PARTS, *BEGINS.get(name, [CALLS_BEGIN]), call, "<think>"]), max_size=4).map("".join)
     text = data.draw(around) + data.draw(st.sampled_from(AGAINST[name])) + data.draw(around)
     found, tokens = matcher(free(name, reasoning=tags)), list(text.encode())
     taken = tokens[: found.try_consume_tokens(tokens)]
@@ -306,8 +382,38 @@ WORDS = [
     "Oslo",
     "ool_c",
     "</think>\n\n",
+    *("<TOOLCALL>", "]</TOOLCALL>", "<longcat_", "</longcat_", "arg_value>", "tool_call>", "tool_calls>", "<|tool_", "_begin|>"),
+    *(
+        "_end|>",
+        "</parameter>",
+        "</function>",
+        "</invoke>",
+        "</minimax:tool_call>",
+        "<parameter",
+        "functions.",
+        "```",
+        ")\n",
+        ")]<|",
+    ),
 ]
-ENDING = ('"', "}", '"}', "]", "</", CALL_END, CALLS_END, "</arg_value>", "</tool_call>")
+ENDING = (
+    *(
+        '"',
+        "}",
+        '"}',
+        "]",
+        "</",
+        CALL_END,
+        CALLS_END,
+        "</arg_value>",
+        "</tool_call>",
+        ")",
+        "]</TOOLCALL>",
+        "</longcat_",
+        "arg_value>",
+    ),
+    *("tool_call>", "tool_calls>", "</parameter>", "</function>", "</invoke>", "</minimax:tool_call>", "_end|>", ")]<|"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -322,14 +428,14 @@ def compiler() -> Any:
 
 
 def walk(state: Any, texts: list[bytes], seed: int, begins: list[str]) -> bytes | None:
-    """Tokens at random under the masks, leaning to end what is open, and now and then to begin a call. None: too long."""
+    """Tokens at random under the masks, leaning to end what is open, and at times to begin a call. None: too long."""
     rng, written, wish = random.Random(seed), b"", b""
     for _ in range(1_500):
         row = np.zeros(-(-len(texts) // 32), dtype=np.int32)
         state.fill_mask(row)
         allowed = np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist()
         ending = [token for token in allowed if texts[token].decode(errors="ignore") in ENDING]
-        wish = wish or (rng.choice(begins).encode() if rng.random() < 0.05 else b"")
+        wish = wish or (rng.choice(begins).encode() if rng.random() < (0.05 if written else 0.3) else b"")
         wished = [token for token in allowed if token and wish.startswith(texts[token])] if wish else []
         plain = [token for token in allowed if 32 <= token <= 127 or token > 257] or allowed
         token = rng.choice(wished or [*ending * (1 + len(plain) // (1 + len(ending))), *plain])
@@ -345,9 +451,7 @@ def walk(state: Any, texts: list[bytes], seed: int, begins: list[str]) -> bytes 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_walks_under_the_masks_write_free_text_and_valid_calls(name: str, compiler: Any) -> None:
-    begins = {"llama3-json": ['{"name": "'], "hermes": ["<tool_call>"], "glm4": ["<tool_call>"]}.get(
-        name, [CALLS_BEGIN, CALL_BEGIN]
-    )
+    begins = BEGINS.get(name, [CALLS_BEGIN, CALL_BEGIN])
     compiled, texts = (
         compiler.compile(free(name)),
         [b"", *(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS)],
@@ -363,7 +467,7 @@ def test_walks_under_the_masks_write_free_text_and_valid_calls(name: str, compil
     assert name == "llama3-json" or any(has_text and num for has_text, num in shapes), "both"
 
 
-GLM_VALUES = [
+TAGGED_VALUES = [
     ({"type": "string"}, ["", "5", "null", "a\nb", '"q"'], []),
     ({"type": "string", "minLength": 2, "maxLength": 4}, ["ab", "日本語x", "<<"], ["a", "abcde", ""]),
     ({"type": "string", "enum": ["a", "5", "null", ""]}, ["a", "5", "null", ""], ["b", '"a"']),
@@ -382,17 +486,81 @@ GLM_VALUES = [
 TREE = {"type": "object", "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/Tree"}}}, "required": ["of"]}
 
 
-@pytest.mark.parametrize(("schema", "good", "bad"), GLM_VALUES)
-def test_glms_values_without_quotes_satisfy_the_schema_of_a_strict_tool(schema: dict, good: list[str], bad: list[str]) -> None:
+VALUE_OF = {  # the text of a call whose argument v is VALUE
+    "glm4": "<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+    "qwen3-xml": "<tool_call>\n<function=f>\n<parameter=v>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+    "mimo": "<tool_call>\n<function=f>\n<parameter=v>VALUE</parameter>\n</function>\n</tool_call>",
+    "minimax-m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="v">VALUE</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUE_OF)
+@pytest.mark.parametrize(("schema", "good", "bad"), TAGGED_VALUES)
+def test_values_without_quotes_satisfy_the_schema_of_a_strict_tool(
+    name: str, schema: dict, good: list[str], bad: list[str]
+) -> None:
     parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": {"Unit": UNIT, "Tree": TREE}}
     tool = Tool(name="f", parameters=parameters, strict=True)
     for value, is_good in [*((value, True) for value in good), *((value, False) for value in bad)]:
-        text = f"<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
-        assert accepts(free("glm4", tool), text) is is_good, value
+        text = VALUE_OF[name].replace("VALUE", value)
+        assert accepts(free(name, tool), text) is is_good, value
         if is_good:
-            parser = SPECS["glm4"].make(ParserSetup(tools=(tool,), new_id=lambda: "call_0"))
-            _, [(_, arguments)] = gathered([*parser.feed(text), *parser.finish()])
-            jsonschema.validate(arguments, parameters)
+            assert one_call(name, tool, text)
+
+
+def one_call(name: str, tool: Tool, text: str) -> dict[str, Any]:
+    """The arguments of the only call, which satisfy the schema."""
+    parser = SPECS[name].make(ParserSetup(tools=(tool,), new_id=lambda: "call_0"))
+    _, [(_, arguments)] = gathered([*parser.feed(text), *parser.finish()])
+    jsonschema.validate(arguments, tool.parameters)
+    return arguments
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_words_of_python_are_allowed_where_the_template_writes_them(*, strict: bool) -> None:
+    tool = Tool(name="f", parameters={"properties": {"v": {"type": "boolean"}}, "required": ["v"]}, strict=strict)
+    texts = {**VALUE_OF, "lfm2": "<|tool_call_start|>[f(v=VALUE)]<|tool_call_end|>"}
+    for name, text in texts.items():
+        grammar = SPECS[name].force((tool,), None, parallel=True, required=True)
+        is_python = name in ("qwen3-xml", "mimo", "lfm2")
+        assert accepts(grammar, text.replace("VALUE", "True")) is is_python, name
+        assert accepts(grammar, text.replace("VALUE", "true")), name
+        assert not accepts(grammar, text.replace("VALUE", "Yes")), name
+        assert one_call(name, tool, text.replace("VALUE", "True" if is_python else "true")) == {"v": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_good"),
+    [
+        ("", False),
+        ("a=1", True),
+        ('a=1, b="x"', True),
+        ('a=1, c=[{"d": "()\\""}]', True),
+        ('a=1, b="x", c=[]', True),
+        ("a=1, ", False),
+        ('b="x"', False),
+        ('b="x", a=1', False),
+        ('a=1, b="xyz"', False),
+        ("a=1.5", False),
+        ("a=1, d=2", False),
+        ("a=1 b=2", False),
+    ],
+)
+def test_arguments_of_python_satisfy_the_schema_of_a_strict_tool(given: str, *, is_good: bool) -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 2}, "c": {"type": "array"}}
+    tool = Tool(name="f", parameters={"type": "object", "properties": properties, "required": ["a"]}, strict=True)
+    text = f"<|tool_call_start|>[f({given})]<|tool_call_end|>"
+    assert accepts(free("lfm2", tool), text) is is_good
+    if is_good:
+        assert one_call("lfm2", tool, text)["a"] == 1
+
+
+def test_a_name_that_python_cannot_write_is_refused() -> None:
+    tool = Tool(name="f", parameters={"properties": {"a-b": {"type": "integer"}}}, strict=True)
+    with pytest.raises(RequestError, match="cannot be kept to in LFM2's format, because of the name 'a-b'"):
+        free("lfm2", tool)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,31 @@ HOSTILE = {
     "long arguments before the name": '<tool_call>{"arguments": {"a": "' + "x" * MILLION,
     "a long value": "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<" * MILLION,
     "a long string of GLM": "<tool_call>f<arg_key>s</arg_key><arg_value>" + '"' * MILLION,
+    "a long head": "<|tool_call_begin|>functions." + "f" * MILLION,
+    "many heads": "<|tool_call_begin|>functions.f:0" * (MILLION // 32),
+    "a long string of Python": "<|tool_call_start|>[f(a='" + "'" * MILLION,
+    "quotes of Python": "<|tool_call_start|>[f(a='" + "'                x" * (MILLION // 18),
+    "a deep list of Python": "<|tool_call_start|>[f(a=" + "[" * MILLION,
+    "a long number of Python": "<|tool_call_start|>[f(a=" + "1" * MILLION,
+    "escapes of Python": "<|tool_call_start|>[f(a='" + "\\x4" * (MILLION // 16),
+    "a long value of Qwen": "<tool_call>\n<function=f>\n<parameter=s>\n" + "\n" * MILLION,
+    "headers": "<|start|>" * (MILLION // 9),
+    "a long header": "<|start|>assistant to=functions." + "f" * MILLION,
+    "a long message": "<|channel|>commentary to=functions.f<|message|>" + '{"a": "' + "<|cal" * (MILLION // 5),
     "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * (MILLION // 260),
 }
+
+
+HELD = [
+    "angles",
+    "braces",
+    "a long string",
+    "long arguments before the name",
+    "a long value",
+    "a long value of Qwen",
+    "a long header",
+]
+ALL = ["hermes", "llama3-json", "deepseek-v3", "glm4", "qwen3", "qwen3-xml", "kimi-k2", "lfm2", "harmony", "harmony-analysis"]
 
 
 def texts(spec: ParserSpec, pieces: Iterator[str]) -> list[str]:
@@ -57,7 +80,7 @@ def in_pieces(text: str, length: int) -> Iterator[str]:
     return (text[start : start + length] for start in range(0, len(text), length))
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3-json", "deepseek-v3", "glm4", "qwen3"])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("about", HOSTILE)
 def test_long_outputs_take_linear_time_and_give_the_same_however_they_are_cut(name: str, about: str) -> None:
     text = HOSTILE[about]
@@ -68,8 +91,8 @@ def test_long_outputs_take_linear_time_and_give_the_same_however_they_are_cut(na
     assert in_parts == whole
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3-json", "glm4", "qwen3"])
-@pytest.mark.parametrize("about", ["angles", "braces", "a long string", "long arguments before the name", "a long value"])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("about", HELD)
 def test_what_is_kept_is_bounded(name: str, about: str) -> None:
     text = HOSTILE[about]
     parser = SPECS[name].make(ParserSetup(tools=TOOLS, new_id=lambda: "call_0"))

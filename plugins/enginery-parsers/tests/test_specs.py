@@ -20,6 +20,27 @@ LLAMA31 = """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}
 R1 = """{{'<｜Assistant｜><｜tool▁calls▁begin｜>' + tool['type'] + '```json' + '\\n'}}{% if '</think>' in content %}"""  # noqa: RUF001
 V31 = """{{'<｜Assistant｜></think>'}}{{'<｜tool▁calls▁begin｜>' + tool['function']['name'] + '<｜tool▁sep｜>'}}"""  # noqa: RUF001
 GLM45 = "[gMASK]<sop>{{- '<|assistant|>\\n<think></think>' }}{{ '\\n<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key>"
+QWEN35 = QWEN3_CODER + "\\n<parameter=example_1>\\nvalue\\n</parameter>{{- '<think>\\n\\n</think>\\n\\n' }}"
+MIMO = QWEN3_CODER + "\\n<parameter=example_1>value</parameter>{{- '<think></think>' }}"
+GLM47 = GLM45.replace("\\n", "")
+KIMI = "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}"
+KIMI_THINKING = KIMI + "<think>{{ rc }}</think>"
+MINIMAX_TEXT = "{{ '<beginning_of_sentence>ai name=' }}<function_call>```typescript"
+MINIMAX_M1 = "{{ '<beginning_of_sentence>ai name=MiniMax AI\\n<tool_calls>\\n' }}"
+MINIMAX_M2 = "{{- ']~b]ai\\n<think>\\n' }}{%- if '</think>' in c %}{{ '<minimax:tool_call>' }}<invoke name="
+NEMOTRON = "{{- '<SPECIAL_11>Assistant\\n<think>' }}{% if '</think>' in c %}{{- '<TOOLCALL>[' -}}"
+NEMOTRON3 = QWEN35
+GRANITE4 = '<|start_of_role|>assistant<|end_of_role|>{{- \'<tool_call>\\n{"name": "\' + call.name }}'
+LING = "{{- '<role>ASSISTANT</role>' }}{{- '<tool_call>\\n{\"name\": \"' + call.name }}"
+RING = LING + "{{ content.split('</think>')[-1] }}"
+JAMBA = "<|bom|><|assistant|>{{ '<tool_calls>[\\n    ' }}"
+FALCON = QWEN25
+LFM2 = "{{- '<|im_start|>system\\nList of tools: <|tool_list_start|>' }}"
+LFM25 = "{{- '<|im_start|>' }}{{- '<|tool_call_start|>[' + calls + ']<|tool_call_end|>' }}{%- if '</think>' in content %}"
+LONGCAT = "{{ 'ASSISTANT:' }}{{ '<longcat_tool_call>\\n' + call | tojson + '\\n</longcat_tool_call>' }}"
+LONGCAT_THINKING = "<longcat_think>{{ r }}</longcat_think><longcat_tool_call>{{ name }}<longcat_arg_key>{{ k }}</longcat_arg_key>"
+GPT_OSS = '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}'
+GEMMA = "{{ bos_token }}{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}"
 CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}"
 
 
@@ -28,7 +49,28 @@ CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_en
     [
         (QWEN25, (), {"hermes"}),
         (QWEN3, (), {"hermes", "qwen3"}),
-        (QWEN3_CODER, (), set()),
+        (QWEN3_CODER, (), {"qwen3-xml"}),
+        (QWEN35, (), {"qwen3-xml", "qwen3"}),
+        (NEMOTRON3, (), {"qwen3-xml", "qwen3"}),
+        (MIMO, (), {"mimo", "qwen3"}),
+        (GLM47, (), {"glm4", "glm"}),
+        (KIMI, (), {"kimi-k2"}),
+        (KIMI_THINKING, (), {"kimi-k2", "think"}),
+        (MINIMAX_TEXT, (), {"minimax-text"}),
+        (MINIMAX_M1, (), {"minimax-m1"}),
+        (MINIMAX_M2, (), {"minimax-m2", "think"}),
+        (NEMOTRON, (), {"nemotron", "think"}),
+        (GRANITE4, (), {"hermes"}),
+        (LING, (), {"hermes"}),
+        (RING, (), {"hermes", "think"}),
+        (JAMBA, (), {"jamba"}),
+        (FALCON, (), {"hermes"}),
+        (LFM2, ("<|tool_call_start|>",), {"lfm2"}),
+        (LFM25, (), {"lfm2", "qwen3"}),
+        (LONGCAT, (), {"longcat"}),
+        (LONGCAT_THINKING, (), {"longcat-tags", "longcat-think"}),
+        (GPT_OSS, (), {"harmony", "harmony-analysis"}),
+        (GEMMA, (), set()),
         (LLAMA31, ("<|python_tag|>",), {"llama3-json"}),
         (LLAMA31, (), set()),
         (R1, (), {"deepseek-v3", "deepseek-r1"}),
@@ -45,10 +87,11 @@ def test_a_template_shows_its_parsers(template: str, tokens: tuple[str, ...], ex
 
 @pytest.mark.parametrize("spec", [spec for spec in register_parsers() if spec.kind == "reasoning"], ids=lambda spec: spec.name)
 def test_a_prompt_ends_within_reasoning_only_where_its_template_opens_it(spec) -> None:
-    assert spec.is_inside("<|im_start|>assistant\n<think>\n")
-    assert not spec.is_inside("<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n")
+    opening = {"harmony-analysis": "<|start|>assistant"}.get(spec.name, spec.tags[0])
+    assert spec.is_inside(f"<|im_start|>assistant\n{opening}\n")
+    assert not spec.is_inside(f"<|im_start|>user\nWhat is {opening}?<|im_end|>\n<|im_start|>assistant\n")
+    assert not spec.is_inside(f"<|im_start|>assistant\n{opening}{spec.close}")
     assert not spec.is_inside("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not spec.is_inside("<think>" + spec.close)
     assert not spec.is_inside("")
 
 

@@ -32,6 +32,15 @@ from enginery_parsers.spec import PARSERS
 STREAMS = Path(__file__).with_name("streams")
 SPECS = {spec.name: spec for spec in PARSERS}
 REASONING = [spec.name for spec in PARSERS if spec.kind == "reasoning"]
+# Formats that differ from another one in the names of their markers: where its cases are, and what to replace in them.
+ALIKE = {
+    "longcat": ("hermes", r"(?<=<)(/?)(?=tool_)", r"\1longcat_"),
+    "longcat-tags": ("glm4", r"(?<=<)(/?)(?=tool_|arg_)", r"\1longcat_"),
+    "nemotron": ("hermes", r"(?<=<)(/?)tool_(ca(?:ll)?)", lambda match: f"{match[1]}TOOL{match[2].upper()}"),
+    "jamba": ("hermes", r"tool_call>", "tool_calls>"),
+    "minimax-m1": ("nemotron", r"TOOLCALL>", "tool_calls>"),
+    "longcat-think": ("reasoning", r"(?<=<)(/?)(?=thi)", r"\1longcat_"),
+}
 TOOLS = (
     Tool(
         name="get_weather",
@@ -60,16 +69,30 @@ TOOLS = (
 
 def golden() -> list[Any]:
     """Each case of each format."""
-    cases = []
-    for name in SPECS:
-        file = "reasoning" if name in REASONING else name
-        for case in tomllib.loads((STREAMS / f"{file}.toml").read_text())["case"]:
-            cases.append(pytest.param(name, case, id=f"{name}: {case['about']}"))
+    return [pytest.param(name, case, id=f"{name}: {case['about']}") for name in SPECS for case in cases_of(name)]
+
+
+def cases_of(name: str) -> list[dict[str, Any]]:
+    """From the format's own file, and from that of a format that is alike."""
+    own = STREAMS / f"{name}.toml"
+    cases = tomllib.loads(own.read_text())["case"] if own.exists() else []
+    if name in ALIKE:
+        like, pattern, names = ALIKE[name]
+        cases += [renamed(case, pattern, names) for case in tomllib.loads((STREAMS / f"{like}.toml").read_text())["case"]]
+    elif name in REASONING and not own.exists():
+        cases = tomllib.loads((STREAMS / "reasoning.toml").read_text())["case"]
+    assert cases
     return cases
 
 
-def spelt_out(lines: Iterable[Sequence[str]]) -> list[ParserEvent]:
-    """The events that a case's lines stand for: `call` is a complete one, `cut` an incomplete one, `begun` has no arguments."""
+def renamed(case: dict[str, Any], pattern: str, names: Any) -> dict[str, Any]:
+    """The case in the other format's markers."""
+    lines = [[kind, *(re.sub(pattern, names, text) for text in texts)] for kind, *texts in case["events"]]
+    return {**case, "text": re.sub(pattern, names, case["text"]), "events": lines}
+
+
+def spelt_out(lines: Iterable[Sequence[str]], ids: Sequence[str] = ()) -> list[ParserEvent]:
+    """The events that a case's lines stand for: `call` is a complete one, `cut` an incomplete one. ids: of the calls."""
     events: list[ParserEvent] = []
     numbers = count()
     for kind, text, *rest in lines:
@@ -77,7 +100,7 @@ def spelt_out(lines: Iterable[Sequence[str]]) -> list[ParserEvent]:
             events.append(ContentText(text) if kind == "content" else ReasoningText(text))
             continue
         index = next(numbers)
-        events.append(ToolCallBegun(index, f"call_{index:02x}", text))
+        events.append(ToolCallBegun(index, ids[index] if ids else f"call_{index:02x}", text))
         events += [ArgumentsText(index, arguments) for arguments in rest]
         events.append(ToolCallEnded(index, kind == "call"))
     return events
@@ -120,7 +143,7 @@ def cut_at_random(text: str, seed: int) -> list[str]:
 @pytest.mark.parametrize(("name", "case"), golden())
 def test_a_stream_gives_its_events_however_it_is_cut(name: str, case: dict[str, Any]) -> None:
     spec, text, inside = SPECS[name], case["text"], case.get("inside", False)
-    expected = spelt_out(case["events"])
+    expected = spelt_out(case["events"], case.get("ids", ()))
     assert parsed(spec, [text], inside=inside) == expected
     assert parsed(spec, text, inside=inside) == expected
     for place in range(len(text)):
@@ -186,13 +209,65 @@ PARTS = [
     ),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "days", "é🙂"),
 ]
+# Of each further format: its markers and the parts of a call.
+PARTS_OF = {
+    "qwen3-xml": [
+        "<function=get_weather>",
+        "<function=get_time>",
+        "<parameter=city>",
+        "<parameter=days>",
+        "</parameter>",
+        "</function>",
+    ],
+    "minimax-m2": [
+        *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="get_weather">', '<invoke name="get_time">', "</invoke>"),
+        *('<parameter name="city">', '<parameter name="days">', "</parameter>"),
+    ],
+    "kimi-k2": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+        *("functions.get_time:0", "functions.fly:1", "<|tool_call_argument_begin|>"),
+    ],
+    "minimax-text": ["<function_call>", "```typescript\nfunctions.", "functions.", "get_time(", ")\n", "```"],
+    "nemotron": ["<TOOLCALL>[", "<TOOLCALL>", "]</TOOLCALL>", "</TOOLCALL>", '{"name": "get_time"}', "}}, "],
+    "jamba": ["<tool_calls>[", "<tool_calls>", "]</tool_calls>", "</tool_calls>", '{"name": "get_time"}', "}}, "],
+    "longcat": ["<longcat_tool_call>", "</longcat_tool_call>"],
+    "longcat-tags": [
+        *("<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>"),
+        "</longcat_arg_value>",
+    ],
+    "longcat-think": ["<longcat_think>", "</longcat_think>"],
+    "lfm2": [
+        *(
+            "<|tool_call_start|>[",
+            "<|tool_call_start|>",
+            "]<|tool_call_end|>",
+            "get_time(",
+            "get_weather(city=",
+            "days=",
+            ", ",
+            ")",
+        ),
+        *("'", "'a'", '"b"', "[1, ", "{'k': ", "True", "None", "\\'", "\\x41", ".5"),
+    ],
+    "harmony": [
+        *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>json", "assistant"),
+        *(" to=functions.get_time", " to=functions.get_weather", " to=python", "analysis", "commentary", "final"),
+    ],
+}
+PARTS_OF |= {"mimo": PARTS_OF["qwen3-xml"], "minimax-m1": PARTS_OF["jamba"], "harmony-analysis": PARTS_OF["harmony"]}
+
+
+def parts_of(name: str) -> list[str]:
+    """Parts of any text, more than half of them the format's own."""
+    own = PARTS_OF.get(name, [])
+    return PARTS + own * (1 + len(PARTS) // len(own)) if own else PARTS
 
 
 @pytest.mark.parametrize("name", SPECS)
 @settings(max_examples=120, deadline=None)
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=30), seed=st.integers(0, 99), inside=st.booleans())
-def test_any_text_gives_the_same_events_however_it_is_cut(name: str, parts: list[str], seed: int, *, inside: bool) -> None:
-    text = "".join(parts)
+@given(data=st.data(), seed=st.integers(0, 99), inside=st.booleans())
+def test_any_text_gives_the_same_events_however_it_is_cut(name: str, data: st.DataObject, seed: int, *, inside: bool) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(parts_of(name)), max_size=30)))
     whole = parsed(SPECS[name], [text], inside=inside)
     assert parsed(SPECS[name], text, inside=inside) == whole
     assert parsed(SPECS[name], cut_at_random(text, seed), inside=inside) == whole
@@ -200,14 +275,16 @@ def test_any_text_gives_the_same_events_however_it_is_cut(name: str, parts: list
 
 @pytest.mark.parametrize("name", SPECS)
 @settings(max_examples=150, deadline=None)
-@given(parts=st.lists(st.sampled_from([*PARTS, "WORD", '"city": "WORD"', '"arguments": {"WORD": ["WORD"]}']), max_size=30))
-def test_nothing_of_any_text_is_lost_or_doubled(name: str, parts: list[str]) -> None:
-    numbers = count()
+@given(data=st.data())
+def test_nothing_of_any_text_is_lost_or_doubled(name: str, data: st.DataObject) -> None:
+    numbers, words = count(), ["WORD", '"city": "WORD"', '"arguments": {"WORD": ["WORD"]}', "'WORD'", "(WORD='WORD')"]
+    parts = data.draw(st.lists(st.sampled_from(parts_of(name) + words * 4), max_size=30))
     text = re.sub("WORD", lambda _: f"w{next(numbers)}w", "".join(parts))
     events = parsed(SPECS[name], [text])
     texts = [event.text for event in events if isinstance(event, ContentText | ReasoningText | ArgumentsText)]
     assert re.findall(r"w\d+w", "".join(texts)) == re.findall(r"w\d+w", text)
-    if all(isinstance(event, ContentText) for event in events) and not text.lstrip().startswith("<think>"):
+    is_opened = text.lstrip().startswith(("<think>", "<longcat_think>"))
+    if name != "harmony-analysis" and not is_opened and all(isinstance(event, ContentText) for event in events):
         assert "".join(texts) == text
 
 

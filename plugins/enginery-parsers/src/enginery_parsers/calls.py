@@ -1,9 +1,10 @@
-"""What the parsers of tool calls have in common, and those of Hermes and Llama."""
+"""What the parsers of tool calls have in common, and those of calls that are JSON objects."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Final
 
 from enginery.api import ParserEvent, ParserSetup, ToolCallBegun, ToolCallEnded
@@ -71,13 +72,16 @@ class CallParser:
         """Tell a piece of content."""
         self._events.content(text)
 
-    def begin(self, name: str) -> None:
-        """Tell the begin of a call, and let go of what was held. Raises `Malformed` if there is no such tool."""
+    def begin(self, name: str, call_id: str = "") -> None:
+        """Tell the begin of a call, and let go of what was held. Raises `Malformed` if there is no such tool.
+
+        call_id: the model's own, where the format has one.
+        """
         if name not in self.tools:
             raise Malformed
         self.source.release()
         self._is_open = True
-        self._events.add(ToolCallBegun(self._num_calls, self._new_id(), name))
+        self._events.add(ToolCallBegun(self._num_calls, call_id or self._new_id(), name))
 
     def arguments(self, text: str) -> None:
         """Tell a piece of the open call's arguments, which are JSON."""
@@ -90,9 +94,12 @@ class CallParser:
         self._is_open = False
         self.source.hold()
 
-    def skip(self, *markers: str) -> Wait[None]:
-        """Leave out those of the markers that follow, in this order, with blanks before and line breaks after each."""
-        self.source.hold()
+    def skip(self, *markers: str, blanks: str = "") -> Wait[None]:
+        """Leave out those of the markers that follow, in this order, with blanks before and line breaks after each.
+
+        blanks: that were read before the first one.
+        """
+        self.source.hold(blanks)
         for marker in markers:
             yield from self.source.gap()
             if (yield from self.source.literal(marker)):
@@ -100,6 +107,15 @@ class CallParser:
                 yield from self.source.breaks()
                 self.source.hold()
         self.content(self.source.release())
+
+    def another(self, separator: str, begin: str) -> Wait[bool]:
+        """Whether `begin` follows, with a separator before it or not; then it is read. What stands before it is held."""
+        yield from self.source.breaks()
+        self.source.hold()
+        yield from self.source.gap()
+        yield from self.source.literal(separator)
+        yield from self.source.gap()
+        return (yield from self.source.literal(begin))
 
     def read_call_object(self) -> Wait[None]:
         """`{"name": ..., "arguments": {...}}` after its first character.
@@ -164,16 +180,38 @@ class CallParser:
         return name
 
 
-class HermesParser(CallParser):
-    """`<tool_call>`, the object, `</tool_call>`, with line breaks between them."""
+@dataclass(frozen=True, kw_only=True)
+class ObjectFormat:
+    """Calls that are objects between two markers. several: there may be more than one, as a list or one after another."""
 
-    begins = Marker("<tool_call>")
+    begin: str
+    end: str
+    several: bool = False
+
+
+HERMES: Final = ObjectFormat(begin="<tool_call>", end="</tool_call>")
+LONGCAT: Final = ObjectFormat(begin="<longcat_tool_call>", end="</longcat_tool_call>")
+NEMOTRON: Final = ObjectFormat(begin="<TOOLCALL>", end="</TOOLCALL>", several=True)
+TOOL_CALLS: Final = ObjectFormat(begin="<tool_calls>", end="</tool_calls>", several=True)
+
+
+class ObjectParser(CallParser):
+    """The marker, an object or several, the other marker, with blanks and line breaks between them."""
+
+    def __init__(self, setup: ParserSetup, written: ObjectFormat) -> None:
+        self.begins = Marker(written.begin)
+        self._written = written
+        super().__init__(setup)
 
     def read_call(self, marker: str) -> Wait[None]:
         yield from self.source.gap()
+        is_list = self._written.several and (yield from self.source.literal("["))
+        yield from self.source.gap()
         yield from read_char(self.source, "{", _ignore)
         yield from self.read_call_object()
-        yield from self.skip("</tool_call>")
+        while self._written.several and (yield from self.another(",", "{")):
+            yield from self.read_call_object()
+        yield from self.skip(*(["]"] if is_list else []), self._written.end, blanks=self.source.release())
 
 
 class LlamaParser(CallParser):
@@ -196,20 +234,9 @@ class LlamaParser(CallParser):
             yield from self.source.gap()
             yield from read_char(self.source, "{", _ignore)
         yield from self.read_call_object()
-        while (yield from self._another()):
+        while (yield from self.another(";", "{")):
             yield from self.read_call_object()
-
-    def _another(self) -> Wait[bool]:
-        """Whether an object follows; then what stands before it is held."""
-        yield from self.source.breaks()
-        self.source.hold()
-        yield from self.source.gap()
-        yield from self.source.literal(";")
-        yield from self.source.gap()
-        if (yield from self.source.literal("{")):
-            return True
         self.content(self.source.release())
-        return False
 
 
 def _ignore(text: str) -> None:

@@ -6,16 +6,25 @@ a marker is followed by a call, and text without one ends the answer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from enginery.api import ForceFn, Grammar, GrammarKind, RequestError, Tool
+from enginery_parsers.calls import HERMES, LONGCAT, NEMOTRON, TOOL_CALLS, ObjectFormat
 from enginery_parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from enginery_parsers.glm_arguments import ANY_ARGUMENTS, ANY_KEY, ANY_TEXT, argument_rules
+from enginery_parsers.framed import KIMI, MINIMAX_TEXT
+from enginery_parsers.harmony import CALL, CHANNEL, END, MESSAGE, RETURN, START
 from enginery_parsers.lark import json_value, literal, pattern, up_to
+from enginery_parsers.pythonic import LFM2
+from enginery_parsers.tagged import GLM, MIMO, MINIMAX, QWEN, TaggedFormat, argument_types
+from enginery_parsers.tagged import LONGCAT as LONGCAT_TAGS
+from enginery_parsers.tagged_arguments import ANY_KEY, TaggedArguments, check_tool, is_any_boolean, json_argument, refusal
 
 _BLANK: Final = r"[ \t\r\n]"
 _LLAMA: Final = '{"name": "'
+_LFM2: Final = "LFM2"
+_PYTHON_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # An object that can be a call where one is looked for: its first member is one of a call's, or is spelt with an escape.
 _LLAMA_CALL: Final = (
     rf"((?s:.*)(\n|<\|python_tag\|>{_BLANK}*)|{_BLANK}*)\{{{_BLANK}*"
@@ -27,12 +36,13 @@ class ForceJson:
     """Calls whose arguments are JSON.
 
     around: the texts before a call's name, between name and arguments, and after; the parser reads a call where it finds the first
-    `trigger` characters of it. between: calls. ends: before and after all.
+    `trigger` characters of it. between: calls. ends: before and after all. number: Lark behind a name.
     """
 
-    def __init__(self, *around: str, trigger: str, between: str = "", ends: tuple[str, str] = ("", "")) -> None:
+    def __init__(self, *around: str, trigger: str, between: str = "", ends: tuple[str, str] = ("", ""), number: str = "") -> None:
         before, self._middle, self._after = around
         self._trigger, self._before = trigger, before.removeprefix(trigger)
+        self._number = number
         self._between = between
         self._ends = ends
 
@@ -58,11 +68,10 @@ class ForceJson:
         """Each without the trigger, and the rules of their arguments."""
         calls, rules = [], []
         for index, tool in enumerate(_wanted(tools, name)):
-            schema = tool.parameters if required or tool.strict else {}
-            if schema.get("type", "object") != "object":
-                raise RequestError(f"the parameters of {tool.name} must describe an object, as arguments are", param="tools")
-            calls.append(f"{literal(self._before + tool.name + self._middle)} arguments_{index} {literal(self._after)}")
-            rules.append(f"arguments_{index}: {json_value({'type': 'object', **schema})}")
+            middle = f"{self._number} {literal(self._middle)}" if self._number else ""
+            named = f"{literal(self._before + tool.name)} {middle}" if middle else literal(self._before + tool.name + self._middle)
+            calls.append(f"{named} arguments_{index} {literal(self._after)}")
+            rules.append(f"arguments_{index}: {_object(tool, required=required)}")
         return calls, rules
 
 
@@ -85,22 +94,135 @@ class ForceLlama(ForceJson):
         return _grammar([*_starts(reasoning), *lines], calls, rules)
 
 
-def force_glm(
+class ForceList(ForceJson):
+    """One list of calls, between a marker and another. around: as above, without the markers. opens: behind the first one."""
+
+    def __init__(self, written: ObjectFormat, *around: str, opens: str, between: str, closes: str) -> None:
+        super().__init__(*around, trigger="", between=between)
+        self._opens, self._closes = opens, literal(closes + written.end)
+        self._marker = written.begin
+
+    def __call__(
+        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
+    ) -> Grammar | None:
+        """Make the grammar, as `ForceFn` describes."""
+        calls, rules = self._calls(tools, name, required=required)
+        more = f" ({literal(self._between)} call)*" if parallel and name is None else ""
+        if required:
+            return _grammar([f"start: {literal(self._marker + self._opens)} call{more} {self._closes}"], calls, rules)
+        piece = f"lead {literal(self._opens)} call{more} {self._closes}"
+        rest = f"({piece})* TEXT" if parallel else f"{piece} | TEXT"
+        return _grammar([*_starts(reasoning), f"rest: {rest}", f"lead[lazy]: {up_to(self._marker)}"], calls, rules)
+
+
+class ForcePythonic(ForceList):
+    """Calls as Python writes them. The values are JSON, which the parser reads too, but for the words of Python."""
+
+    def _calls(self, tools: Sequence[Tool], name: str | None, *, required: bool) -> tuple[list[str], list[str]]:
+        calls = []
+        rules = ["ANY_NAME: /[A-Za-z_][A-Za-z0-9_]{0,63}/", f"any_argument: ANY_NAME {literal('=')} {json_value({})}"]
+        for index, tool in enumerate(_wanted(tools, name)):
+            arguments = '(any_argument (", " any_argument)*)?'
+            if required or tool.strict:
+                arguments = f"first_{index}_0"
+                rules += self._arguments(tool, index)
+            calls.append(f"{literal(tool.name + '(')} {arguments} {literal(')')}")
+        return calls, rules
+
+    def _arguments(self, tool: Tool, index: int) -> list[str]:
+        """Rules of the arguments from one place on, in the schema's order: `first` where none stands before, else `more`."""
+        if tool.strict:
+            check_tool(tool, _LFM2)
+        listed = tool.parameters.get("required")
+        wanted = listed if isinstance(listed, list) else []
+        keys = list(argument_types(tool.parameters))
+        if odd := [key for key in keys if not _PYTHON_NAME.fullmatch(key)]:
+            raise refusal(tool, _LFM2, f"of the name {odd[0]!r}")
+        rules = [f'first_{index}_{len(keys)}: ""', f'more_{index}_{len(keys)}: ""']
+        for place, key in enumerate(keys):
+            value, rest = _python_value(tool, key), f"more_{index}_{place + 1}"
+            none_here, not_here = ("", "") if key in wanted else (f" | first_{index}_{place + 1}", f" | {rest}")
+            rules += [
+                f"first_{index}_{place}: {literal(key + '=')} {value} {rest}{none_here}",
+                f"more_{index}_{place}: {literal(f', {key}=')} {value} {rest}{not_here}",
+            ]
+        return rules
+
+
+class ForceTagged:
+    """Calls whose arguments are pairs of tags."""
+
+    def __init__(self, written: TaggedFormat) -> None:
+        self._written = written
+        self._arguments = TaggedArguments(written)
+
+    def __call__(
+        self, tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
+    ) -> Grammar | None:
+        """Make the grammar, as `ForceFn` describes."""
+        written = self._written
+        calls, rules = [], [self._arguments.any_text, ANY_KEY]
+        for index, tool in enumerate(_wanted(tools, name)):
+            arguments = self._arguments.any
+            if required or tool.strict:
+                arguments, of_tool = self._arguments.rules(tool, index)
+                rules += of_tool
+            calls.append(f'{literal(tool.name + written.name_end)} "\\n"? {arguments} {literal(written.end)}')
+        leads = [f"lead[lazy]: {up_to(written.begin)}"]
+        piece = whole = "call"
+        if written.section:
+            more = f' ("\\n"? {literal(written.begin)} call)*' if written.many and parallel and name is None else ""
+            whole = f'"\\n"? {literal(written.begin)} call{more} "\\n"? {literal(written.section_end)}'
+            leads.append(f"lead_of_all[lazy]: {up_to(written.section)}")
+        section = literal(written.section or written.begin)
+        if required:
+            more = f' ("\\n"? {section} {whole})*' if parallel and name is None and not written.many else ""
+            return _grammar([f'start: "\\n"? {section} {whole}{more}'], calls, rules)
+        piece = f"(lead call | lead_of_all {whole})" if written.section else "lead call"
+        rest = f"({piece})* TEXT" if parallel else f"{piece} | TEXT"
+        return _grammar([*_starts(reasoning), f"rest: {rest}", *leads], calls, rules)
+
+
+def force_harmony(
     tools: Sequence[Tool], name: str | None, *, parallel: bool, required: bool, reasoning: tuple[str, str] = ("", "")
 ) -> Grammar | None:
-    """Make the grammar, as `ForceFn` describes."""
-    calls, rules = [], [ANY_TEXT, ANY_KEY]
+    """Make the grammar, as `ForceFn` describes. A call ends the answer, so there is one at most.
+
+    The markers are special tokens here. Reasoning is one of the messages, so its tags tell nothing new. The model may have to end a
+    final message that the prompt has begun.
+    """
+    calls, rules = [], []
     for index, tool in enumerate(_wanted(tools, name)):
-        arguments = ANY_ARGUMENTS
-        if required or tool.strict:
-            arguments, more = argument_rules(tool, index)
-            rules += more
-        calls.append(f'{literal(tool.name)} "\\n"? {arguments} "</tool_call>"')
+        calls.append(f'{literal(f"commentary to=functions.{tool.name} ")} <|constrain|> "json" {MESSAGE} arguments_{index}')
+        rules.append(f"arguments_{index}: {_object(tool, required=required)}")
     if required:
-        more_calls = ' ("\\n"? "<tool_call>" call)*' if parallel and name is None else ""
-        return _grammar([f'start: "\\n"? "<tool_call>" call{more_calls}'], calls, rules)
-    rest = "(lead call)* TEXT" if parallel else "lead call | TEXT"
-    return _grammar([*_starts(reasoning), f"rest: {rest}", f"lead[lazy]: {up_to('<tool_call>')}"], calls, rules)
+        return _grammar([f'start: ({END} {START} "assistant")? {CHANNEL} call'], calls, rules)
+    markers = "|".join(pattern(marker) for marker in (START, CHANNEL, END, CALL, RETURN))
+    lines = [
+        f'start: (message {END} {START} "assistant")* last',
+        f"last: message | {CHANNEL} call",
+        f"message: {CHANNEL} CHANNEL_NAME {MESSAGE} TEXT",
+        "CHANNEL_NAME: /analysis|commentary|final/",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*)({markers})(?s:.*)/",
+    ]
+    return _grammar(lines, calls, rules)
+
+
+def _object(tool: Tool, *, required: bool) -> str:
+    """The arguments as a JSON object; of a tool that is not strict, any object where no call is required."""
+    schema = tool.parameters if required or tool.strict else {}
+    if schema.get("type", "object") != "object":
+        raise RequestError(f"the parameters of {tool.name} must describe an object, as arguments are", param="tools")
+    return json_value({"type": "object", **schema})
+
+
+def _python_value(tool: Tool, key: str) -> str:
+    properties = tool.parameters["properties"]
+    assert isinstance(properties, Mapping), "argument_types has looked"
+    schema = properties[key]
+    if is_any_boolean(schema):
+        return '("True" | "False" | "true" | "false")'
+    return json_argument(schema, tool.parameters) if isinstance(schema, Mapping) else json_value({})
 
 
 def _starts(reasoning: tuple[str, str]) -> list[str]:
@@ -127,8 +249,21 @@ def _grammar(lines: Sequence[str], calls: Sequence[str], rules: Sequence[str]) -
     return Grammar(kind=GrammarKind.GRAMMAR, source="\n".join([*lines, call, *called, *rules]) + "\n")
 
 
+def _objects(written: ObjectFormat) -> ForceJson:
+    around = (f'{written.begin}\n{{"name": "', '", "arguments": ', f"}}\n{written.end}")
+    return ForceJson(*around, trigger=written.begin, between="\n")
+
+
+def _list_of_objects(written: ObjectFormat, *, opens: str, between: str, closes: str) -> ForceList:
+    return ForceList(written, '{"name": "', '", "arguments": ', "}", opens=opens, between=between, closes=closes)
+
+
 FORCED_BY: Final[Mapping[str, ForceFn]] = {
-    "hermes": ForceJson('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", trigger="<tool_call>", between="\n"),
+    "hermes": _objects(HERMES),
+    "longcat": _objects(LONGCAT),
+    "nemotron": _list_of_objects(NEMOTRON, opens="[", between=", ", closes="]"),
+    "jamba": _list_of_objects(TOOL_CALLS, opens="[\n    ", between=",\n    ", closes="\n]"),
+    "minimax-m1": _list_of_objects(TOOL_CALLS, opens="\n", between="\n", closes="\n"),
     "llama3-json": ForceLlama(_LLAMA, '", "parameters": ', "}", trigger=_LLAMA, between="; "),
     "deepseek-v3": ForceJson(
         f"{CALL_BEGIN}function{SEPARATOR}",
@@ -139,5 +274,26 @@ FORCED_BY: Final[Mapping[str, ForceFn]] = {
         ends=(CALLS_BEGIN, CALLS_END),
     ),
     "deepseek-v3.1": ForceJson(CALL_BEGIN, SEPARATOR, CALL_END, trigger=CALL_BEGIN, ends=(CALLS_BEGIN, CALLS_END)),
-    "glm4": force_glm,
+    "kimi-k2": ForceJson(
+        f"{KIMI.begin}functions.",
+        KIMI.separator,
+        KIMI.ends[0],
+        trigger=KIMI.begin,
+        ends=(KIMI.sections[0], KIMI.ends[1]),
+        number="/:[0-9]{1,4}/",
+    ),
+    "minimax-text": ForceJson(
+        f"{MINIMAX_TEXT.begin}```typescript\nfunctions.",
+        MINIMAX_TEXT.separator,
+        ")\n```",
+        trigger=MINIMAX_TEXT.begin,
+        between="\n",
+    ),
+    "glm4": ForceTagged(GLM),
+    "longcat-tags": ForceTagged(LONGCAT_TAGS),
+    "qwen3-xml": ForceTagged(QWEN),
+    "mimo": ForceTagged(MIMO),
+    "minimax-m2": ForceTagged(MINIMAX),
+    "lfm2": ForcePythonic(LFM2, "", "", "", opens="[", between=", ", closes="]"),
+    "harmony": force_harmony,
 }

@@ -1,25 +1,22 @@
-"""Reasoning between `<think>` and `</think>`, at the beginning of the output."""
+"""Reasoning between `<think>` and `</think>`, or tags of another name, at the beginning of the output."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Final
 
 from enginery.api import ParserEvent, ParserSetup
 from enginery_parsers.events import EventLog
 from enginery_parsers.source import Marker, Source
 
-_THINK: Final = "<think>"
-_END: Final = Marker("</think>")
-
 
 class ThinkParser:
-    """Reasoning until `</think>`, or to the end; then content. Tags in the midst of content are content.
+    """Reasoning until the closing tag, or to the end; then content. Tags in the midst of content are content.
 
     If the prompt ends within reasoning, the model need not open it, and may.
     """
 
-    def __init__(self, setup: ParserSetup) -> None:
+    def __init__(self, setup: ParserSetup, tag: str = "think") -> None:
+        self._begin, self._end = f"<{tag}>", Marker(f"</{tag}>")
         self._source = Source()
         self._events = EventLog()
         self._reader = self._read(inside=setup.inside)
@@ -40,7 +37,7 @@ class ThinkParser:
         source = self._source
         source.hold()
         yield from source.gap()
-        opened = yield from source.literal(_THINK)
+        opened = yield from source.literal(self._begin)
         before = source.release()
         if opened:
             yield from source.breaks()
@@ -49,7 +46,7 @@ class ThinkParser:
         else:
             self._events.content(before)
         if opened or inside:
-            yield from source.until(_END, self._events.reasoning)
+            yield from source.until(self._end, self._events.reasoning)
             yield from source.breaks()
         while (yield from source.more()):
             self._events.content(source.take_all())

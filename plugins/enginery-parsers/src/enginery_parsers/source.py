@@ -26,7 +26,7 @@ class Marker:
         either = "|".join(re.escape(start) for start in sorted(starts, key=len, reverse=True))
         self.whole = re.compile(rf"\n{{0,{breaks}}}(?:{'|'.join(map(re.escape, markers))})")
         self.begun = re.compile(rf"\n{{0,{breaks}}}(?:{either})?\Z")
-        self.longest_begun = breaks + max(map(len, markers)) - 1
+        self.longest = breaks + max(map(len, markers))
 
 
 class Source:
@@ -133,7 +133,7 @@ class Source:
     def until(self, marker: Marker, sink: Sink) -> Wait[str]:
         """Read up to a marker and past it; the text before goes to `sink`. Returns the marker, empty at the end."""
         while True:
-            match = marker.whole.search(self._text, self._place)
+            match = marker.whole.search(self._text, self._place, self._reach(marker))
             end = match.start() if match else self._end_of_certain(marker)
             if end > self._place:
                 sink(self._read(end))
@@ -143,10 +143,16 @@ class Source:
                 return ""
             yield
 
+    def _reach(self, marker: Marker) -> int:
+        """Where a search for the marker ends: behind it, more than can be held would have been read."""
+        if self._held is None:
+            return len(self._text)
+        return min(len(self._text), self._place + self._held_max - self._num_held + marker.longest)
+
     def _end_of_certain(self, marker: Marker) -> int:
         if self._ended:
             return len(self._text)
-        begun = marker.begun.search(self._text, max(self._place, len(self._text) - marker.longest_begun))
+        begun = marker.begun.search(self._text, max(self._place, len(self._text) - marker.longest + 1))
         return begun.start() if begun else len(self._text)
 
     def _read(self, end: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -10,6 +11,8 @@ from enginery.api import Grammar, OutputParser, ParserFacts, ParserSetup, Parser
 
 _DEEPSEEK_CALLS: Final = "<\uff5ctool▁calls▁begin\uff5c>"
 _DEEPSEEK_ANSWER: Final = "<\uff5cAssistant\uff5c>"
+_HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>")
+_VALUE_AS_IT_IS: Final = re.compile(r"<parameter=\w+>(?!\n|\\n)")  # in the example that the template shows to the model
 
 
 def _make(parser: str, setup: ParserSetup) -> OutputParser:
@@ -26,42 +29,32 @@ def _force(
     return FORCED_BY[parser](tools, name, parallel=parallel, required=required, reasoning=reasoning)
 
 
-def is_inside(prompt: str) -> bool:
+def _ends_in(prompt: str, *, opening: str) -> bool:
     """Whether the template has opened the reasoning. What stands earlier in the prompt may be the user's own words."""
-    return prompt[-100:].rstrip().endswith("<think>")
+    return prompt[-100:].rstrip().endswith(opening)
 
 
-def _is_hermes(facts: ParserFacts) -> bool:
-    template = facts.chat_template
-    return "<tool_call>" in template and "<arg_key>" not in template and "<function=" not in template
+def _shows(*markers: str, but: Sequence[str] = (), token: str = "") -> Callable[[ParserFacts], bool]:
+    """Whether the template has these markers and none of the others, and the tokenizer that token."""
+
+    def suits(facts: ParserFacts) -> bool:
+        template = facts.chat_template
+        shown = all(marker in template for marker in markers) and not any(marker in template for marker in but)
+        return shown and (not token or token in facts.added_tokens)
+
+    return suits
 
 
-def _is_llama(facts: ParserFacts) -> bool:
-    return '"parameters": ' in facts.chat_template and "<|python_tag|>" in facts.added_tokens
+def _is_qwen_xml(facts: ParserFacts) -> bool:
+    return _shows("<tool_call>", "<function=")(facts) and not _VALUE_AS_IT_IS.search(facts.chat_template)
 
 
-def _is_deepseek_v3(facts: ParserFacts) -> bool:
-    return _DEEPSEEK_CALLS in facts.chat_template and "```json" in facts.chat_template
+def _is_mimo(facts: ParserFacts) -> bool:
+    return _shows("<tool_call>", "<function=")(facts) and bool(_VALUE_AS_IT_IS.search(facts.chat_template))
 
 
-def _is_deepseek_v31(facts: ParserFacts) -> bool:
-    return _DEEPSEEK_CALLS in facts.chat_template and "```json" not in facts.chat_template
-
-
-def _is_glm(facts: ParserFacts) -> bool:
-    return "<tool_call>" in facts.chat_template and "<arg_key>" in facts.chat_template
-
-
-def _reasons_as_qwen(facts: ParserFacts) -> bool:
-    return "</think>" in facts.chat_template and "<|im_start|>" in facts.chat_template
-
-
-def _reasons_as_deepseek(facts: ParserFacts) -> bool:
-    return "</think>" in facts.chat_template and _DEEPSEEK_ANSWER in facts.chat_template
-
-
-def _reasons_as_glm(facts: ParserFacts) -> bool:
-    return "</think>" in facts.chat_template and "<|assistant|>" in facts.chat_template
+def _is_lfm2(facts: ParserFacts) -> bool:
+    return "<|tool_call_start|>" in facts.added_tokens or _shows("<|tool_call_start|>")(facts)
 
 
 # Whether a family's markers are special tokens differs from one tokenizer to the next, so each parser asks for them.
@@ -78,7 +71,16 @@ def _tools(name: str, summary: str, suits: Callable[[ParserFacts], bool]) -> Par
     )
 
 
-def _reasoning(name: str, summary: str, suits: Callable[[ParserFacts], bool], *, close: str) -> ParserSpec:
+def _reasoning(
+    name: str,
+    summary: str,
+    suits: Callable[[ParserFacts], bool],
+    *,
+    close: str,
+    tags: tuple[str, str] = ("<think>", "</think>"),
+    opening: str = "",
+) -> ParserSpec:
+    """opening: the end of a prompt within reasoning, if it is not the first tag."""
     return ParserSpec(
         name=name,
         api=(2, 0),
@@ -87,21 +89,68 @@ def _reasoning(name: str, summary: str, suits: Callable[[ParserFacts], bool], *,
         suits=suits,
         make=partial(_make, name),
         needs_special_tokens=True,
-        is_inside=is_inside,
+        is_inside=partial(_ends_in, opening=opening or tags[0]),
         close=close,
-        tags=("<think>", "</think>"),
+        tags=tags,
     )
 
 
+_ANSWERS: Final = ("<|im_start|>", _DEEPSEEK_ANSWER, "<|assistant|>")  # what the families with a parser of their own begin one with
+_BREAKS: Final = "\n</think>\n\n"
+
 PARSERS: Final = (
-    _tools("hermes", "Hermes 2 Pro and 3, Qwen 2.5, Qwen 3: JSON in <tool_call>", _is_hermes),
-    _tools("llama3-json", "Llama 3.1 to 3.3: JSON objects", _is_llama),
-    _tools("deepseek-v3", "DeepSeek V3, R1 and distilled models: fenced JSON between markers", _is_deepseek_v3),
-    _tools("deepseek-v3.1", "DeepSeek V3.1: JSON between markers", _is_deepseek_v31),
-    _tools("glm4", "GLM 4.5 and later: tagged arguments in <tool_call>", _is_glm),
-    _reasoning("qwen3", "Qwen 3: <think> and </think>", _reasons_as_qwen, close="\n</think>\n\n"),
-    _reasoning(
-        "deepseek-r1", "DeepSeek R1, V3.1 and distilled models: <think> and </think>", _reasons_as_deepseek, close="\n</think>\n\n"
+    _tools(
+        "hermes",
+        "Hermes 2 Pro and 3, Qwen 2.5, 3 and 3-Next, Granite 4, Falcon-H1, Ling: JSON in <tool_call>",
+        _shows("<tool_call>", but=("<arg_key>", "<function=")),
     ),
-    _reasoning("glm", "GLM 4.5 and later: <think> and </think>", _reasons_as_glm, close="</think>\n"),
+    _tools("llama3-json", "Llama 3.1 to 3.3: JSON objects", _shows('"parameters": ', token="<|python_tag|>")),
+    _tools("deepseek-v3", "DeepSeek V3, R1 and distilled models: fenced JSON between markers", _shows(_DEEPSEEK_CALLS, "```json")),
+    _tools("deepseek-v3.1", "DeepSeek V3.1: JSON between markers", _shows(_DEEPSEEK_CALLS, but=("```json",))),
+    _tools("glm4", "GLM 4.5 and later: tagged arguments in <tool_call>", _shows("<tool_call>", "<arg_key>")),
+    _tools("qwen3-xml", "Qwen 3.5, Qwen 3 Coder, Nemotron 3: <function=...> and <parameter=...>", _is_qwen_xml),
+    _tools("mimo", "MiMo V2: <function=...> and <parameter=...>, values without line breaks around", _is_mimo),
+    _tools("kimi-k2", "Kimi K2 and Kimi-Linear: JSON between markers, calls with numbers", _shows("<|tool_calls_section_begin|>")),
+    _tools("minimax-text", "MiniMax-Text-01: functions.name(JSON) in a fenced block", _shows("<function_call>")),
+    _tools("minimax-m1", "MiniMax-M1: JSON objects on lines in <tool_calls>", _shows("<tool_calls>", "<beginning_of_sentence>")),
+    _tools("minimax-m2", "MiniMax-M2: <invoke> and <parameter> in <minimax:tool_call>", _shows("<minimax:tool_call>")),
+    _tools("nemotron", "Nemotron Nano v2: a JSON list in <TOOLCALL>", _shows("<TOOLCALL>")),
+    _tools("jamba", "Jamba 1.5 and later: a JSON list in <tool_calls>", _shows("<tool_calls>", but=("<beginning_of_sentence>",))),
+    _tools("longcat", "LongCat-Flash: JSON in <longcat_tool_call>", _shows("<longcat_tool_call>", but=("<longcat_arg_key>",))),
+    _tools(
+        "longcat-tags",
+        "LongCat-Flash-Thinking and Lite: tagged arguments in <longcat_tool_call>",
+        _shows("<longcat_tool_call>", "<longcat_arg_key>"),
+    ),
+    _tools("lfm2", "LFM2: a list of calls as Python writes them, or of JSON objects", _is_lfm2),
+    _tools("harmony", "gpt-oss: messages to functions", _shows(*_HARMONY)),
+    _reasoning("qwen3", "Qwen 3, MiMo, LFM2.5: <think> and </think>", _shows("</think>", "<|im_start|>"), close=_BREAKS),
+    _reasoning(
+        "deepseek-r1",
+        "DeepSeek R1, V3.1 and distilled models: <think> and </think>",
+        _shows("</think>", _DEEPSEEK_ANSWER),
+        close=_BREAKS,
+    ),
+    _reasoning("glm", "GLM 4.5 and later: <think> and </think>", _shows("</think>", "<|assistant|>"), close="</think>\n"),
+    _reasoning(
+        "think",
+        "others, such as Kimi, Nemotron, MiniMax, Ring: <think> and </think>",
+        _shows("</think>", but=_ANSWERS),
+        close=_BREAKS,
+    ),
+    _reasoning(
+        "longcat-think",
+        "LongCat-Flash: <longcat_think> and </longcat_think>",
+        _shows("</longcat_think>"),
+        close="\n</longcat_think>\n\n",
+        tags=("<longcat_think>", "</longcat_think>"),
+    ),
+    _reasoning(
+        "harmony-analysis",
+        "gpt-oss: the channel analysis",
+        _shows(*_HARMONY),
+        close="<|channel|>final<|message|>",
+        tags=("<|channel|>analysis<|message|>", "<|end|>"),
+        opening="<|start|>assistant",
+    ),
 )

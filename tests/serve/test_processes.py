@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import stat
@@ -11,7 +12,7 @@ import sys
 
 import msgspec
 import pytest
-from fake_engine import BREAK, COMMAND, FAIL, HELD, PLUGIN
+from fake_engine import BREAK, COMMAND, FAIL, HELD, PLUGIN, FakeEngine
 from process_table import is_running, wait_until_gone
 from running import PATIENCE_S
 
@@ -22,6 +23,7 @@ from enginery.plugin.registry import Registry
 from enginery.serve.engine import client as engine_client
 from enginery.serve.engine import messages
 from enginery.serve.engine.client import EngineClient, EngineState
+from enginery.serve.engine.process import EngineLoop
 from enginery.serve.http.event_stream import ClientGone, unless_disconnected
 from enginery.serve.http.faults import Fault
 
@@ -46,6 +48,33 @@ def with_client(scenario, folder, *, command=COMMAND, **options):
 async def drained(client, *requests):
     async with client.generate(requests) as outputs:
         return [output async for output in outputs]
+
+
+class IdleLink:
+    """Nothing comes for three turns, then the word to stop."""
+
+    def __init__(self):
+        self.turns = 3
+
+    def poll(self, timeout_ms):
+        self.turns -= 1
+        return self.turns < 0
+
+    def recv(self):
+        return messages.encode(messages.Stop())
+
+    def send(self, frame):
+        pass
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_objects_of_a_prepared_engine_are_never_searched_for_garbage(monkeypatch, prepared):
+    monkeypatch.setattr(FakeEngine, "prepare", lambda self: not prepared)
+    try:
+        EngineLoop(FakeEngine(EngineOptions(model="any")), IdleLink()).run()
+        assert (gc.get_freeze_count() > 10_000) == prepared
+    finally:
+        gc.unfreeze()
 
 
 def test_messages_survive_the_way_there_and_back():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -47,7 +48,9 @@ class EngineLoop:
         is_ready = False
         while self._take_messages(0 if self._engine.has_work or not is_ready else int(_HEARTBEAT_S * 1000)):
             if not self._engine.has_work:
-                is_ready = not self._engine.prepare()
+                was_ready, is_ready = is_ready, not self._engine.prepare()
+                if is_ready and not was_ready:
+                    _keep_all_objects()
             else:
                 outputs = self._answer(self._step())
                 if outputs:
@@ -151,6 +154,16 @@ def run(build: BuildEngine) -> int:
     finally:
         link.close(linger=2000)
         context.term()
+
+
+def _keep_all_objects() -> None:
+    """Leave the objects of a prepared engine out of later collections: a full one would stop all streams for some 0.1 s.
+
+    Called in idle moments, again after a change of backends, whose first ones are garbage then.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _failure(error: Exception) -> messages.Failed:

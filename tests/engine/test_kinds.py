@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from pairwise import pairwise
-from parity import gemma_model
 from parity.engine_driver import assert_greedy, drain, generate, greedy, options
 from parity.oracle import Oracle, shape
 from transformers import Gemma2Config, MistralConfig
@@ -29,15 +28,8 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    assert gemma_model.NORMS
-    info = tmp_path_factory.mktemp("site") / "enginery_gemma-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-gemma\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\ngemma = parity.gemma_model\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(info.parent))
-        yield Registry.load()
+def registry() -> Registry:
+    return Registry.load()
 
 
 @pytest.fixture(params=sorted(CONFIGS))

@@ -1,16 +1,16 @@
-"""Gemma 2 and 3, made of the core's blocks by an outside plugin, equal transformers: alone, on several ranks, and in the engine."""
+"""Gemma 2 and 3, made of the core's blocks alone, equal transformers: on one rank and several, and in the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from parity import gemma_model
 from parity.engine_driver import assert_greedy, generate, last_logits, options
 from parity.oracle import Oracle, shape
 from transformers import Gemma2Config, Gemma3TextConfig
 
+import enginery_model_gemma
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import RankAnswer, RankThreads
@@ -25,15 +25,8 @@ GEMMAS = {
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """With the test's family as an installed distribution."""
-    info = tmp_path_factory.mktemp("site") / "enginery_gemma-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: enginery-gemma\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[enginery]\ngemma = parity.gemma_model\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(info.parent))
-        yield Registry.load()
+def registry() -> Registry:
+    return Registry.load()
 
 
 @pytest.fixture(params=sorted(GEMMAS))
@@ -42,7 +35,7 @@ def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) 
 
 
 def run(oracle: Oracle, *, tensor_size: int = 1, num_stages: int = 1) -> list[RankAnswer]:
-    (family,) = gemma_model.register_models()
+    (family,) = (spec for spec in enginery_model_gemma.register_models() if type(oracle.model).__name__ in spec.architectures)
     config = {**oracle.model.config.to_dict(), "architectures": [type(oracle.model).__name__]}
     tensors = WholeTensors({name: tensor.detach() for name, tensor in oracle.model.state_dict().items()}, torch.float32)
     ranks = RankThreads(family=family, config=config, tensors=tensors, tensor_size=tensor_size, num_stages=num_stages)

@@ -1,0 +1,15 @@
+"""Gemma 2 and 3 (text)."""
+
+from enginery.api import ModelSpec, hookimpl
+from enginery_model_gemma.spec import build, describe
+
+FAMILIES = {"gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
+
+
+@hookimpl
+def register_models() -> list[ModelSpec]:
+    """One decoder: Gemma 3 has norms of heads and a rotary table for each kind of layer, Gemma 2 soft caps."""
+    return [
+        ModelSpec(name=name, api=(2, 0), architectures=(architecture,), describe=describe, build=build)
+        for name, architecture in FAMILIES.items()
+    ]

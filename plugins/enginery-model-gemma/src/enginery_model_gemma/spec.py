@@ -1,0 +1,89 @@
+"""What config.json says, without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from enginery.api import (
+    Activation,
+    CheckpointError,
+    DecoderShape,
+    Model,
+    ModelContext,
+    ModelFacts,
+    NormNames,
+    read_decoder_shape,
+    read_rope,
+    whole_number,
+)
+
+NORMS: Final = NormNames(
+    attention="input_layernorm",
+    attention_out="post_attention_layernorm",
+    mlp="pre_feedforward_layernorm",
+    mlp_out="post_feedforward_layernorm",
+)
+GELU: Final = {"gelu_pytorch_tanh": Activation(kind="gelu_tanh")}
+WINDOW, EVERYTHING = "sliding_attention", "full_attention"
+
+# For files that leave them out: the defaults of transformers' Gemma2Config and Gemma3TextConfig.
+COMMON: Final[dict[str, Any]] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+SECOND: Final = COMMON | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}
+THIRD: Final = COMMON | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+
+
+def shape(config: Mapping[str, Any]) -> DecoderShape:
+    """Gemma's shape: sandwich norms with 1 + w, a scaled embedding, windows between layers that see everything."""
+    is_third = "Gemma3ForCausalLM" in config["architectures"]
+    config = {**(THIRD if is_third else SECOND), **config}
+    if config.get("use_bidirectional_attention"):
+        raise CheckpointError("config.json has use_bidirectional_attention; attention is served in one direction, as for text")
+    local = {**config, "rope_theta": config["rope_local_base_freq"], "rope_scaling": None} if is_third else None
+    if is_third and EVERYTHING in (ropes := config.get("rope_parameters") or {}):  # as transformers 5 writes it
+        local = {**config, "rope_parameters": ropes[WINDOW]}
+        config["rope_parameters"] = ropes[EVERYTHING]
+    plain = read_decoder_shape(
+        {**config, "hidden_act": config["hidden_activation"]}, _windows(config), qk_norm=is_third, activations=GELU
+    )
+    return dataclasses.replace(
+        plain,
+        norms=NORMS,
+        norm_offset=1.0,
+        embedding_scale=plain.hidden_size**0.5,
+        attention_scale=whole_number(config, "query_pre_attn_scalar") ** -0.5,
+        softcap=config.get("attn_logit_softcapping"),
+        logit_cap=config.get("final_logit_softcapping"),
+        window_rope=None if local is None else read_rope(local, plain.head_dim),
+    )
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """By `layer_types`; files without them have every `sliding_window_pattern`-th layer see everything."""
+    count, every = whole_number(config, "num_hidden_layers"), whole_number(config, "sliding_window_pattern")
+    kinds = config.get("layer_types") or [WINDOW if (index + 1) % every else EVERYTHING for index in range(count)]
+    if len(kinds) != count or set(kinds) - {WINDOW, EVERYTHING}:
+        raise CheckpointError(
+            f"config.json has layer_types {kinds!r}; it needs {WINDOW!r} or {EVERYTHING!r} for each of {count} layers"
+        )
+    window = whole_number(config, "sliding_window")
+    return tuple(window if kind == WINDOW else None for kind in kinds)
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts that the core plans with."""
+    return shape(config).facts()
+
+
+def build(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_gemma.model import build_decoder
+
+    return build_decoder(context)

@@ -1,0 +1,58 @@
+"""What config.json means. Logits and tokens are compared with transformers in tests/parity."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Gemma2Config, Gemma3TextConfig
+
+from enginery.api import CheckpointError
+from enginery_model_gemma import register_models
+from enginery_model_gemma.spec import describe, shape
+
+SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=7, num_attention_heads=4, head_dim=8)
+SECOND = SIZES | {"architectures": ["Gemma2ForCausalLM"], "max_position_embeddings": 64}
+THIRD = SIZES | {"architectures": ["Gemma3ForCausalLM"], "max_position_embeddings": 64}
+
+
+def test_both_are_offered() -> None:
+    offered = {name for spec in register_models() for name in spec.architectures}
+    assert offered == {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
+
+
+def test_files_of_the_hub_have_windows_by_their_pattern() -> None:
+    assert shape(SECOND | {"sliding_window": 8}).windows == (8, None, 8, None, 8, None, 8)
+    assert shape(THIRD | {"sliding_window": 8}).windows == (8, 8, 8, 8, 8, None, 8)
+    assert shape(THIRD | {"sliding_window": 8, "sliding_window_pattern": 3}).windows == (8, 8, None, 8, 8, None, 8)
+    assert [layer.sliding_window for layer in describe(SECOND).layers][:2] == [4096, None]
+
+
+def test_both_spellings_of_ropes_are_read() -> None:
+    old = shape(THIRD | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    new = shape(THIRD | {"rope_parameters": ropes, "rope_local_base_freq": None, "rope_theta": None})
+    assert (old.rope, old.window_rope) == (new.rope, new.window_rope)
+    assert old.window_rope is not None
+    assert (old.rope.theta, old.window_rope.theta, old.window_rope.kind) == (1e6, 1e4, "default")
+
+
+@pytest.mark.parametrize(("given", "made"), [(SECOND, Gemma2Config), (THIRD, Gemma3TextConfig)])
+def test_what_a_file_leaves_out_is_what_transformers_takes(given: dict[str, object], made: type) -> None:
+    stated = made(**{key: value for key, value in given.items() if key != "architectures"}).to_dict()
+    assert shape(stated | {"architectures": given["architectures"]}) == shape(given)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_activation": "silu"},
+        {"use_bidirectional_attention": True},
+        {"layer_types": ["full_attention"]},
+        {"vocab_size": None},
+    ],
+)
+def test_what_cannot_be_served_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError):
+        describe(THIRD | wrong)

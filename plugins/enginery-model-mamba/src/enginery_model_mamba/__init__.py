@@ -1,0 +1,27 @@
+"""Mamba2, hybrids of it and attention, Jamba and LFM2."""
+
+from enginery.api import ModelSpec, hookimpl
+from enginery_model_mamba import hybrids, lfm2, mamba2
+
+FAMILIES = {
+    "bamba": ("BambaForCausalLM", hybrids),
+    "granite-hybrid": ("GraniteMoeHybridForCausalLM", hybrids),
+    "lfm2": ("Lfm2ForCausalLM", lfm2),
+    "mamba2": ("Mamba2ForCausalLM", mamba2),
+}
+
+
+@hookimpl
+def register_models() -> list[ModelSpec]:
+    """A module for each kind of family; `blocks` has what they share."""
+    return [
+        ModelSpec(
+            name=name,
+            api=(2, 0),
+            architectures=(architecture,),
+            describe=family.describe,
+            build=family.build,
+            stacked_weights=hybrids.STACKED if name == "granite-hybrid" else {},
+        )
+        for name, (architecture, family) in FAMILIES.items()
+    ]

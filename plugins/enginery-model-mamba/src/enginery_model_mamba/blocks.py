@@ -1,0 +1,176 @@
+"""Blocks of these families: mixers with states, and what the core's decoder is given in place of its own parts.
+
+T tokens, C hidden size, I inner size, H heads, G groups of heads, W taps of a convolution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from enginery.api import (
+    Cut,
+    DecoderShape,
+    Experts,
+    ExpertsShape,
+    ForwardBatch,
+    LayerSpec,
+    Linear,
+    LinearShape,
+    ModelContext,
+    RecurrentFacts,
+    RecurrentWeights,
+    Unsupported,
+    WeightSource,
+)
+from enginery.nn.decoder import AttentionBlock, Decoder, LayerFactory
+from enginery_model_mamba.mixers import MixerShape
+
+
+class Renamed:
+    """A source that is asked by the core's names and looks for a family's own. Implements `enginery.api.WeightSource`."""
+
+    def __init__(self, weights: WeightSource, names: Mapping[str, str]) -> None:
+        """names: of modules, by what the core's blocks call them."""
+        self._weights, self._names = weights, names
+
+    def _own(self, name: str) -> str:
+        stem = next((stem for stem in self._names if name == stem or name.startswith(f"{stem}.")), None)
+        return name if stem is None else self._names[stem] + name.removeprefix(stem)
+
+    def scope(self, prefix: str) -> WeightSource:
+        """Below a prefix, names are the family's own again."""
+        return self._weights.scope(self._own(prefix))
+
+    def linear(self, shape: LinearShape) -> Linear:
+        """See `WeightSource`."""
+        return self._weights.linear(dataclasses.replace(shape, names=tuple(self._own(name) for name in shape.names)))
+
+    def experts(self, shape: ExpertsShape) -> Experts:
+        """See `WeightSource`. Experts' names are data: `ExpertNames`."""
+        return self._weights.experts(shape)
+
+    def take(
+        self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None, cut: Cut = Cut.NONE, unit: int = 1
+    ) -> torch.Tensor:
+        """See `WeightSource`."""
+        return self._weights.take(self._own(name), shape, dtype=dtype, cut=cut, unit=unit)
+
+
+class HybridDecoder(Decoder):
+    """The core's decoder with other names, scaled logits, and attention without positions."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        shape: DecoderShape,
+        *,
+        layer: LayerFactory,
+        names: Mapping[str, str],
+        logit_scale: float = 1.0,
+        rotates: bool = True,
+    ) -> None:
+        """names: see `Renamed`. rotates: whether attention has positions."""
+        super().__init__(dataclasses.replace(context, weights=Renamed(context.weights, names)), shape, layer=layer)
+        self.logit_scale = logit_scale
+        if not rotates:  # everything is where position 0 is: cosines of 1, sines of 0
+            self.rotary = [table[:1].expand_as(table).contiguous() for table in self.rotary]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N, V]."""
+        made = super().logits(hidden)
+        return made if self.logit_scale == 1.0 else made * self.logit_scale
+
+
+def take_conv(weights: WeightSource, name: str, facts: RecurrentFacts, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight [channels, W] and bias of a convolution of each channel of `mixed`, in module `name`."""
+    width = facts.mixed_width
+    weight = weights.take(f"{name}.weight", (width, 1, facts.conv_kernel)).view(width, facts.conv_kernel)
+    return weight, weights.take(f"{name}.bias", (width,)) if bias else None
+
+
+def check_undivided(context: ModelContext, spec: LayerSpec, *, what: str) -> RecurrentFacts:
+    """The layer's facts. Raises `Unsupported` where a rank has some of its heads."""
+    facts = spec.facts.recurrent
+    assert facts is not None, "the block is for recurrent layers"
+    if facts != context.facts.layers[spec.global_id].recurrent:
+        raise Unsupported(f"{what} are not divided among ranks: their projections have parts in one piece")
+    return facts
+
+
+class Mamba2Mixer:
+    """A Mamba2 layer (arXiv:2405.21060): z, x, B, C and dt are one product, and a norm of each group is gated by SiLU(z)."""
+
+    def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, shape: MixerShape) -> None:
+        """spec: without `recurrent`, which is taken here. Raises `Unsupported` on several ranks."""
+        facts, hidden, inner = check_undivided(context, spec, what="Mamba2 mixers"), context.facts.hidden_size, shape.inner_size
+        self.sizes = (inner, facts.mixed_width, facts.gates_width)
+        self.projected = weights.linear(
+            LinearShape(names=("in_proj",), rows=self.sizes, columns=hidden, cut=Cut.ROWS, bias=shape.bias)
+        )
+        self.out = weights.linear(
+            LinearShape(
+                names=("out_proj",), rows=(hidden,), columns=inner, cut=Cut.COLUMNS, bias=shape.out_bias, complete=False
+            )
+        )
+        conv, conv_bias = take_conv(weights, "conv1d", facts, bias=shape.conv_bias)
+        a_log, dt_bias, skip = (
+            weights.take(name, (facts.value_heads,), dtype=torch.float32) for name in ("A_log", "dt_bias", "D")
+        )
+        recurrent = RecurrentWeights(conv=conv, conv_bias=conv_bias, a_log=a_log, dt_bias=dt_bias, skip=skip)
+        self.spec, self.shape, self.facts = dataclasses.replace(spec, recurrent=recurrent), shape, facts
+        self.norm = weights.take("norm.weight", (inner,)) if shape.has_norm else None
+        self.multipliers: torch.Tensor | None = None
+        if shape.multipliers is not None:
+            widths = torch.tensor((inner, *facts.mixed_widths[::-1], facts.gates_width))
+            self.multipliers = torch.tensor(shape.multipliers).repeat_interleave(widths).to(context.device, context.dtype)
+        self.advance = context.advance
+
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x: [T, C]. Returns [T, C]. It has no positions."""
+        projected = self.projected(x)
+        if self.multipliers is not None:
+            projected = projected * self.multipliers
+        z, mixed, gates = torch.split(projected, self.sizes, dim=-1)
+        out = torch.empty((len(x), self.facts.value_heads, self.facts.value_dim), dtype=x.dtype, device=x.device)
+        self.advance(mixed, gates, self.spec, batch, out)
+        return self.out(self._gated(out.view(z.shape), z))
+
+    def _gated(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """The norm of y, within each group, and the gate z: [T, I]."""
+        wide, gate = y.float(), F.silu(z.float())
+        if self.shape.gate_first or self.norm is None:
+            wide = wide * gate
+        if self.norm is not None:
+            groups = wide.unflatten(-1, (self.facts.key_heads, -1))  # [T, G, I / G]
+            normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.shape.eps)
+            wide = (self.norm * normed.flatten(-2).to(y.dtype)).float()
+            if not self.shape.gate_first:
+                wide = wide * gate
+        return wide.to(y.dtype)
+
+
+class OneBlockLayer:
+    """A decoder layer that is one block on the norm of the residual stream. Has what `Decoder` asks of a `DecoderLayer`."""
+
+    def __init__(self, context: ModelContext, norm: torch.Tensor, *, eps: float, block: AttentionBlock) -> None:
+        """norm: [C]. block: gives partial sums."""
+        self.norm, self.eps, self.attention = norm, eps, block
+        self.comm, self.rms_norm = context.comm, context.ops.rms_norm
+
+    def attention_input(self, delta: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """Adds `delta`, the last layer's output, to the residual stream in place and returns it normalised: all [T, C]."""
+        if delta is None:
+            return self.rms_norm(residual, self.norm, self.eps)
+        return self.add_mlp_output(delta, residual, self.norm)
+
+    def add_mlp_output(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Adds what `feed_forward` returned to the residual stream in place; its norm: [T, C]."""
+        return self.comm.add_rms_norm(delta, residual, weight, self.eps)
+
+    def feed_forward(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """There is none: the block's output, [T, C]."""
+        return delta

@@ -1,0 +1,87 @@
+"""Mamba2 and its hybrids, Jamba and LFM2 equal transformers: logits, and greedy tokens however the work is cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from parity.engine_driver import assert_greedy, generate, greedy, last_logits, options
+from parity.oracle import Oracle, shape
+from transformers import BambaConfig, GraniteMoeHybridConfig, Lfm2Config, Mamba2Config, PretrainedConfig
+
+from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
+
+MIXER = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=24, mamba_chunk_size=16)
+GRANITE = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    shared_intermediate_size=48,
+    embedding_multiplier=12.0,
+    logits_scaling=8.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.0625,
+)
+FAMILIES: dict[str, PretrainedConfig] = {
+    "bamba": BambaConfig(**shape(attn_layer_indices=[2], attention_bias=True, **MIXER)),
+    "granite": GraniteMoeHybridConfig(**shape(num_local_experts=0, position_embedding_type="rope", **MIXER, **GRANITE)),
+    "granite_moe": GraniteMoeHybridConfig(
+        **shape(num_local_experts=6, num_experts_per_tok=2, experts_implementation="eager", **MIXER, **GRANITE)
+    ),
+    "lfm2": Lfm2Config(**shape(layer_types=["conv", "full_attention", "conv", "conv"], block_multiple_of=16, conv_bias=True)),
+    "mamba2": Mamba2Config(
+        vocab_size=256,
+        hidden_size=64,
+        num_heads=8,
+        head_dim=16,
+        state_size=24,
+        num_hidden_layers=3,
+        n_groups=2,
+        chunk_size=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle(request.param, FAMILIES[request.param])
+
+
+def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
+    for prompt in oracle.prompts[:3]:
+        torch.testing.assert_close(last_logits(registry, options(oracle), prompt), oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_batch_tokens": 7, "page_size": 1}, {"num_pages": 16, "page_size": 16}], ids=str)
+def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
+    oracle: Oracle, registry: Registry, changes: dict[str, object]
+) -> None:
+    prompts = oracle.prompts[:5]
+    assert_greedy(oracle, generate(Engine.build(options(oracle, **changes), registry), prompts), prompts)
+
+
+def test_a_prompt_seen_before_goes_on_from_its_states(oracle: Oracle, registry: Registry) -> None:
+    engine, prompt = Engine.build(options(oracle, page_size=16), registry), oracle.prompts[4]
+    answers, cached = [], []
+    for _ in range(3):
+        engine.submit(greedy("again", prompt))
+        outputs = [output for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
+        answers.append([token for output in outputs for token in output.token_ids])
+        cached.append(outputs[-1].num_cached_tokens)
+    assert cached == [0, 32, 32]
+    assert_greedy(oracle, answers, [prompt] * 3)
+
+
+def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
+    prompt = oracle.prompts[1]
+    expected = oracle.logits(prompt)[-1]
+    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
+    assert error < 0.06

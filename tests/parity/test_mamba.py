@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, greedy, last_logits, options
 from parity.oracle import Oracle, shape
-from transformers import BambaConfig, GraniteMoeHybridConfig, Lfm2Config, Mamba2Config, PretrainedConfig
+from transformers import BambaConfig, FalconH1Config, GraniteMoeHybridConfig, Lfm2Config, Mamba2Config, PretrainedConfig
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -22,8 +22,22 @@ GRANITE = dict(
     residual_multiplier=0.22,
     attention_multiplier=0.0625,
 )
+FACTORS = dict(
+    key_multiplier=0.5,
+    attention_in_multiplier=0.7,
+    attention_out_multiplier=0.8,
+    embedding_multiplier=2.0,
+    lm_head_multiplier=0.5,
+    ssm_in_multiplier=1.1,
+    ssm_out_multiplier=0.9,
+    mlp_multipliers=[0.9, 1.1],
+    ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
+)
 FAMILIES: dict[str, PretrainedConfig] = {
     "bamba": BambaConfig(**shape(attn_layer_indices=[2], attention_bias=True, **MIXER)),
+    "falcon_h1": FalconH1Config(**shape(mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False, **MIXER, **FACTORS)),
+    "falcon_h1_norm_first": FalconH1Config(**shape(mamba_d_ssm=128, mamba_rms_norm=True, projectors_bias=True, **MIXER)),
+    "falcon_h1_no_norm": FalconH1Config(**shape(mamba_d_ssm=128, **MIXER, **FACTORS)),
     "granite": GraniteMoeHybridConfig(**shape(num_local_experts=0, position_embedding_type="rope", **MIXER, **GRANITE)),
     "granite_moe": GraniteMoeHybridConfig(
         **shape(num_local_experts=6, num_experts_per_tok=2, experts_implementation="eager", **MIXER, **GRANITE)

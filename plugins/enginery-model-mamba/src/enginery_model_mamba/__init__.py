@@ -1,10 +1,11 @@
 """Mamba2, hybrids of it and attention, Jamba and LFM2."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_mamba import hybrids, lfm2, mamba2
+from enginery_model_mamba import falcon, hybrids, lfm2, mamba2
 
 FAMILIES = {
     "bamba": ("BambaForCausalLM", hybrids),
+    "falcon-h1": ("FalconH1ForCausalLM", falcon),
     "granite-hybrid": ("GraniteMoeHybridForCausalLM", hybrids),
     "lfm2": ("Lfm2ForCausalLM", lfm2),
     "mamba2": ("Mamba2ForCausalLM", mamba2),

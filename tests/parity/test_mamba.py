@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, greedy, last_logits, options
 from parity.oracle import Oracle, shape
-from transformers import BambaConfig, FalconH1Config, GraniteMoeHybridConfig, Lfm2Config, Mamba2Config, PretrainedConfig
+from transformers import BambaConfig, FalconH1Config, GraniteMoeHybridConfig, Lfm2Config, Mamba2Config, NemotronHConfig, PretrainedConfig
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -33,6 +33,21 @@ FACTORS = dict(
     mlp_multipliers=[0.9, 1.1],
     ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
 )
+NEMOTRON = {key: value for key, value in shape().items() if key != "num_hidden_layers"} | dict(
+    head_dim=16,
+    ssm_state_size=24,
+    mamba_num_heads=8,
+    mamba_head_dim=12,
+    n_groups=2,
+    chunk_size=16,
+    time_step_min=1e-9,  # to which transformers raises steps in prompts, and the vendor does not
+    n_routed_experts=8,
+    moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=48,
+    num_experts_per_tok=2,
+    routed_scaling_factor=2.5,
+    experts_implementation="eager",
+)
 FAMILIES: dict[str, PretrainedConfig] = {
     "bamba": BambaConfig(**shape(attn_layer_indices=[2], attention_bias=True, **MIXER)),
     "falcon_h1": FalconH1Config(**shape(mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False, **MIXER, **FACTORS)),
@@ -43,6 +58,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **shape(num_local_experts=6, num_experts_per_tok=2, experts_implementation="eager", **MIXER, **GRANITE)
     ),
     "lfm2": Lfm2Config(**shape(layer_types=["conv", "full_attention", "conv", "conv"], block_multiple_of=16, conv_bias=True)),
+    "nemotron_h": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp"]),
+    "nemotron_h_moe": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba", "moe", "attention", "mamba", "moe"]),
+    "nemotron_h_latent": NemotronHConfig(**NEMOTRON, layers_block_type=["moe", "mamba", "attention"], moe_latent_size=32),
     "mamba2": Mamba2Config(
         vocab_size=256,
         hidden_size=64,

@@ -1,7 +1,7 @@
 """Mamba2, hybrids of it and attention, Jamba and LFM2."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_mamba import falcon, hybrids, lfm2, mamba2
+from enginery_model_mamba import falcon, hybrids, lfm2, mamba2, nemotron
 
 FAMILIES = {
     "bamba": ("BambaForCausalLM", hybrids),
@@ -9,6 +9,7 @@ FAMILIES = {
     "granite-hybrid": ("GraniteMoeHybridForCausalLM", hybrids),
     "lfm2": ("Lfm2ForCausalLM", lfm2),
     "mamba2": ("Mamba2ForCausalLM", mamba2),
+    "nemotron-h": ("NemotronHForCausalLM", nemotron),
 }
 
 
@@ -22,6 +23,7 @@ def register_models() -> list[ModelSpec]:
             architectures=(architecture,),
             describe=family.describe,
             build=family.build,
+            ignored_weights=("mtp.*",) if name == "nemotron-h" else (),
             stacked_weights=hybrids.STACKED if name == "granite-hybrid" else {},
         )
         for name, (architecture, family) in FAMILIES.items()

@@ -15,14 +15,17 @@ NO_STEP_LIMITS: Final = (0.0, math.inf)
 
 @dataclass(frozen=True, kw_only=True)
 class MixerKeys:
-    """What a family calls the sizes of its Mamba2 mixers in config.json. inner: H times head dim, where it is stated."""
+    """What a family calls the sizes of its Mamba2 mixers in config.json.
+
+    inner: H times head dim, where it is stated. expand: the same by the hidden size; None where heads alone say it.
+    """
 
     heads: str = "mamba_n_heads"
     head_dim: str = "mamba_d_head"
     groups: str = "mamba_n_groups"
     state: str = "mamba_d_state"
     conv: str = "mamba_d_conv"
-    expand: str = "mamba_expand"
+    expand: str | None = "mamba_expand"
     inner: str | None = None
     bias: str = "mamba_proj_bias"
     out_bias: str = "mamba_proj_bias"
@@ -58,7 +61,10 @@ def read_mixer(config: Mapping[str, Any], keys: MixerKeys) -> MixerShape:
         raise CheckpointError(f"config.json asks for hidden_act {config['hidden_act']!r}; this architecture is served with 'silu' only")
     heads, groups = whole_number(config, keys.heads), whole_number(config, keys.groups)
     inner = config.get(keys.inner) if keys.inner is not None else None
-    inner = inner or whole_number(config, keys.expand) * whole_number(config, "hidden_size")
+    if keys.expand is None:
+        inner = heads * whole_number(config, keys.head_dim)
+    elif inner is None:
+        inner = whole_number(config, keys.expand) * whole_number(config, "hidden_size")
     dim = config.get(keys.head_dim)
     dim = inner // heads if dim in (None, "auto") else whole_number(config, keys.head_dim)
     if heads % groups or heads * dim != inner:

@@ -1,0 +1,170 @@
+"""Nemotron-H: each layer is one block, a Mamba2 mixer, attention without positions, an MLP or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from enginery.api import (
+    CheckpointError,
+    DecoderShape,
+    Model,
+    ModelContext,
+    ModelFacts,
+    Routing,
+    WeightSource,
+    read_decoder_shape,
+    required,
+    whole_number,
+)
+from enginery_model_mamba.mixers import MixerKeys, layer_kinds, memory_of, read_mixer, with_memory
+
+if TYPE_CHECKING:
+    from enginery.nn.decoder import AttentionBlock
+    from enginery_model_mamba.blocks import OneBlockLayer
+
+KEYS: Final = MixerKeys(
+    heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    groups="n_groups",
+    state="ssm_state_size",
+    conv="conv_kernel",
+    expand=None,
+    bias="use_bias",
+    out_bias="use_bias",
+    conv_bias="use_conv_bias",
+    eps="layer_norm_epsilon",
+)
+# transformers' NemotronHConfig, for files that leave them out
+DEFAULTS: Final[dict[str, Any]] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "intermediate_size": 21504,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+}
+NAMES: Final = {"model.embed_tokens": "backbone.embeddings", "model.layers": "backbone.layers", "model.norm": "backbone.norm_f"}
+MIXER, ATTENTION, MLP, EXPERTS = "mamba", "attention", "mlp", "moe"
+KINDS: Final = {
+    "mamba": MIXER,
+    "linear_attention": MIXER,
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+    "mlp": MLP,
+    "moe": EXPERTS,
+}
+LETTERS: Final = {"M": MIXER, "*": ATTENTION, "-": MLP, "E": EXPERTS}
+ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "partial_rotary_factor", "hidden_act")  # nothing is rotated
+
+
+def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
+    stated = {key: value for key, value in config.items() if value is not None and key not in ROPE_KEYS}
+    whole = {**DEFAULTS, **stated}
+    if whole["mlp_hidden_act"] != "relu2" or whole.get("mamba_hidden_act", "silu") != "silu":
+        raise CheckpointError(
+            f"config.json has mlp_hidden_act {whole['mlp_hidden_act']!r} and mamba_hidden_act {whole.get('mamba_hidden_act')!r}; "
+            "this architecture is served with 'relu2' and 'silu' only"
+        )
+    if whole.get("sliding_window") is not None:
+        raise CheckpointError("config.json has a sliding_window, which is not served for this architecture")
+    return whole
+
+
+def kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Each layer's block: by `layers_block_type`, or by the letters of `hybrid_override_pattern`, as files of the hub have it."""
+    for key in ("layers_block_type", "layer_types"):
+        if config.get(key) is not None:
+            return layer_kinds({key: config[key]}, key, KINDS)
+    pattern = list(required(config, "hybrid_override_pattern"))
+    return layer_kinds({"hybrid_override_pattern": pattern}, "hybrid_override_pattern", LETTERS)
+
+
+def shape(config: Mapping[str, Any]) -> DecoderShape:
+    """The decoder around the blocks."""
+    whole = _complete(config)
+    bias = bool(whole.get("attention_bias", False))
+    whole |= {"rms_norm_eps": whole["layer_norm_epsilon"], "num_hidden_layers": len(kinds(config))}
+    return read_decoder_shape(whole, qkv_bias=bias, out_bias=bias, mlp_bias=bool(whole.get("mlp_bias", False)))
+
+
+def routing(config: Mapping[str, Any]) -> Routing:
+    """DeepSeek-V3's router."""
+    whole = _complete(config)
+    return Routing(
+        top_k=whole_number(whole, "num_experts_per_tok"),
+        scoring="sigmoid",
+        num_groups=whole_number(whole, "n_group"),
+        top_groups=whole_number(whole, "topk_group"),
+        group_score="top2",
+        renormalise=bool(whole["norm_topk_prob"]),
+        scale=float(whole["routed_scaling_factor"]),
+    )
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts that the core plans with. Layers without a mixer and without attention have no memory."""
+    memory, facts = memory_of(read_mixer(_complete(config), KEYS).facts), shape(config).facts()
+    places = {MIXER: [memory], ATTENTION: [facts.layers[0]]}
+    return with_memory(facts, [places.get(kind, []) for kind in kinds(config)])
+
+
+def build(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery.nn.norm import take_norm
+    from enginery_model_mamba.blocks import HybridDecoder, OneBlockLayer
+
+    config, each = _complete(context.config), kinds(context.config)
+
+    def layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> OneBlockLayer:
+        block = _block(context, weights.scope("mixer"), shape=shape, config=config, kind=each[index], index=index)
+        return OneBlockLayer(context, take_norm(weights, "norm", shape.hidden_size), eps=shape.rms_eps, block=block)
+
+    return HybridDecoder(context, shape(context.config), layer=layer, names=NAMES, rotates=False)
+
+
+def _block(
+    context: ModelContext, weights: WeightSource, *, shape: DecoderShape, config: Mapping[str, Any], kind: str, index: int
+) -> AttentionBlock:
+    from enginery.nn.attention import SelfAttention
+    from enginery_model_mamba.blocks import Mamba2Mixer
+    from enginery_model_mamba.squared import SquaredExperts, SquaredMLP, WithoutPositions
+
+    if kind == MIXER:
+        return Mamba2Mixer(context, weights, spec=context.stage.spec(index, scale=1.0), shape=read_mixer(config, KEYS))
+    if kind == ATTENTION:
+        spec, bias = context.stage.spec(index, scale=shape.head_dim**-0.5), shape.qkv_bias
+        return SelfAttention(context, weights, spec=spec, qkv_bias=bias, out_bias=bias, qk_norm_eps=None)
+    if kind == MLP:
+        mlp = SquaredMLP(context, weights, inner=shape.intermediate_size, bias=shape.mlp_bias)
+        return WithoutPositions(mlp)
+    experts = SquaredExperts(
+        context,
+        weights,
+        count=whole_number(config, "n_routed_experts"),
+        inner=whole_number(config, "moe_intermediate_size"),
+        latent=config.get("moe_latent_size"),
+        routing=routing(config),
+    )
+    shared = SquaredMLP(
+        context,
+        weights.scope("shared_experts"),
+        inner=whole_number(config, "moe_shared_expert_intermediate_size"),
+        bias=shape.mlp_bias,
+    )
+    return WithoutPositions(lambda x: experts(x).add_(shared(x)))

@@ -8,7 +8,16 @@ import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, greedy, last_logits, options
 from parity.oracle import Oracle, shape
-from transformers import BambaConfig, FalconH1Config, GraniteMoeHybridConfig, Lfm2Config, Mamba2Config, NemotronHConfig, PretrainedConfig
+from transformers import (
+    BambaConfig,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
+    Mamba2Config,
+    NemotronHConfig,
+    PretrainedConfig,
+)
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -57,6 +66,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "granite_moe": GraniteMoeHybridConfig(
         **shape(num_local_experts=6, num_experts_per_tok=2, experts_implementation="eager", **MIXER, **GRANITE)
     ),
+    "jamba": JambaConfig(
+        **shape(num_experts=4, attn_layer_period=4, attn_layer_offset=2, mamba_d_state=12, mamba_dt_rank=8),
+        experts_implementation="eager",
+    ),
+    "jamba_dense": JambaConfig(**shape(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=12)),
     "lfm2": Lfm2Config(**shape(layer_types=["conv", "full_attention", "conv", "conv"], block_multiple_of=16, conv_bias=True)),
     "nemotron_h": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp"]),
     "nemotron_h_moe": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba", "moe", "attention", "mamba", "moe"]),

@@ -1,12 +1,13 @@
 """Mamba2, hybrids of it and attention, Jamba and LFM2."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_mamba import falcon, hybrids, lfm2, mamba2, nemotron
+from enginery_model_mamba import falcon, hybrids, jamba, lfm2, mamba2, nemotron
 
 FAMILIES = {
     "bamba": ("BambaForCausalLM", hybrids),
     "falcon-h1": ("FalconH1ForCausalLM", falcon),
     "granite-hybrid": ("GraniteMoeHybridForCausalLM", hybrids),
+    "jamba": ("JambaForCausalLM", jamba),
     "lfm2": ("Lfm2ForCausalLM", lfm2),
     "mamba2": ("Mamba2ForCausalLM", mamba2),
     "nemotron-h": ("NemotronHForCausalLM", nemotron),

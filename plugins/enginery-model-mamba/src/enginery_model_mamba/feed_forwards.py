@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from enginery.api import DecoderShape, ForwardBatch, ModelContext, WeightSource
+from enginery.api import DecoderShape, ForwardBatch, MixtureShape, ModelContext, WeightSource
 from enginery.nn.decoder import AttentionBlock, GatedMLP
 from enginery.nn.moe import MixtureOfExperts
 from enginery_model_mamba.blocks import Renamed
@@ -31,6 +31,14 @@ def plain_mlp(context: ModelContext, weights: WeightSource, *, shape: DecoderSha
     )
 
 
+def routed_experts(
+    context: ModelContext, weights: WeightSource, *, experts: MixtureShape, router: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer's experts. router: what the family calls it."""
+    scope = Renamed(weights.scope(experts.names.block), {"gate": router})
+    return MixtureOfExperts(context, scope, experts=experts, mlp_bias=False)
+
+
 def shared_mlp(
     context: ModelContext, weights: WeightSource, *, shape: DecoderShape, shared_size: int, names: Mapping[str, str]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -40,8 +48,7 @@ def shared_mlp(
     )
     if shape.experts is None:
         return shared
-    scope = Renamed(weights.scope(shape.experts.names.block), {"gate": "router.layer"})
-    experts = MixtureOfExperts(context, scope, experts=shape.experts, mlp_bias=False)
+    experts = routed_experts(context, weights, experts=shape.experts, router="router.layer")
     return lambda x: experts(x).add_(shared(x))
 
 

@@ -83,6 +83,8 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if whole.get("sliding_window") is not None:
         raise CheckpointError("config.json has a sliding_window, which is not served for this architecture")
+    if whole.get("moe_latent_size") is not None and whole.get("mlp_bias"):
+        raise CheckpointError("config.json has moe_latent_size and mlp_bias, which are not served together")
     return whole
 
 

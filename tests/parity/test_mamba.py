@@ -127,7 +127,8 @@ def test_a_prompt_seen_before_goes_on_from_its_states(oracle: Oracle, registry: 
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
-    prompt = oracle.prompts[1]
-    expected = oracle.logits(prompt)[-1]
-    error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
-    assert error < 0.06
+    errors = []
+    for prompt in oracle.prompts[:3]:
+        expected = oracle.logits(prompt)[-1]
+        errors.append((last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm())
+    assert sum(errors) / len(errors) < 0.05

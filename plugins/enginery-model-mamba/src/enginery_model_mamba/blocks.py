@@ -112,14 +112,10 @@ class Mamba2Mixer:
             LinearShape(names=("in_proj",), rows=self.sizes, columns=hidden, cut=Cut.ROWS, bias=shape.bias)
         )
         self.out = weights.linear(
-            LinearShape(
-                names=("out_proj",), rows=(hidden,), columns=inner, cut=Cut.COLUMNS, bias=shape.out_bias, complete=False
-            )
+            LinearShape(names=("out_proj",), rows=(hidden,), columns=inner, cut=Cut.COLUMNS, bias=shape.out_bias, complete=False)
         )
         conv, conv_bias = take_conv(weights, "conv1d", facts, bias=shape.conv_bias)
-        a_log, dt_bias, skip = (
-            weights.take(name, (facts.value_heads,), dtype=torch.float32) for name in ("A_log", "dt_bias", "D")
-        )
+        a_log, dt_bias, skip = (weights.take(name, (facts.value_heads,), dtype=torch.float32) for name in ("A_log", "dt_bias", "D"))
         recurrent = RecurrentWeights(conv=conv, conv_bias=conv_bias, a_log=a_log, dt_bias=dt_bias, skip=skip)
         self.spec, self.shape, self.facts = dataclasses.replace(spec, recurrent=recurrent), shape, facts
         self.norm = weights.take("norm.weight", (inner,)) if shape.has_norm else None

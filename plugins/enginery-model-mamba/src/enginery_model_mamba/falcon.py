@@ -105,9 +105,7 @@ def build(context: ModelContext) -> Model:
         scale = shape.attention_scale
         assert scale is not None, "it is stated"
         first, second = context.stage.specs(index, scale=scale)
-        mixer = Mamba2Mixer(
-            context, weights.scope("mamba"), spec=dataclasses.replace(first, scale=1.0), shape=mixer_shape
-        )
+        mixer = Mamba2Mixer(context, weights.scope("mamba"), spec=dataclasses.replace(first, scale=1.0), shape=mixer_shape)
         attention = SelfAttention(
             context,
             weights.scope("self_attn"),

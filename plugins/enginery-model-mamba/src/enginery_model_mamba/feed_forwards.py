@@ -26,9 +26,7 @@ class Scaled:
 
 def plain_mlp(context: ModelContext, weights: WeightSource, *, shape: DecoderShape) -> GatedMLP:
     """A layer's gated MLP, `feed_forward`."""
-    return GatedMLP(
-        context, weights.scope("feed_forward"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias
-    )
+    return GatedMLP(context, weights.scope("feed_forward"), intermediate_size=shape.intermediate_size, bias=shape.mlp_bias)
 
 
 def routed_experts(

@@ -58,7 +58,9 @@ class MixerShape:
 def read_mixer(config: Mapping[str, Any], keys: MixerKeys) -> MixerShape:
     """Read a Mamba2 mixer. Raises `CheckpointError`."""
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json asks for hidden_act {config['hidden_act']!r}; this architecture is served with 'silu' only")
+        raise CheckpointError(
+            f"config.json asks for hidden_act {config['hidden_act']!r}; this architecture is served with 'silu' only"
+        )
     heads, groups = whole_number(config, keys.heads), whole_number(config, keys.groups)
     inner = config.get(keys.inner) if keys.inner is not None else None
     if keys.expand is None:
@@ -69,8 +71,8 @@ def read_mixer(config: Mapping[str, Any], keys: MixerKeys) -> MixerShape:
     dim = inner // heads if dim in (None, "auto") else whole_number(config, keys.head_dim)
     if heads % groups or heads * dim != inner:
         raise CheckpointError(
-            f"config.json has {keys.heads} {heads} of {dim} dims in {groups} groups, for {inner} inner values; heads must fill them "
-            "and be a multiple of the groups"
+            f"config.json has {keys.heads} {heads} of {dim} dims in {groups} groups, for {inner} inner values; heads must "
+            "fill them and be a multiple of the groups"
         )
     return MixerShape(
         facts=RecurrentFacts(
@@ -99,7 +101,9 @@ def _step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
     try:
         low, high = (float(limit["__float__"] if isinstance(limit, Mapping) else limit) for limit in stated)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json has time_step_limit {stated!r}, which must be two numbers; the file is damaged") from error
+        raise CheckpointError(
+            f"config.json has time_step_limit {stated!r}, which must be two numbers; the file is damaged"
+        ) from error
     return low, high
 
 
@@ -112,9 +116,7 @@ def memory_of(rule: RecurrentFacts, decoder_layer: int = 0) -> AttnLayerFacts:
 
 def with_memory(facts: ModelFacts, layers: Sequence[Sequence[AttnLayerFacts]]) -> ModelFacts:
     """`facts` with the layers that have memory of each decoder layer in place of one attention for each."""
-    every = tuple(
-        dataclasses.replace(layer, decoder_layer=index) for index, several in enumerate(layers) for layer in several
-    )
+    every = tuple(dataclasses.replace(layer, decoder_layer=index) for index, several in enumerate(layers) for layer in several)
     rules = [layer.recurrent for layer in every if layer.recurrent is not None]
     widest = max((rule.mixed_width + 2 * rule.value_heads * rule.value_dim + rule.gates_width for rule in rules), default=0)
     width = max(facts.activation_width, 3 * facts.hidden_size + 4 * widest)

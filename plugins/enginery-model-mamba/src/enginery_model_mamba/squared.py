@@ -40,7 +40,7 @@ class SquaredMLP:
 
 
 class SquaredExperts:
-    """Each token's few of many such MLPs, weighted and summed. Products by expert, without a number that the host would wait for."""
+    """Each token's few of many such MLPs, weighted and summed, by grouped products: the host waits for no number."""
 
     def __init__(
         self,

@@ -1,0 +1,128 @@
+"""What config.json means. Logits and tokens are compared with transformers in tests/parity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from enginery.api import CheckpointError
+from enginery_model_mamba import falcon, hybrids, jamba, lfm2, mamba2, nemotron, register_models
+from enginery_model_mamba.mixers import read_mixer
+
+SIZES = dict(vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+MIXER = dict(mamba_n_heads=8, mamba_d_state=16)
+BAMBA = SIZES | MIXER | {"architectures": ["BambaForCausalLM"]}
+GRANITE = SIZES | MIXER | {"architectures": ["GraniteMoeHybridForCausalLM"]}
+NEMOTRON = {"vocab_size": 32, "hidden_size": 64, "hybrid_override_pattern": "M-M*E"}
+
+
+def rules(facts: Any) -> list[tuple[int, str | None]]:
+    return [(layer.decoder_layer, layer.recurrent and layer.recurrent.rule) for layer in facts.layers]
+
+
+def test_all_are_offered() -> None:
+    offered = {name for spec in register_models() for name in spec.architectures}
+    assert len(offered) == 7
+    assert {"Mamba2ForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM"} <= offered
+
+
+def test_mamba2_needs_nothing_of_attention() -> None:
+    facts = mamba2.describe({"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16})
+    rule = facts.layers[0].recurrent
+    assert rule is not None
+    assert (len(facts.layers), rule.key_heads, rule.value_heads, rule.key_dim) == (2, 8, 8, 128)
+
+
+def test_heads_must_fill_the_inner_values() -> None:
+    with pytest.raises(CheckpointError, match="num_heads 8 of 8 dims"):
+        mamba2.describe({"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8})
+
+
+@pytest.mark.parametrize(
+    ("stated", "limits"),
+    [
+        (None, (0.0, math.inf)),
+        ([0.0, {"__float__": "Infinity"}], (0.0, math.inf)),
+        ([0.001, 0.1], (0.001, 0.1)),
+        ([0.0, "Infinity"], (0.0, math.inf)),
+    ],
+)
+def test_limits_of_steps_are_read_as_json_has_them(stated: object, limits: tuple[float, float]) -> None:
+    config = {**hybrids.BAMBA, **BAMBA, "time_step_limit": stated}
+    assert read_mixer(config, hybrids.KEYS).facts.step_limits == limits
+
+
+def test_damaged_limits_of_steps_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="time_step_limit"):
+        read_mixer({**hybrids.BAMBA, **BAMBA, "time_step_limit": [0.0]}, hybrids.KEYS)
+
+
+def test_bamba_says_where_attention_is() -> None:
+    assert rules(hybrids.describe(BAMBA | {"attn_layer_indices": [2]})) == [(0, "linear"), (1, "linear"), (2, None), (3, "linear")]
+    assert hybrids.shape(BAMBA).rope.rotary_dim == 8
+
+
+@pytest.mark.parametrize("key", ["layer_types", "layers_block_type"])
+@pytest.mark.parametrize("words", [("mamba", "attention"), ("linear_attention", "full_attention")])
+def test_granite_names_its_layers_in_two_ways(key: str, words: tuple[str, str]) -> None:
+    facts = hybrids.describe(GRANITE | {key: [words[0], words[1], words[0], words[0]]})
+    assert rules(facts) == [(0, "linear"), (1, None), (2, "linear"), (3, "linear")]
+
+
+def test_granite_without_experts_and_without_positions() -> None:
+    assert hybrids.shape(GRANITE | {"num_local_experts": 0}).experts is None
+    assert hybrids.shape(GRANITE).experts is not None
+    assert not hybrids.rotates(GRANITE | {"position_embedding_type": "nope"})
+    assert hybrids.rotates(GRANITE | {"position_embedding_type": "rope"})
+    with pytest.raises(CheckpointError, match="learned"):
+        hybrids.describe(GRANITE | {"position_embedding_type": "learned"})
+
+
+def test_unknown_layers_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="layer_types"):
+        hybrids.describe(GRANITE | {"layer_types": ["mamba", "window", "mamba", "mamba"]})
+    with pytest.raises(CheckpointError, match="3 layer_types for 4 layers"):
+        hybrids.describe(GRANITE | {"layer_types": ["mamba"] * 3})
+
+
+def test_falcon_has_two_layers_with_memory_in_each() -> None:
+    config = SIZES | MIXER | {"architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 128, "key_multiplier": 0.5}
+    facts = falcon.describe(config)
+    assert rules(facts) == [(index, rule) for index in range(4) for rule in ("linear", None)]
+    assert falcon.shape(config).attention_scale == 0.5 / 4
+    with pytest.raises(CheckpointError, match="ssm_multipliers"):
+        falcon.describe(config | {"ssm_multipliers": [1.0]})
+
+
+def test_nemotron_is_read_from_letters_and_words() -> None:
+    words = {"layers_block_type": ["mamba", "mlp", "linear_attention", "full_attention", "moe"]}
+    for config in (NEMOTRON, {**NEMOTRON, "hybrid_override_pattern": None} | words):
+        facts = nemotron.describe(config)
+        assert rules(facts) == [(0, "linear"), (2, "linear"), (3, None)]
+        assert facts.num_decoder_layers == 5
+
+
+@pytest.mark.parametrize("changes", [{"mlp_hidden_act": "silu"}, {"sliding_window": 8}, {"moe_latent_size": 8, "mlp_bias": True}])
+def test_nemotron_refuses_what_changes_the_numbers(changes: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match=next(iter(changes))):
+        nemotron.describe(NEMOTRON | changes)
+
+
+def test_jamba_has_a_convolution_and_a_scan_in_a_layer() -> None:
+    config = SIZES | {"attn_layer_period": 4, "attn_layer_offset": 1}
+    assert rules(jamba.describe(config))[:4] == [(0, "conv"), (0, "scan"), (1, None), (2, "conv")]
+    assert jamba.read_scan(config).step_rank == 4
+    experts = jamba.shape(config).experts
+    assert experts is not None
+    assert experts.layers == {1, 3}
+    with pytest.raises(CheckpointError, match="attn_layer_offset"):
+        jamba.describe(config | {"attn_layer_offset": 4})
+
+
+def test_lfm2_computes_the_size_of_its_mlp() -> None:
+    config = SIZES | {"full_attn_idxs": [1], "block_ff_dim": 300, "block_multiple_of": 64}
+    assert rules(lfm2.describe(config)) == [(0, "conv"), (1, None), (2, "conv"), (3, "conv")]
+    assert (lfm2.shape(config).intermediate_size, lfm2.shape(config).tied) == (256, True)
+    assert lfm2.shape(config | {"block_auto_adjust_ff_dim": False}).intermediate_size == 300

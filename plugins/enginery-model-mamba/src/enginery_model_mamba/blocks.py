@@ -26,7 +26,7 @@ from enginery.api import (
     Unsupported,
     WeightSource,
 )
-from enginery.nn.decoder import AttentionBlock, Decoder, LayerFactory
+from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, LayerFactory
 from enginery_model_mamba.mixers import MixerShape
 
 
@@ -130,7 +130,7 @@ class Mamba2Mixer:
         projected = self.projected(x)
         if self.multipliers is not None:
             projected = projected * self.multipliers
-        z, mixed, gates = torch.split(projected, self.sizes, dim=-1)
+        z, mixed, gates = torch.split(projected, list(self.sizes), dim=-1)
         out = torch.empty((len(x), self.facts.value_heads, self.facts.value_dim), dtype=x.dtype, device=x.device)
         self.advance(mixed, gates, self.spec, batch, out)
         return self.out(self._gated(out.view(z.shape), z))
@@ -141,16 +141,16 @@ class Mamba2Mixer:
         if self.shape.gate_first or self.norm is None:
             wide = wide * gate
         if self.norm is not None:
-            groups = wide.unflatten(-1, (self.facts.key_heads, -1))  # [T, G, I / G]
+            groups = wide.view(len(wide), self.facts.key_heads, -1)  # [T, G, I / G]
             normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.shape.eps)
-            wide = (self.norm * normed.flatten(-2).to(y.dtype)).float()
+            wide = (self.norm * normed.flatten(1).to(y.dtype)).float()
             if not self.shape.gate_first:
                 wide = wide * gate
         return wide.to(y.dtype)
 
 
-class OneBlockLayer:
-    """A decoder layer that is one block on the norm of the residual stream. Has what `Decoder` asks of a `DecoderLayer`."""
+class OneBlockLayer(DecoderLayer):
+    """A decoder layer that is one block on the norm of the residual stream, without an MLP behind it."""
 
     def __init__(self, context: ModelContext, norm: torch.Tensor, *, eps: float, block: AttentionBlock) -> None:
         """norm: [C]. block: gives partial sums."""

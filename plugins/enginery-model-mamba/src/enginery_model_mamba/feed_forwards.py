@@ -12,16 +12,15 @@ from enginery.nn.moe import MixtureOfExperts
 from enginery_model_mamba.blocks import Renamed
 
 
-class Scaled:
-    """A block whose output [T, C] is multiplied by a number."""
+class ScaledAttention:
+    """Attention or a mixer whose output is multiplied by a number."""
 
-    def __init__(self, block: Callable[..., torch.Tensor], factor: float) -> None:
+    def __init__(self, block: AttentionBlock, factor: float) -> None:
         self._block, self._factor = block, factor
 
-    def __call__(self, *inputs: object) -> torch.Tensor:
-        """What the block is given."""
-        made = self._block(*inputs)
-        return made if self._factor == 1.0 else made * self._factor
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x: [T, C]. Returns [T, C]: with several ranks a partial sum."""
+        return self._block(x, cos_sin, batch) * self._factor
 
 
 def plain_mlp(context: ModelContext, weights: WeightSource, *, shape: DecoderShape) -> GatedMLP:

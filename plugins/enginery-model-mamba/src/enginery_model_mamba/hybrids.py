@@ -124,7 +124,7 @@ def build(context: ModelContext) -> Model:
     """Import torch and build."""
     from enginery.nn.decoder import AttentionBlock, DecoderLayer, layer_attention
     from enginery_model_mamba.blocks import HybridDecoder, Mamba2Mixer
-    from enginery_model_mamba.feed_forwards import Scaled, plain_mlp, shared_mlp
+    from enginery_model_mamba.feed_forwards import ScaledAttention, plain_mlp, shared_mlp
 
     config = _complete(context.config)
     mixer, granite = read_mixer(config, KEYS), _is_granite(config)
@@ -139,7 +139,7 @@ def build(context: ModelContext) -> Model:
         if not granite:
             return DecoderLayer(context, weights, shape=shape, attention=block, mlp=plain_mlp(context, weights, shape=shape))
         mlp = shared_mlp(context, weights, shape=shape, shared_size=config["shared_intermediate_size"], names=SHARED_NAMES)
-        return DecoderLayer(context, weights, shape=shape, attention=Scaled(block, factor), mlp=Scaled(mlp, factor))
+        return DecoderLayer(context, weights, shape=shape, attention=ScaledAttention(block, factor), mlp=lambda x: mlp(x) * factor)
 
     scale = 1.0 / float(config.get("logits_scaling", 1.0)) if granite else 1.0
     names = {} if granite else BAMBA_NAMES

@@ -48,7 +48,7 @@ class MambaMixer:
         wide = torch.empty((*mixed.shape, 1), dtype=x.dtype, device=x.device)
         self.advance(mixed, x.new_empty((len(x), 0)), self.conv, batch, wide)
         values = wide.squeeze(-1)
-        parts = self.mixed(values).split(self.sizes, dim=-1)
+        parts = torch.split(self.mixed(values), list(self.sizes), dim=-1)
         low, keys, queries = (
             self.rms_norm(part.contiguous(), norm, self.eps) for part, norm in zip(parts, self.norms, strict=True)
         )

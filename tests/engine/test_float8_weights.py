@@ -67,7 +67,7 @@ class Checkpoint:
 
     def __call__(self, store, parallel: ParallelFacts | None = None):
 
-        (offer,) = Registry.load().weight_formats
+        (offer,) = (offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
         reader = formats.FormatReader.load(offer, CONFIG, scan_checkpoint(self.folder))
         ops = reference_ops()
         facts = parallel or ParallelFacts()

@@ -83,7 +83,8 @@ def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str,
     """`stored` with tensors that are several in one under the names of these. The bytes are the same.
 
     stacked: {".experts.gate_up_proj": (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")} makes of a tensor [E, 2I, C]
-    2E of [I, C]; {".mlp.gate.weight": (".block_sparse_moe.gate.weight",)}, without an index, renames.
+    2E of [I, C]; {".mlp.gate.weight": (".block_sparse_moe.gate.weight",)}, without an index, renames. Biases [E, N] become E of [N];
+    what has more dimensions E matrices, the last ones in one.
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -94,8 +95,9 @@ def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str,
         stem, parts = name.removesuffix(end), stacked[end]
         if "{}" not in parts[0]:
             found[stem + parts[0]] = tensor
-        elif len(tensor.shape) == 3 and tensor.shape[1] % len(parts) == 0 and tensor.dtype in READABLE:
-            shape = (tensor.shape[1] // len(parts), tensor.shape[2])
+        elif len(tensor.shape) > 1 and tensor.shape[1] % len(parts) == 0 and tensor.dtype in READABLE:
+            rest = (math.prod(tensor.shape[2:]),) if len(tensor.shape) > 2 else ()
+            shape = (tensor.shape[1] // len(parts), *rest)
             size = math.prod(shape) * READABLE[tensor.dtype].itemsize
             for place, (index, part) in enumerate(itertools.product(range(tensor.shape[0]), parts)):
                 found[stem + part.format(index)] = replace(tensor, start=tensor.start + place * size, shape=shape)

@@ -99,7 +99,7 @@ def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
 
 
 def store_mxfp4(oracle: Oracle, folder: Path) -> Oracle:
-    """The hub's layout: experts as packed blocks and exponents. The answer's model has their values, as transformers widens them."""
+    """The hub's layout: experts as packed blocks and exponents. The answer's model has what transformers makes of them."""
     shutil.copytree(oracle.folder, folder, dirs_exist_ok=True)
     weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     model = copy.deepcopy(oracle.model)

@@ -9,9 +9,7 @@ from enginery.api import CheckpointError
 from enginery_model_gpt_oss import register_models
 from enginery_model_gpt_oss.spec import YARN, describe, shape
 
-SIZES = dict(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
-)
+SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 CONFIG = SIZES | {"architectures": ["GptOssForCausalLM"], "max_position_embeddings": 64}
 
 

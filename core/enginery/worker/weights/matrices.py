@@ -62,9 +62,7 @@ class Matrices:
         if scheme is None:
             if not turned:
                 return plain
-            ends = tuple(reversed(plain.starts)), tuple(reversed(plain.shape))
-            as_stored = Slice(name=plain.name, whole=tuple(reversed(plain.whole)), starts=ends[0], shape=ends[1])
-            return replace(plain, made_of=(("", as_stored),), within=(0, 0))
+            return replace(plain, made_of=(("", _turned(plain)),), within=(0, 0))
         parts = self._reader.parts(scheme)
         blocks = [math.lcm(*(part.per_element[axis] or 1 for part in parts)) for axis in (0, 1)]
         starts = tuple(start // block * block for start, block in zip(plain.starts, blocks, strict=True))
@@ -105,6 +103,11 @@ def _stored(part: StoredPart, module: str, whole: Sequence[int], *, starts: Sequ
         dtype=part.dtype,
         fill=_fill(part.dtype, whole[1]) if part.role == "scales" else None,
     )
+
+
+def _turned(matrix: Slice) -> Slice:
+    """The same part where the file has [columns, rows]."""
+    return replace(matrix, whole=matrix.whole[::-1], starts=matrix.starts[::-1], shape=matrix.shape[::-1])
 
 
 def _fill(dtype: str, columns: int) -> float:

@@ -237,7 +237,8 @@ def _apart(gate_up: torch.Tensor, shape: ExpertsShape) -> torch.Tensor:
     """[E, 2I, ..] with gates before ups."""
     if shape.order == "halves":
         return gate_up
-    return gate_up.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).contiguous()
+    count, rows, *rest = gate_up.shape
+    return gate_up.view(count, rows // 2, 2, *rest).transpose(1, 2).reshape(count, rows, *rest)
 
 
 def _placed(rows: torch.Tensor, parts: Iterable[LinearPart], lengths: Sequence[int]) -> torch.Tensor:

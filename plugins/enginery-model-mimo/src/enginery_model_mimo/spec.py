@@ -71,7 +71,7 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("num_attention_heads", "head_dim", "v_head_dim"):
         own = complete.get(f"swa_{key}", complete.get(key))
         if own != complete.get(key):
-            raise CheckpointError(f"config.json has swa_{key} {own!r} and {key} {complete.get(key)!r}; they are served if equal only")
+            raise CheckpointError(f"config.json has swa_{key} {own!r} and {key} {complete.get(key)!r}; served are equal ones")
     if complete.get("n_shared_experts"):
         raise CheckpointError("config.json has n_shared_experts; this architecture is served without shared experts only")
     for key, served in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
@@ -93,9 +93,7 @@ def _sinks(config: Mapping[str, Any], windowed: Sequence[bool]) -> frozenset[int
     return frozenset(index for index, is_windowed in enumerate(windowed) if (of_windows if is_windowed else of_others))
 
 
-def _kinds(
-    config: Mapping[str, Any], key: str, hubs: str, names: tuple[str, str], default: Sequence[bool]
-) -> tuple[bool, ...]:
+def _kinds(config: Mapping[str, Any], key: str, hubs: str, names: tuple[str, str], default: Sequence[bool]) -> tuple[bool, ...]:
     """Which layers are of the second of two kinds: by name under `key`, by 0 and 1 under `hubs`."""
     stated = config.get(key)
     if stated is None:

@@ -67,7 +67,7 @@ class Checkpoint:
 
     def __call__(self, store, parallel: ParallelFacts | None = None):
 
-        (offer,) = Registry.load().weight_formats
+        (offer,) = (offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
         reader = formats.FormatReader.load(offer, CONFIG, scan_checkpoint(self.folder))
         ops = reference_ops()
         facts = parallel or ParallelFacts()
@@ -159,7 +159,8 @@ def test_float8_without_its_scales_is_refused(tmp_path: Path, files: dict[str, t
 
 def test_random_weights_of_a_float8_shape_give_outputs_of_the_size_of_their_inputs(tmp_path: Path) -> None:
 
-    (offer,), ops = Registry.load().weight_formats, reference_ops()
+    (offer,) = (offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
+    ops = reference_ops()
     reader = formats.FormatReader.load(offer, CONFIG, None)
     setting = RankSetting(ops=ops, comm=SingleRank(ops), reader=reader, kept=REFERENCE_SCHEMES)
     record, shape = WeightRecord(torch.float32), ExpertsShape(names=ExpertNames(), count=1, inner=256, hidden=256)
@@ -201,7 +202,7 @@ def test_a_format_may_have_a_scale_for_each_row(tmp_path: Path, cut: Cut, rank: 
     narrow, scales = torch.randn(6, 10).to(torch.float8_e4m3fn), torch.rand(6, 1) + 0.5
     save_file({"a.weight": narrow, "a.weight_scale": scales}, tmp_path / "model.safetensors")
     stored, rows = scan_checkpoint(tmp_path), Scheme(values="f8e4m3", block=(1, 0))
-    (offer,) = Registry.load().weight_formats
+    (offer,) = (offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
     offer = dataclasses.replace(offer, spec=dataclasses.replace(FP8, reads=lambda config, module: rows))
     reader, ops = formats.FormatReader(offer, {}, RowFloat8(), stored), reference_ops()
     setting = RankSetting(ops=ops, comm=SingleRank(ops), parallel=ParallelFacts(tensor_rank=rank, tensor_size=2), reader=reader)

@@ -80,7 +80,7 @@ class OneModel:
     def __init__(self, registry: Registry, config: dict[str, Any]) -> None:
         self.family, self.config, self.reader = family_of(registry, config), config, None
         if (quantization := stated_quantization(config)) is not None:
-            (offer,) = registry.weight_formats
+            (offer,) = (offer for offer in registry.weight_formats if offer.name == "fp8")
             self.reader = FormatReader.load(offer, quantization, None)
         self.tensors = whole_tensors(self.family, config, self.reader)
 

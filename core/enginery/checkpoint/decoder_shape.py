@@ -49,8 +49,8 @@ class MixtureShape:
 
     layers: which have it. inner_size: of each expert. shared_size: inner size of the expert that every token has, 0 for none;
     shared_gate: it is weighted by a sigmoid. correction_bias: the router has one. wide_router: its product is computed in float32,
-    else in the model's dtype. expert_bias: each projection of an expert has one. Raises `CheckpointError` for a routing that cannot
-    be.
+    else in the model's dtype. router_bias: it has one, before scores. expert_bias: each projection of an expert has one. order,
+    turned: see `ExpertsShape`. Raises `CheckpointError` for a routing that cannot be.
     """
 
     layers: frozenset[int]
@@ -61,7 +61,10 @@ class MixtureShape:
     shared_gate: bool = False
     correction_bias: bool = False
     wide_router: bool = False
+    router_bias: bool = False
     expert_bias: bool = False
+    order: Literal["halves", "interleaved"] = "halves"
+    turned: bool = False
     activation: Activation = SILU
     names: ExpertNames = field(default_factory=ExpertNames)
 
@@ -91,7 +94,8 @@ class DecoderShape:
     norm_offset: added to the weight of every norm (Gemma stores w of 1 + w). embedding_scale: of what the embedding gives.
     attention_scale: of q . k; None for 1 / sqrt(head_dim). softcap, logit_cap: c of c tanh(s / c), of scores and of logits.
     window_rope: of layers with a window, where it is not `rope`. rotates_neighbours: attention rotates pairs (2i, 2i + 1).
-    packed_mlp: gate and up are stored in one piece, `gate_up_proj`.
+    packed_mlp: gate and up are stored in one piece, `gate_up_proj`. sinks: layers whose attention has them, in `sinks`.
+    v_head_dim: of values that are not as wide as keys. window_kv_heads: of layers with a window, where they have others.
     """
 
     vocab_size: int
@@ -120,6 +124,9 @@ class DecoderShape:
     window_rope: RopeShape | None = None
     rotates_neighbours: bool = False
     packed_mlp: bool = False
+    sinks: frozenset[int] = frozenset()
+    v_head_dim: int | None = None
+    window_kv_heads: int | None = None
 
     @property
     def mlp_width(self) -> int:
@@ -129,19 +136,22 @@ class DecoderShape:
 
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
-        heads = self.num_heads + 2 * self.num_kv_heads
+        window_kv_heads = self.window_kv_heads or self.num_kv_heads
+        heads, width = self.num_heads + 2 * max(self.num_kv_heads, window_kv_heads), max(self.head_dim, self.v_head_dim or 0)
         return ModelFacts(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_positions=self.max_positions,
-            activation_width=3 * self.hidden_size + max(2 * heads * self.head_dim, self.mlp_width),
+            activation_width=3 * self.hidden_size + max(2 * heads * width, self.mlp_width),
             layers=tuple(
                 AttnLayerFacts(
                     num_heads=self.num_heads,
-                    num_kv_heads=self.num_kv_heads,
+                    num_kv_heads=self.num_kv_heads if window is None else window_kv_heads,
                     head_dim=self.head_dim,
                     sliding_window=window,
                     softcap=self.softcap,
+                    sinks=index in self.sinks,
+                    v_head_dim=self.v_head_dim,
                     decoder_layer=index,
                 )
                 for index, window in enumerate(self.windows)

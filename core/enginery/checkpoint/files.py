@@ -83,7 +83,8 @@ def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str,
     """`stored` with tensors that are several in one under the names of these. The bytes are the same.
 
     stacked: {".experts.gate_up_proj": (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")} makes of a tensor [E, 2I, C]
-    2E of [I, C]; {".mlp.gate.weight": (".block_sparse_moe.gate.weight",)}, without an index, renames.
+    2E of [I, C]; {".mlp.gate.weight": (".block_sparse_moe.gate.weight",)}, without an index, renames. A stack of biases is
+    [E, N]; of more than three dimensions the last ones become one.
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
@@ -94,17 +95,26 @@ def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str,
         stem, parts = name.removesuffix(end), stacked[end]
         if "{}" not in parts[0]:
             found[stem + parts[0]] = tensor
-        elif len(tensor.shape) == 3 and tensor.shape[1] % len(parts) == 0 and tensor.dtype in READABLE:
-            shape = (tensor.shape[1] // len(parts), tensor.shape[2])
-            size = math.prod(shape) * READABLE[tensor.dtype].itemsize
-            for place, (index, part) in enumerate(itertools.product(range(tensor.shape[0]), parts)):
-                found[stem + part.format(index)] = replace(tensor, start=tensor.start + place * size, shape=shape)
+        elif len(tensor.shape) > 1 and tensor.shape[1] % len(parts) == 0 and tensor.dtype in READABLE:
+            found |= _each_of(tensor, stem, parts)
         else:
             raise CheckpointError(
                 f"tensor {name!r} in {tensor.file.name} is {tensor.dtype} {list(tensor.shape)}, which cannot be {len(parts)} "
                 "matrices for each index of its first dimension; fetch it again, or store the parts by themselves"
             )
     return found
+
+
+def _each_of(tensor: StoredTensor, stem: str, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
+    """Of a stack [E, parts * N, ..] each [N] or [N, C], by its name behind the stem."""
+    rest = (math.prod(tensor.shape[2:]),) if len(tensor.shape) > 2 else ()
+    shape = (tensor.shape[1] // len(parts), *rest)
+    size = math.prod(shape) * READABLE[tensor.dtype].itemsize
+    names = itertools.product(range(tensor.shape[0]), parts)
+    return {
+        stem + part.format(index): replace(tensor, start=tensor.start + place * size, shape=shape)
+        for place, (index, part) in enumerate(names)
+    }
 
 
 def _scan_file(file: Path) -> dict[str, StoredTensor]:

@@ -149,13 +149,14 @@ SILU = Activation()
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What checkpoints call a mixture of experts in a layer, an expert's projections, and the expert that every token has."""
+    """What checkpoints call a mixture of experts in a layer, an expert's projections, the expert of every token, and the router."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    router: str = "gate"
 
     @property
     def stacked(self) -> dict[str, tuple[str, ...]]:
@@ -173,8 +174,9 @@ class ExpertsShape:
     """`count` gated MLPs of one size: gate and up [inner, hidden], down [hidden, inner], in modules `experts.{i}.{name}`.
 
     bias: each of the three has one. order: whether an expert's gate and up are stored one after the other, or in one module
-    `names.gate` with rows taking turns, gate first (`names.up` is then not asked for). joined: so many experts more are cut out of
-    the MLP `names.shared`, whose inner size is joined * inner; they come last. In memory gates are always before ups.
+    `names.gate` with rows taking turns, gate first (`names.up` is then not asked for). turned: plain matrices are stored the other
+    way, [columns, rows]. joined: so many experts more are cut out of the MLP `names.shared`, whose inner size is joined * inner;
+    they come last. In memory gates are always before ups.
     """
 
     names: ExpertNames
@@ -184,6 +186,7 @@ class ExpertsShape:
     bias: bool = False
     activation: Activation = SILU
     order: Literal["halves", "interleaved"] = "halves"
+    turned: bool = False
     joined: int = 0
 
 
@@ -230,6 +233,8 @@ class StoredWeight:
 
     values  [.., rows, columns]                          one scale for each block, rounded up at the ends:
     scales  [.., rows / block rows, columns / block columns] float32          weight = value * scale
+
+    mxfp4: values [.., rows, columns / 2] uint8, two to a byte, the low half first; scales float8_e8m0fnu, powers of two.
     """
 
     scheme: Scheme

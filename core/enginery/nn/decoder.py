@@ -116,10 +116,13 @@ class LayerFactory(Protocol):
 def layer_attention(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> SelfAttention:
     """Layer `index`'s grouped-query attention."""
     scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
+    own, sinks = weights.scope("self_attn"), None
+    if index in shape.sinks:
+        sinks = own.take("sinks", (shape.num_heads,), dtype=torch.float32, cut=Cut.ROWS)
     return SelfAttention(
         context,
-        weights.scope("self_attn"),
-        spec=context.stage.spec(index, scale=scale),
+        own,
+        spec=context.stage.spec(index, scale=scale, sinks=sinks),
         qkv_bias=shape.qkv_bias,
         out_bias=shape.out_bias,
         qk_norm_eps=shape.rms_eps if shape.qk_norm else None,

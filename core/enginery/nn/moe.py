@@ -72,17 +72,21 @@ class MixtureOfExperts:
                 hidden=hidden,
                 bias=experts.expert_bias,
                 activation=experts.activation,
+                order=experts.order,
+                turned=experts.turned,
                 joined=self.num_joined,
             )
         )
         self.router: Callable[[torch.Tensor], torch.Tensor]
         if experts.wide_router:
-            self.router = _bind_wide(weights.take("gate.weight", (count, hidden), dtype=torch.float32), context.dtype, ops)
+            wide = weights.take(f"{names.router}.weight", (count, hidden), dtype=torch.float32)
+            self.router = _bind_wide(wide, context.dtype, ops)
         else:
-            self.router = weights.linear(LinearShape(names=("gate",), rows=(count,), columns=hidden))
+            router = LinearShape(names=(names.router,), rows=(count,), columns=hidden, bias=experts.router_bias)
+            self.router = weights.linear(router)
         self.bias: torch.Tensor | None = None
         if experts.correction_bias:
-            self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)
+            self.bias = weights.take(f"{names.router}.e_score_correction_bias", (count,), dtype=torch.float32)
         self.route, self.routing = ops.route, experts.routing
         self.joined = dataclasses.replace(experts.routing, num_shared=self.num_joined)
         self.shared: GatedMLP | None = None
@@ -118,7 +122,7 @@ class MixtureOfExperts:
 
 def _num_joined(experts: MixtureShape, *, mlp_bias: bool) -> int:
     """As how many experts the shared one is computed; 0: it cannot be split into such."""
-    if mlp_bias or experts.expert_bias or experts.shared_size % experts.inner_size:
+    if mlp_bias or experts.expert_bias or experts.turned or experts.shared_size % experts.inner_size:
         return 0
     return experts.shared_size // experts.inner_size
 

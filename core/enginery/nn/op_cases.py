@@ -6,6 +6,7 @@ Letters as in `enginery.contracts.ops`. Says nothing of how close results must b
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -45,6 +46,11 @@ class Inputs:
             return self.randn(*shape, scale=shape[-1] ** -0.5)
         sizes = zip(shape[-2:], scheme.block, strict=True)
         blocks = [-(-size // (block or size)) for size, block in sizes]
+        if scheme.values == "mxfp4":
+            halves = torch.randint(256, (*shape[:-1], shape[-1] // 2), generator=self._generator, dtype=torch.uint8)
+            exponents = torch.randint(-1, 1, (*shape[:-2], *blocks), generator=self._generator) - round(math.log2(shape[-1]) / 2)
+            powers = torch.exp2(exponents.float()).to(torch.float8_e8m0fnu)
+            return StoredWeight(scheme=scheme, values=halves.to(self.device), scales=powers.to(self.device))
         values = torch.randn(shape, generator=self._generator).to(torch.float8_e4m3fn)
         scales = (self.rand(*shape[:-2], *blocks) + 0.5) * shape[-1] ** -0.5
         return StoredWeight(scheme=scheme, values=values.to(self.device), scales=scales.to(self.device))

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from enginery.contracts.ops import LEAST_TEMPERATURE, LinearFn, OpTable, SamplingTensors
 from enginery.contracts.weights import Scheme, StoredWeight
 from enginery.nn.reference_experts import bind_experts, route
-from enginery.nn.stored import FLOAT8_BLOCKS, widen
+from enginery.nn.stored import FLOAT4_BLOCKS, FLOAT8_BLOCKS, widen
 
 # Experts are widened one by one, when they are used, and take half the memory; products at once, when they are read.
-REFERENCE_SCHEMES: Final[Mapping[str, frozenset[Scheme]]] = {"bind_experts": frozenset({FLOAT8_BLOCKS})}
+REFERENCE_SCHEMES: Final[Mapping[str, frozenset[Scheme]]] = {"bind_experts": frozenset({FLOAT8_BLOCKS, FLOAT4_BLOCKS})}
 
 
 def reference_ops() -> OpTable:

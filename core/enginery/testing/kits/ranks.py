@@ -222,7 +222,11 @@ def attend_by_definition(
         scores = torch.tanh(scores / layer.facts.softcap) * layer.facts.softcap
     before = torch.arange(length)[:, None] - torch.arange(length)  # [T, T]
     hidden = (before < 0) | (before >= (layer.facts.sliding_window or length))
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if layer.sinks is not None:
+        column = layer.sinks.to(wide).view(-1, 1, 1).expand(heads, length, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., :length]
     out.copy_(torch.einsum("hij,jhv->ihv", weights.to(v.dtype), v))
 
 

@@ -34,7 +34,7 @@ class WholeTensors:
 
     def _plain(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
         if part.scheme is None:
-            return self._cut(part)
+            return self._cut(part) if part.turned is None else self._cut(part.turned).T
         assert self.reader is not None, f"{part.name} is stored in {part.scheme}"
         stored = self.reader.unpack({suffix: self._cut(each) for suffix, each in part.made_of}, part.scheme)
         return part.of_made(widen(stored, dtype))

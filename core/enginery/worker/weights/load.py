@@ -57,7 +57,10 @@ class _Round:
         read = {part: torch.empty(part.shape, dtype=READABLE[stored[part.name].dtype], device=device) for part in self.rows}
         _read(list(read.items()), stored, device, told)
         for part, target in self._targets:
-            target.copy_(_columns(part, read) if part.scheme is None else _made(part, read, reader, target.dtype))
+            if part.turned is not None:
+                target.copy_(_columns(part.turned, read).T)
+            else:
+                target.copy_(_columns(part, read) if part.scheme is None else _made(part, read, reader, target.dtype))
 
 
 def _made(part: Slice, read: Mapping[Slice, torch.Tensor], reader: FormatReader | None, dtype: torch.dtype) -> torch.Tensor:

@@ -51,14 +51,18 @@ class Matrices:
         schemes = {self.scheme(module) for module in modules}
         return schemes.pop() if len(schemes) == 1 else None
 
-    def matrix(self, module: str, whole: tuple[int, int] | Sequence[int], rows: Range, columns: Range) -> Slice:
-        """A part of a module's weight as plain numbers, whatever it is stored in."""
+    def matrix(
+        self, module: str, whole: tuple[int, int] | Sequence[int], rows: Range, columns: Range, *, turned: bool = False
+    ) -> Slice:
+        """A part of a module's weight as plain numbers, whatever it is stored in. turned: if plain, as [columns, rows]."""
         scheme = self.scheme(module)
         plain = Slice(
             name=f"{module}.weight", whole=tuple(whole), starts=(rows[0], columns[0]), shape=(rows[1], columns[1]), scheme=scheme
         )
         if scheme is None:
-            return plain
+            if not turned:
+                return plain
+            return replace(plain, made_of=(("", _turned(plain)),), within=(0, 0))
         parts = self._reader.parts(scheme)
         blocks = [math.lcm(*(part.per_element[axis] or 1 for part in parts)) for axis in (0, 1)]
         starts = tuple(start // block * block for start, block in zip(plain.starts, blocks, strict=True))
@@ -97,5 +101,15 @@ def _stored(part: StoredPart, module: str, whole: Sequence[int], *, starts: Sequ
         starts=firsts,
         shape=tuple(last - first for first, last in zip(firsts, lasts, strict=True)),
         dtype=part.dtype,
-        fill=whole[1] ** -0.5 if part.role == "scales" else None,
+        fill=_fill(part.dtype, whole[1]) if part.role == "scales" else None,
     )
+
+
+def _turned(matrix: Slice) -> Slice:
+    """The same part where the file has [columns, rows]."""
+    return replace(matrix, whole=matrix.whole[::-1], starts=matrix.starts[::-1], shape=matrix.shape[::-1])
+
+
+def _fill(dtype: str, columns: int) -> float:
+    """About 1 / sqrt(columns); as a byte, the exponent of E8M0 (126: half, for values that are about 2)."""
+    return 126 - round(math.log2(columns) / 2) if dtype == "U8" else columns**-0.5

@@ -23,8 +23,8 @@ class Slice:
 
     dtype: what the checkpoint must have, as safetensors spell it; None for any plain floating point. scheme, made_of: of weights
     that become plain numbers when they are read, the slices that they are made from, by the suffix of the format, whole blocks of
-    it, in which this part begins at `within`; `name` is then what the plain tensor would be called. fill: what random weights put
-    there; None for random numbers.
+    it, in which this part begins at `within`; `name` is then what the plain tensor would be called. Without a scheme, a matrix that
+    the file has turned is made of that. fill: what random weights put there; None for random numbers.
     """
 
     name: str
@@ -61,6 +61,11 @@ class Slice:
     def sources(self) -> tuple[Slice, ...]:
         """The slices that are read for it."""
         return tuple(part for _, part in self.made_of) or (self,)
+
+    @property
+    def turned(self) -> Slice | None:
+        """The slice [columns, rows] that this one is in the file, if it is stored so."""
+        return self.made_of[0][1] if self.made_of and self.scheme is None else None
 
     def of_made(self, weight: torch.Tensor) -> torch.Tensor:
         """This part of what its blocks became: a view."""

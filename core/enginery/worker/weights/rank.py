@@ -9,6 +9,7 @@ R ranks, E experts, I an expert's inner size, C columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -85,13 +86,15 @@ class RankWeights:
     def experts(self, shape: ExpertsShape) -> Experts:
         """Bind this rank's columns of every expert: partial sums where there are several ranks."""
         stays = self._kept_experts(shape)
-        unit = 1 if stays is None else stays.block[0] or 1
+        unit = 1 if stays is None else math.lcm(*(size or 1 for size in stays.block))
         inner = self.matrices.share(shape.inner, unit=unit, what=f"the inner size of {self.prefix}experts", repeats=False)
         count = shape.count + shape.joined
         gate_up = _by_expert(self.matrices.stack(self._gate_rows(shape, inner), stays=stays), count)
         down = _by_expert(self.matrices.stack(self._down_columns(shape, inner), stays=stays), count)
         if isinstance(gate_up, torch.Tensor):
             gate_up = _apart(gate_up, shape)
+        else:  # where rows take turns each has scales of its own
+            gate_up = replace(gate_up, values=_apart(gate_up.values, shape), scales=_apart(gate_up.scales, shape))
         experts = self.matrices.setting.ops.bind_experts(gate_up, down, shape, self._expert_biases(shape, inner))
         if not shape.joined or isinstance(gate_up, StoredWeight) or isinstance(down, StoredWeight):
             return BoundExperts(experts, None)
@@ -126,7 +129,8 @@ class RankWeights:
         scheme = self.matrices.common_scheme(_expert_modules(shape, self.prefix))
         if scheme is None or scheme not in self.matrices.setting.kept.get("bind_experts", ()):
             return None
-        return None if shape.order == "interleaved" or shape.inner % (scheme.block[0] or 1) else scheme
+        rows = scheme.block[0] or shape.inner
+        return None if shape.inner % rows or (shape.order == "interleaved" and rows > 1) else scheme
 
     def _product_weight(self, shape: LinearShape, ranges: Sequence[Range]) -> torch.Tensor | StoredWeight:
         """[sum of rows, columns]; only plain numbers are padded or put in another order."""
@@ -168,10 +172,12 @@ class RankWeights:
             module = f"{self.prefix}experts.{expert}."
             if shape.order == "interleaved":
                 whole = (2 * shape.inner, shape.hidden)
-                slices.append(self.matrices.matrix(module + shape.names.gate, whole, (2 * start, 2 * length), columns))
+                rows = 2 * start, 2 * length
+                slices.append(self.matrices.matrix(module + shape.names.gate, whole, rows, columns, turned=shape.turned))
             else:
                 for name in (shape.names.gate, shape.names.up):
-                    slices.append(self.matrices.matrix(module + name, (shape.inner, shape.hidden), inner, columns))
+                    whole = (shape.inner, shape.hidden)
+                    slices.append(self.matrices.matrix(module + name, whole, inner, columns, turned=shape.turned))
         for place in range(shape.joined):
             for name in ("gate_proj", "up_proj"):
                 module, whole = f"{self.prefix}{shape.names.shared}.{name}", (shape.joined * shape.inner, shape.hidden)
@@ -179,11 +185,9 @@ class RankWeights:
         return slices
 
     def _down_columns(self, shape: ExpertsShape, inner: Range) -> list[Slice]:
-        rows = (0, shape.hidden)
-        slices = [
-            self.matrices.matrix(f"{self.prefix}experts.{expert}.{shape.names.down}", (shape.hidden, shape.inner), rows, inner)
-            for expert in range(shape.count)
-        ]
+        rows, names = (0, shape.hidden), [f"{self.prefix}experts.{expert}.{shape.names.down}" for expert in range(shape.count)]
+        whole = (shape.hidden, shape.inner)
+        slices = [self.matrices.matrix(name, whole, rows, inner, turned=shape.turned) for name in names]
         module, whole = f"{self.prefix}{shape.names.shared}.down_proj", (shape.hidden, shape.joined * shape.inner)
         for place in range(shape.joined):
             slices.append(self.matrices.matrix(module, whole, rows, (place * shape.inner + inner[0], inner[1])))
@@ -231,7 +235,10 @@ def _by_expert(stack: torch.Tensor | StoredWeight, count: int) -> torch.Tensor |
 
 def _apart(gate_up: torch.Tensor, shape: ExpertsShape) -> torch.Tensor:
     """[E, 2I, ..] with gates before ups."""
-    return gate_up if shape.order == "halves" else torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1)
+    if shape.order == "halves":
+        return gate_up
+    count, rows, *rest = gate_up.shape
+    return gate_up.view(count, rows // 2, 2, *rest).transpose(1, 2).reshape(count, rows, *rest)
 
 
 def _placed(rows: torch.Tensor, parts: Iterable[LinearPart], lengths: Sequence[int]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -118,6 +119,13 @@ LATENT_EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "deepseek-v3": DeepseekV3Config(
         **latent_shape(q_lora_rank=48) | grouped_expert_shape(topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True)
+    ),
+    "glm4-moe-lite": Glm4MoeLiteConfig(
+        **{
+            **latent_shape(q_lora_rank=48),
+            **grouped_expert_shape(n_group=1, topk_group=1, mlp_layer_types=["dense", *["sparse"] * 3]),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        }
     ),
 }
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = LATENT_EXPERT_FAMILIES | {

@@ -18,6 +18,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -132,6 +133,7 @@ EXPERT_FAMILIES: dict[str, PretrainedConfig] = LATENT_EXPERT_FAMILIES | {
     "glm4-moe": Glm4MoeConfig(
         **shape(head_dim=16, rope_parameters=HALF_ROTARY, attention_bias=True, use_qk_norm=True) | grouped_expert_shape()
     ),
+    "minimax-m2": MiniMaxM2Config(**shape(head_dim=32, num_local_experts=8, rope_parameters=HALF_ROTARY) | expert_shape()),
     "mixtral": MixtralConfig(**shape(num_local_experts=8) | expert_shape()),
     "qwen2-moe": Qwen2MoeConfig(
         **shape(num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[0], norm_topk_prob=False) | expert_shape()

@@ -8,12 +8,26 @@ import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options
 from parity.oracle import Oracle, shape
-from transformers import Qwen3NextConfig
+from transformers import MiniMaxConfig, Qwen3NextConfig
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
 HYBRIDS = {
+    "minimax": MiniMaxConfig(
+        **shape(
+            head_dim=16,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            block_size=16,
+            full_attn_alpha_factor=3.5,
+            linear_attn_alpha_factor=2.5,
+            linear_attn_beta_factor=0.75,
+            mlp_alpha_factor=1.5,
+            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        )
+    ),
     "qwen3_next": Qwen3NextConfig(
         **shape(
             head_dim=32,

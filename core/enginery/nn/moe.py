@@ -77,12 +77,14 @@ class MixtureOfExperts:
         )
         self.router: Callable[[torch.Tensor], torch.Tensor]
         if experts.wide_router:
-            self.router = _bind_wide(weights.take("gate.weight", (count, hidden), dtype=torch.float32), context.dtype, ops)
+            self.router = _bind_wide(
+                weights.take(f"{names.router}.weight", (count, hidden), dtype=torch.float32), context.dtype, ops
+            )
         else:
-            self.router = weights.linear(LinearShape(names=("gate",), rows=(count,), columns=hidden))
+            self.router = weights.linear(LinearShape(names=(names.router,), rows=(count,), columns=hidden))
         self.bias: torch.Tensor | None = None
         if experts.correction_bias:
-            self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)
+            self.bias = weights.take(names.correction, (count,), dtype=torch.float32)
         self.route, self.routing = ops.route, experts.routing
         self.joined = dataclasses.replace(experts.routing, num_shared=self.num_joined)
         self.shared: GatedMLP | None = None

@@ -107,13 +107,11 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
 def _experts(config: Mapping[str, Any], *, is_v3: bool) -> MixtureShape | None:
     """By `mlp_layer_types`, as transformers 5 writes GLM-4.7-Flash's, else behind the first `first_k_dense_replace` layers."""
     experts = read_grouped_experts(config, scoring="sigmoid" if is_v3 else "softmax")
-    kinds = config.get("mlp_layer_types")
+    kinds, count = config.get("mlp_layer_types"), config["num_hidden_layers"]
     if experts is None or kinds is None:
         return experts
-    if len(kinds) != config["num_hidden_layers"] or set(kinds) - {"dense", "sparse"}:
-        raise CheckpointError(
-            f"config.json has mlp_layer_types {kinds!r}; it needs 'dense' or 'sparse' for each of {config['num_hidden_layers']} layers"
-        )
+    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise CheckpointError(f"config.json has mlp_layer_types {kinds!r}; it needs 'dense' or 'sparse' for each of {count} layers")
     sparse = frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
     return dataclasses.replace(experts, layers=sparse) if sparse else None
 

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options
 from parity.oracle import Oracle, shape
-from transformers import MiniMaxConfig, Qwen3NextConfig
+from safetensors.torch import load_file, save_file
+from transformers import KimiLinearConfig, MiniMaxConfig, Qwen3NextConfig
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
 HYBRIDS = {
+    "kimi_linear": KimiLinearConfig(
+        **shape(
+            num_key_value_heads=4,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            moe_intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            linear_head_dim=16,
+            linear_num_heads=4,
+            layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        )
+    ),
     "minimax": MiniMaxConfig(
         **shape(
             head_dim=16,
@@ -84,3 +103,23 @@ def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
     expected = oracle.logits(prompt)[-1]
     error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
     assert error < 0.06
+
+
+def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
+    """The dense layer is `mlp` there, and lists of layers begin with 1."""
+    oracle = write_oracle("kimi_linear", HYBRIDS["kimi_linear"])
+    weights = load_file(oracle.folder / "model.safetensors")
+    misnamed = "model.layers.0.block_sparse_moe."
+    assert any(name.startswith(misnamed) for name in weights)
+    save_file(
+        {name.replace(misnamed, "model.layers.0.mlp."): tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors"
+    )
+    config = json.loads((oracle.folder / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+        del config[key]
+    lists = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
+    config |= {"linear_attn_config": lists, "first_k_dense_replace": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = oracle.prompts[1]
+    actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
+    torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)

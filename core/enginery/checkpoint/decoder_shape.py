@@ -91,7 +91,7 @@ class DecoderShape:
     norm_offset: added to the weight of every norm (Gemma stores w of 1 + w). embedding_scale: of what the embedding gives.
     attention_scale: of q . k; None for 1 / sqrt(head_dim). softcap, logit_cap: c of c tanh(s / c), of scores and of logits.
     window_rope: of layers with a window, where it is not `rope`. rotates_neighbours: attention rotates pairs (2i, 2i + 1).
-    packed_mlp: gate and up are stored in one piece, `gate_up_proj`.
+    packed_mlp: gate and up are stored in one piece, `gate_up_proj`. stem: of the names of all but the head. embedding: its name.
     """
 
     vocab_size: int
@@ -120,6 +120,8 @@ class DecoderShape:
     window_rope: RopeShape | None = None
     rotates_neighbours: bool = False
     packed_mlp: bool = False
+    stem: str = "model"
+    embedding: str = "embed_tokens"
 
     @property
     def mlp_width(self) -> int:

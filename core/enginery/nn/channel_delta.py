@@ -49,7 +49,7 @@ class KimiDeltaAttention:
         self.width, self.num_heads = heads * facts.value_dim, heads
         low = self.width if rank is None else rank
         ends = ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
-        self.rows = (3 * self.width, heads, low, low)
+        self.rows = [3 * self.width, heads, low, low]
         names = ("q_proj", "k_proj", "v_proj", "b_proj", *ends)
         rows = (self.width, self.width, self.width, heads, low, low)
         self.projected = weights.linear(LinearShape(names=names, rows=rows, columns=hidden))

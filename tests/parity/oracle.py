@@ -16,7 +16,9 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -119,11 +121,19 @@ LATENT_EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
     "deepseek-v3": DeepseekV3Config(
         **latent_shape(q_lora_rank=48) | grouped_expert_shape(topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True)
     ),
+    "glm4-moe-lite": Glm4MoeLiteConfig(
+        **{
+            **latent_shape(q_lora_rank=48),
+            **grouped_expert_shape(n_group=1, topk_group=1, mlp_layer_types=["dense", *["sparse"] * 3]),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        }
+    ),
 }
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = LATENT_EXPERT_FAMILIES | {
     "glm4-moe": Glm4MoeConfig(
         **shape(head_dim=16, rope_parameters=HALF_ROTARY, attention_bias=True, use_qk_norm=True) | grouped_expert_shape()
     ),
+    "minimax-m2": MiniMaxM2Config(**shape(head_dim=32, num_local_experts=8, rope_parameters=HALF_ROTARY) | expert_shape()),
     "mixtral": MixtralConfig(**shape(num_local_experts=8) | expert_shape()),
     "qwen2-moe": Qwen2MoeConfig(
         **shape(num_experts=8, shared_expert_intermediate_size=48, mlp_only_layers=[0], norm_topk_prob=False) | expert_shape()

@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options
 from parity.oracle import Oracle, shape
-from transformers import Qwen3NextConfig
+from safetensors.torch import load_file, save_file
+from transformers import KimiLinearConfig, MiniMaxConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
+DELTA = dict(
+    head_dim=32,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+)
+SOME_EXPERTS = dict(moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
 HYBRIDS = {
-    "qwen3_next": Qwen3NextConfig(
+    "qwen3_5": Qwen3_5TextConfig(**shape(**DELTA)),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**shape(**DELTA, **SOME_EXPERTS)),
+    "kimi_linear": KimiLinearConfig(
         **shape(
-            head_dim=32,
-            linear_conv_kernel_dim=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=12,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
+            num_key_value_heads=4,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
             moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-            num_experts=8,
+            num_local_experts=8,
             num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            linear_head_dim=16,
+            linear_num_heads=4,
+            layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         )
     ),
+    "minimax": MiniMaxConfig(
+        **shape(
+            head_dim=16,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            block_size=16,
+            full_attn_alpha_factor=3.5,
+            linear_attn_alpha_factor=2.5,
+            linear_attn_beta_factor=0.75,
+            mlp_alpha_factor=1.5,
+            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        )
+    ),
+    "qwen3_next": Qwen3NextConfig(**shape(**DELTA, **SOME_EXPERTS)),
 }
 
 
@@ -70,3 +101,38 @@ def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
     expected = oracle.logits(prompt)[-1]
     error = (last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm()
     assert error < 0.06
+
+
+def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
+    """The dense layer is `mlp` there, and lists of layers begin with 1."""
+    oracle = write_oracle("kimi_linear", HYBRIDS["kimi_linear"])
+    weights = load_file(oracle.folder / "model.safetensors")
+    misnamed = "model.layers.0.block_sparse_moe."
+    assert any(name.startswith(misnamed) for name in weights)
+    save_file(
+        {name.replace(misnamed, "model.layers.0.mlp."): tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors"
+    )
+    config = json.loads((oracle.folder / "config.json").read_text())
+    for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+        del config[key]
+    lists = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
+    config |= {"linear_attn_config": lists, "first_k_dense_replace": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = oracle.prompts[1]
+    actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
+    torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+
+
+def test_qwen3_5_is_read_beside_a_model_for_images(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
+    """As the hub has it: a config in `text_config`, longer names, and tensors that nobody asks for."""
+    oracle = write_oracle("qwen3_5", HYBRIDS["qwen3_5"])
+    weights = load_file(oracle.folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
+    extra = {"model.visual.patch_embed.proj.weight": torch.zeros(4, 4), "mtp.fc.weight": torch.zeros(4, 4)}
+    save_file(renamed | extra, tmp_path / "model.safetensors")
+    text = json.loads((oracle.folder / "config.json").read_text())
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = oracle.prompts[1]
+    actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
+    torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)

@@ -100,7 +100,7 @@ def test_64_greedy_tokens_are_equal(expert_oracle: Oracle, registry: Registry, *
     assert_greedy(expert_oracle, generate(Engine.build(asked, registry), expert_oracle.prompts))
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "minimax-m2", "mixtral", "qwen2-moe"])
 def test_experts_that_transformers_stored_in_one_piece_are_read(
     family: str, registry: Registry, write_oracle: Callable[..., Oracle], tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ class DecoderShape:
     window_rope: of layers with a window, where it is not `rope`. rotates_neighbours: attention rotates pairs (2i, 2i + 1).
     packed_mlp: gate and up are stored in one piece, `gate_up_proj`. sinks: layers whose attention has them, in `sinks`.
     v_head_dim: of values that are not as wide as keys. window_kv_heads: of layers with a window, where they have others.
+    stem: of the names of all but the head. embedding: its name.
     """
 
     vocab_size: int
@@ -127,6 +128,8 @@ class DecoderShape:
     sinks: frozenset[int] = frozenset()
     v_head_dim: int | None = None
     window_kv_heads: int | None = None
+    stem: str = "model"
+    embedding: str = "embed_tokens"
 
     @property
     def mlp_width(self) -> int:

@@ -149,24 +149,32 @@ SILU = Activation()
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What checkpoints call a mixture of experts in a layer, an expert's projections, the expert of every token, and the router."""
+    """What checkpoints call a mixture of experts in a layer, an expert's projections, and the expert that every token has.
+
+    router, correction: of the block, the module of the scores' product and the tensor that is added to the scores to choose.
+    """
 
     block: str = "mlp"
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
-    router: str = "gate"
 
     @property
     def stacked(self) -> dict[str, tuple[str, ...]]:
         """`ModelSpec.stacked_weights`: how transformers 5 has experts in memory, and stores them where it is told to."""
         stem = f".{self.block}.experts.{{}}."
-        renamed = {} if self.block == "mlp" else {".mlp.gate.weight": (f".{self.block}.gate.weight",)}
+        renamed = {} if self.block == "mlp" else {f".mlp.{name}": (f".{self.block}.{name}",) for name in self._of_router}
         return renamed | {
             ".mlp.experts.gate_up_proj": (f"{stem}{self.gate}.weight", f"{stem}{self.up}.weight"),
             ".mlp.experts.down_proj": (f"{stem}{self.down}.weight",),
         }
+
+    @property
+    def _of_router(self) -> tuple[str, str]:
+        return f"{self.router}.weight", self.correction
 
 
 @dataclass(frozen=True, kw_only=True)

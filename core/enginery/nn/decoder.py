@@ -154,7 +154,7 @@ class Decoder:
 
     def __init__(self, context: ModelContext, shape: DecoderShape, *, layer: LayerFactory = dense_layer) -> None:
         weights, stage = context.weights, context.stage
-        embedding = "model.embed_tokens"
+        embedding = f"{shape.stem}.{shape.embedding}"
         self.eps, self.embed, self.stage, self.comm = shape.rms_eps, context.ops.embed, stage, context.comm
         self.logit_cap, self.embedding_scale = shape.logit_cap, 1.0
         if shape.embedding_scale is not None:  # rounded, as transformers rounds it
@@ -162,11 +162,12 @@ class Decoder:
         self.embedding: torch.Tensor | None = None
         if stage.is_first:
             self.embedding = weights.take(f"{embedding}.weight", (shape.vocab_size, shape.hidden_size))
-        self.layers = [layer(context, weights.scope(f"model.layers.{index}"), shape=shape, index=index) for index in stage.layers]
+        below = weights.scope(f"{shape.stem}.layers")
+        self.layers = [layer(context, below.scope(str(index)), shape=shape, index=index) for index in stage.layers]
         self.norm: torch.Tensor | None = None
         self.head: Linear | None = None
         if stage.is_last:
-            self.norm = take_norm(weights, "model.norm", shape.hidden_size, offset=shape.norm_offset)
+            self.norm = take_norm(weights, f"{shape.stem}.norm", shape.hidden_size, offset=shape.norm_offset)
             head = LinearShape(
                 names=(embedding if shape.tied else "lm_head",),
                 rows=(shape.vocab_size,),

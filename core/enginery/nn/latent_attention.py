@@ -52,7 +52,15 @@ class LatentSelfAttention:
     """
 
     def __init__(
-        self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, q_rank: int | None, bias: bool, norm_eps: float
+        self,
+        context: ModelContext,
+        weights: WeightSource,
+        *,
+        spec: LayerSpec,
+        q_rank: int | None,
+        bias: bool,
+        norm_eps: float,
+        out_name: str = "o_proj",
     ) -> None:
         """spec: without `latent`, which is taken here. q_rank: Q, None for queries of full rank. bias: not of full-rank queries."""
         facts, hidden, ops = spec.facts.latent, context.facts.hidden_size, context.ops
@@ -69,7 +77,7 @@ class LatentSelfAttention:
         self.spec = dataclasses.replace(spec, latent=LatentWeights(kv_b=kv_b.view(-1, made, facts.rank)))
         self.out = weights.linear(
             LinearShape(
-                names=("o_proj",),
+                names=(out_name,),
                 rows=(hidden,),
                 columns=all_heads * facts.value_dim,
                 cut=Cut.COLUMNS,

@@ -86,7 +86,7 @@ class MixtureOfExperts:
             self.router = weights.linear(router)
         self.bias: torch.Tensor | None = None
         if experts.correction_bias:
-            self.bias = weights.take(f"{names.router}.e_score_correction_bias", (count,), dtype=torch.float32)
+            self.bias = weights.take(names.correction, (count,), dtype=torch.float32)
         self.route, self.routing = ops.route, experts.routing
         self.joined = dataclasses.replace(experts.routing, num_shared=self.num_joined)
         self.shared: GatedMLP | None = None

@@ -33,32 +33,45 @@ def gather_parts(count: int, sizes: Sequence[int]) -> RowOrder:
     )
 
 
+def _by_key_head(facts: RecurrentFacts, hidden: int) -> LinearShape:
+    group = facts.value_heads // facts.key_heads
+    qkvz, ba = (facts.key_dim, facts.key_dim, group * facts.value_dim, group * facts.value_dim), (group, group)
+    return LinearShape(
+        names=("in_proj_qkvz", "in_proj_ba"),
+        rows=(facts.key_heads * sum(qkvz), facts.key_heads * sum(ba)),
+        columns=hidden,
+        cut=Cut.ROWS,
+        unit=(sum(qkvz), sum(ba)),
+        order=(gather_parts(facts.key_heads, qkvz), gather_parts(facts.key_heads, ba)),
+    )
+
+
+def _apart(facts: RecurrentFacts, hidden: int) -> LinearShape:
+    heads = facts.value_heads
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    return LinearShape(names=names, rows=(facts.mixed_width, heads * facts.value_dim, heads, heads), columns=hidden)
+
+
 class GatedDeltaNet:
     """A gated delta net (arXiv:2412.06464) as Qwen3-Next has it: the output's norm is gated by a SiLU.
 
     `in_proj_qkvz` and `in_proj_ba` have each key head's parts side by side; in memory they are q, k, v, z, b, a of all heads.
     """
 
-    def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, norm_eps: float) -> None:
-        """spec: without `recurrent`, which is taken here. Raises `Unsupported` on several ranks."""
-        facts, whole = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent
+    def __init__(
+        self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, norm_eps: float, apart: bool = False
+    ) -> None:
+        """spec: without `recurrent`, which is taken here. apart: q, k and v, z, b and a are modules of their own, as Qwen3.5's.
+
+        Raises `Unsupported` on several ranks.
+        """
+        facts, whole, hidden = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent, context.facts.hidden_size
         assert facts is not None, "the block is for recurrent layers"
         if facts != whole:
             raise Unsupported(
                 "gated delta nets are not divided among ranks: their convolution's weight has q, k and v in one piece"
             )
-        group, hidden = facts.value_heads // facts.key_heads, context.facts.hidden_size
-        qkvz, ba = (facts.key_dim, facts.key_dim, group * facts.value_dim, group * facts.value_dim), (group, group)
-        self.projected = weights.linear(
-            LinearShape(
-                names=("in_proj_qkvz", "in_proj_ba"),
-                rows=(facts.key_heads * sum(qkvz), facts.key_heads * sum(ba)),
-                columns=hidden,
-                cut=Cut.ROWS,
-                unit=(sum(qkvz), sum(ba)),
-                order=(gather_parts(facts.key_heads, qkvz), gather_parts(facts.key_heads, ba)),
-            )
-        )
+        self.projected = weights.linear(_apart(facts, hidden) if apart else _by_key_head(facts, hidden))
         width, heads = facts.mixed_width, facts.value_heads
         recurrent = RecurrentWeights(
             conv=weights.take("conv1d.weight", (width, 1, facts.conv_kernel)).view(width, facts.conv_kernel),

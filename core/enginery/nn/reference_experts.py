@@ -16,7 +16,7 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> 
     scores = logits.float().softmax(-1) if routing.scoring == "softmax" else logits.float().sigmoid()  # [T, E]
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
-        grouped = ranked.view(len(ranked), routing.num_groups, -1)  # [T, G, E / G]
+        grouped = ranked.view(len(ranked), routing.num_groups, ranked.shape[1] // routing.num_groups)  # [T, G, E / G]
         best = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)  # [T, G]
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups, dim=-1).indices, True)
         ranked = grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(1)

@@ -74,8 +74,37 @@ V3 = LITE | dict(  # and DeepSeek-V3's
 )
 
 
-def test_deepseek_v2_and_v3_are_offered() -> None:
-    assert [spec.architectures for spec in register_models()] == [("DeepseekV2ForCausalLM",), ("DeepseekV3ForCausalLM",)]
+FLASH = V3 | dict(  # and GLM-4.7-Flash's
+    architectures=["Glm4MoeLiteForCausalLM"],
+    first_k_dense_replace=1,
+    n_group=1,
+    num_hidden_layers=47,
+    partial_rotary_factor=1.0,
+    rope_scaling=None,
+    topk_group=1,
+)
+
+
+def test_deepseek_v2_and_v3_and_flash_are_offered() -> None:
+    architectures = [spec.architectures for spec in register_models()]
+    assert architectures == [("DeepseekV2ForCausalLM",), ("DeepseekV3ForCausalLM",), ("Glm4MoeLiteForCausalLM",)]
+
+
+def test_flash_has_v3s_router_and_one_dense_layer() -> None:
+    experts = shape(FLASH).decoder.experts
+    assert experts is not None
+    assert (experts.routing.scoring, experts.correction_bias) == ("sigmoid", True)
+    assert experts.layers == frozenset(range(1, 47))
+
+
+def test_flash_has_experts_where_transformers_5_says_so() -> None:
+    kinds = ["dense", "dense", *["sparse"] * 45]
+    stated = {key: value for key, value in FLASH.items() if key != "first_k_dense_replace"} | {"mlp_layer_types": kinds}
+    experts = shape(stated).decoder.experts
+    assert experts is not None
+    assert experts.layers == frozenset(range(2, 47))
+    with pytest.raises(CheckpointError, match="mlp_layer_types"):
+        shape(stated | {"mlp_layer_types": kinds[1:]})
 
 
 def test_routers_are_read_as_the_model_cards_state_them() -> None:

@@ -26,9 +26,11 @@ QWEN2_MOE = CONFIG | EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "share
 QWEN3_MOE = CONFIG | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]}
 
 
-def test_qwen2_and_qwen3_are_offered_dense_and_with_experts() -> None:
+def test_all_are_offered_dense_and_with_experts() -> None:
     offered = {name for spec in register_models() for name in spec.architectures}
-    assert offered == {f"Qwen{kind}ForCausalLM" for kind in ("2", "2Moe", "3", "3Moe")}
+    kinds = ("2", "2Moe", "3", "3Moe", "3Next", "3_5", "3_5Moe")
+    with_images = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+    assert offered == {f"Qwen{kind}ForCausalLM" for kind in kinds} | with_images
 
 
 def test_qwen2_has_biases_and_qwen3_has_head_norms() -> None:

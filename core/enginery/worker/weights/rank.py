@@ -59,7 +59,8 @@ class RankWeights:
         ranges: list[Range] = [(0, size) for size in whole]
         if cut is not Cut.NONE:
             axis = 0 if cut is Cut.ROWS else len(whole) - 1
-            ranges[axis] = self.matrices.share(whole[axis], unit=unit, what=f"tensor {full!r}", repeats=False)
+            repeats = cut is Cut.ROWS
+            ranges[axis] = self.matrices.share(whole[axis], unit=unit, what=f"tensor {full!r}", repeats=repeats)
         dtype = dtype or self.matrices.store.dtype
         module = full.removesuffix(".weight")
         if module != full and len(whole) == 2 and dtype in PLAIN.values():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from enginery.api import (
     AttnLayerFacts,
     CheckpointError,
     DecoderShape,
     LatentFacts,
+    MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
@@ -19,6 +21,16 @@ from enginery.api import (
     read_decoder_shape,
     read_grouped_experts,
 )
+
+FLASH: Final = "Glm4MoeLiteForCausalLM"
+# For files that leave them out: the defaults of transformers' Glm4MoeLiteConfig.
+FLASH_DEFAULTS: Final[dict[str, Any]] = {
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "q_lora_rank": 768,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +63,11 @@ class DeepseekShape:
 
 
 def shape(config: Mapping[str, Any]) -> DeepseekShape:
-    """DeepSeek-V2's or V3's shape. Raises `CheckpointError` for what contradicts itself."""
-    is_v3 = "DeepseekV3ForCausalLM" in config["architectures"]
+    """DeepSeek-V2's or V3's shape; GLM-4.7-Flash has V3's. Raises `CheckpointError` for what contradicts itself."""
+    is_flash = FLASH in config["architectures"]
+    is_v3 = is_flash or "DeepseekV3ForCausalLM" in config["architectures"]
+    if is_flash:
+        config = {**FLASH_DEFAULTS, **config}
     if is_v3 and not config.get("rope_interleave", True):
         raise CheckpointError("config.json has rope_interleave false; this architecture rotates pairs of neighbouring dims only")
     latent = LatentFacts(
@@ -64,7 +79,7 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
     decoder = read_decoder_shape(
         {**config, "head_dim": latent.rope_dim},
         mlp_bias=bool(config.get("mlp_bias", False)) and not is_v3,
-        experts=read_grouped_experts(config, scoring="sigmoid" if is_v3 else "softmax"),
+        experts=_experts(config, is_v3=is_v3),
     )
     if decoder.num_kv_heads != decoder.num_heads:
         raise CheckpointError(
@@ -87,6 +102,18 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
         scale=_scale(latent.nope_dim + latent.rope_dim, decoder.rope),
         bias=bool(config.get("attention_bias", False)),
     )
+
+
+def _experts(config: Mapping[str, Any], *, is_v3: bool) -> MixtureShape | None:
+    """By `mlp_layer_types`, as transformers 5 writes GLM-4.7-Flash's, else behind the first `first_k_dense_replace` layers."""
+    experts = read_grouped_experts(config, scoring="sigmoid" if is_v3 else "softmax")
+    kinds, count = config.get("mlp_layer_types"), config["num_hidden_layers"]
+    if experts is None or kinds is None:
+        return experts
+    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise CheckpointError(f"config.json has mlp_layer_types {kinds!r}; it needs 'dense' or 'sparse' for each of {count} layers")
+    sparse = frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+    return dataclasses.replace(experts, layers=sparse) if sparse else None
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:

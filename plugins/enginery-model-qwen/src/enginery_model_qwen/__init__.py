@@ -1,15 +1,18 @@
-"""Qwen2 and Qwen3, dense and with experts, and Qwen3-Next, most of whose layers are recurrent."""
+"""Qwen2, Qwen3 and Qwen3.5, dense and with experts, and Qwen3-Next; most layers of the last two are recurrent."""
 
 from enginery.api import ExpertNames, ModelSpec, hookimpl
-from enginery_model_qwen.spec import build, describe
+from enginery_model_qwen.spec import DENSE_35, MOE_35, build, describe
 
 FAMILIES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2-moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3-moe": "Qwen3MoeForCausalLM",
-    "qwen3-next": "Qwen3NextForCausalLM",
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen2-moe": ("Qwen2MoeForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3-moe": ("Qwen3MoeForCausalLM",),
+    "qwen3-next": ("Qwen3NextForCausalLM",),
+    "qwen3.5": DENSE_35,
+    "qwen3.5-moe": MOE_35,
 }
+IGNORED = {"qwen3-next": ("mtp.*",), "qwen3.5": ("mtp.*", "model.visual.*"), "qwen3.5-moe": ("mtp.*", "model.visual.*")}
 
 
 @hookimpl
@@ -19,11 +22,11 @@ def register_models() -> list[ModelSpec]:
         ModelSpec(
             name=name,
             api=(2, 0),
-            architectures=(architecture,),
+            architectures=architectures,
             describe=describe,
             build=build,
             stacked_weights=ExpertNames().stacked,
-            ignored_weights=("mtp.*",) if name == "qwen3-next" else (),
+            ignored_weights=IGNORED.get(name, ()),
         )
-        for name, architecture in FAMILIES.items()
+        for name, architectures in FAMILIES.items()
     ]

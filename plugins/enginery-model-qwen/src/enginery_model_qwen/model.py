@@ -7,21 +7,22 @@ from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
 from enginery.nn.gated_attention import GatedSelfAttention
 from enginery.nn.moe import expert_layer, layer_mlp
 from enginery.nn.recurrent import GatedDeltaNet
-from enginery_model_qwen.spec import is_next, shape
+from enginery_model_qwen.spec import is_35, is_next, shape
 
 
 def build_decoder(context: ModelContext) -> Model:
-    """A Qwen2, Qwen3 or Qwen3-Next from its weights, with or without experts."""
+    """A Qwen2, Qwen3, Qwen3-Next or Qwen3.5 from its weights, with or without experts."""
     return Decoder(context, shape(context.config), layer=hybrid_layer if is_next(context.config) else expert_layer)
 
 
 def hybrid_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
-    """A layer of Qwen3-Next: a gated delta net or gated attention, and experts."""
+    """A layer of Qwen3-Next or Qwen3.5: a gated delta net or gated attention, and an MLP or experts."""
     facts = next(layer for layer in context.facts.layers if layer.decoder_layer == index)
     spec = context.stage.spec(index, scale=facts.head_dim**-0.5)
     attention: AttentionBlock
     if facts.recurrent is not None:
-        attention = GatedDeltaNet(context, weights.scope("linear_attn"), spec=spec, norm_eps=shape.rms_eps)
+        apart = is_35(context.config)
+        attention = GatedDeltaNet(context, weights.scope("linear_attn"), spec=spec, norm_eps=shape.rms_eps, apart=apart)
     else:
         attention = GatedSelfAttention(
             context,

@@ -33,9 +33,25 @@ NEXT_DEFAULTS: dict[str, Any] = {
 }
 
 
+DENSE_35 = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+MOE_35 = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+
+
+def is_35(config: Mapping[str, Any]) -> bool:
+    """Whether it is a Qwen3.5."""
+    return any(name in config["architectures"] for name in (*DENSE_35, *MOE_35))
+
+
 def is_next(config: Mapping[str, Any]) -> bool:
-    """Whether it is a Qwen3-Next."""
-    return "Qwen3NextForCausalLM" in config["architectures"]
+    """Whether it is a Qwen3-Next or a Qwen3.5, most of whose layers are recurrent."""
+    return "Qwen3NextForCausalLM" in config["architectures"] or is_35(config)
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the text model, where it stands beside one for images."""
+    if "text_config" not in config:
+        return config
+    return {**config, **config["text_config"], "architectures": config["architectures"]}
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
@@ -45,7 +61,10 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
     if "Qwen2MoeForCausalLM" in config["architectures"]:
         experts = _experts(config, shared_size=int(required(config, "shared_expert_intermediate_size")))
         return read_decoder_shape(config, _expert_windows(config), qkv_bias=bool(config.get("qkv_bias", True)), experts=experts)
+    config = text_of(config)
     bias = bool(config.get("attention_bias", False))
+    if is_35(config):
+        return _shape_35({**NEXT_DEFAULTS, **config}, bias=bias)
     if "Qwen3MoeForCausalLM" in config["architectures"]:
         experts = _experts(config, shared_size=0)
         return read_decoder_shape(config, _expert_windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
@@ -56,6 +75,18 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         return dataclasses.replace(plain, norm_offset=1.0)
     config = {"head_dim": QWEN3_HEAD_DIM, **config}
     return read_decoder_shape(config, _windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
+
+
+def _shape_35(config: Mapping[str, Any], *, bias: bool) -> DecoderShape:
+    """Qwen3.5's: experts in every layer or none. Beside a model for images its weights have a longer name."""
+    experts = None
+    if any(name in config["architectures"] for name in MOE_35):
+        shared = int(required(config, "shared_expert_intermediate_size"))
+        config = {**config, "intermediate_size": shared, "norm_topk_prob": True}
+        experts = _experts(config, shared_size=shared)
+    plain = read_decoder_shape(config, qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
+    stem = "model.language_model" if "text_config" in config else "model"
+    return dataclasses.replace(plain, norm_offset=1.0, stem=stem)
 
 
 def _experts(config: Mapping[str, Any], *, shared_size: int) -> MixtureShape | None:
@@ -100,7 +131,7 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 def describe(config: Mapping[str, Any]) -> ModelFacts:
     """The facts that the core plans with."""
     facts = shape(config).facts()
-    return _with_recurrent_layers(facts, {**NEXT_DEFAULTS, **config}) if is_next(config) else facts
+    return _with_recurrent_layers(facts, {**NEXT_DEFAULTS, **text_of(config)}) if is_next(config) else facts
 
 
 def _with_recurrent_layers(facts: ModelFacts, config: Mapping[str, Any]) -> ModelFacts:

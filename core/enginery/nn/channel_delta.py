@@ -1,0 +1,82 @@
+"""Kimi delta attention (arXiv:2510.26692): the delta rule with a decay for each channel.
+
+T tokens, C hidden size, H heads, D dims of a head, W taps of the convolution.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from enginery.contracts.attention import LayerSpec
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.memory import RecurrentWeights
+from enginery.contracts.model import ModelContext, WeightSource
+from enginery.contracts.parallel import Cut
+from enginery.contracts.weights import Linear, LinearShape
+from enginery.errors import Unsupported
+
+
+class KimiDeltaAttention:
+    """Queries, keys and values pass a convolution; the output's norm is gated by a sigmoid.
+
+    The decay is a product of x, `f_proj`, and so is the gate, `g_proj`; or both have low rank: `f_a_proj`, `f_b_proj`, and so on.
+    """
+
+    def __init__(
+        self,
+        context: ModelContext,
+        weights: WeightSource,
+        *,
+        spec: LayerSpec,
+        norm_eps: float,
+        rank: int | None,
+        decay_shape: tuple[int, ...],
+        out_name: str = "o_proj",
+    ) -> None:
+        """spec: without `recurrent`, which is taken here. rank: of decay and gate, None for full. decay_shape: of `A_log`.
+
+        Raises `Unsupported` on several ranks.
+        """
+        facts, whole = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent
+        assert facts is not None, "the block is for recurrent layers"
+        if facts != whole:
+            raise Unsupported(
+                "Kimi delta attention is not divided among ranks: its checkpoints have A_log in a shape that is not cut"
+            )
+        heads, hidden = facts.value_heads, context.facts.hidden_size
+        self.width, self.num_heads = heads * facts.value_dim, heads
+        low = self.width if rank is None else rank
+        ends = ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
+        self.rows = [3 * self.width, heads, low, low]
+        names = ("q_proj", "k_proj", "v_proj", "b_proj", *ends)
+        rows = (self.width, self.width, self.width, heads, low, low)
+        self.projected = weights.linear(LinearShape(names=names, rows=rows, columns=hidden))
+        self.widen: tuple[Linear, Linear] | None = None
+        if rank is not None:
+            decay, gate = (
+                weights.linear(LinearShape(names=(name,), rows=(self.width,), columns=rank)) for name in ("f_b_proj", "g_b_proj")
+            )
+            self.widen = decay, gate
+        taps = (self.width, 1, facts.conv_kernel)
+        recurrent = RecurrentWeights(
+            conv=torch.cat([weights.take(f"{name}_conv1d.weight", taps).squeeze(1) for name in ("q", "k", "v")]),
+            a_log=weights.take("A_log", decay_shape, dtype=torch.float32).view(heads),
+            dt_bias=weights.take("dt_bias", (self.width,), dtype=torch.float32).view(heads, -1),
+        )
+        self.spec, self.norm_eps = dataclasses.replace(spec, recurrent=recurrent), norm_eps
+        self.norm = weights.take("o_norm.weight", (facts.value_dim,))
+        shape = LinearShape(names=(out_name,), rows=(hidden,), columns=self.width, cut=Cut.COLUMNS, complete=False)
+        self.out = weights.linear(shape)
+        self.rms_norm, self.advance = context.ops.rms_norm, context.advance
+
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x: [T, C]. Returns [T, C]. It has no positions."""
+        mixed, beta, decay, gate = torch.split(self.projected(x), self.rows, dim=-1)
+        if self.widen is not None:
+            decay, gate = (wide(low.contiguous()) for wide, low in zip(self.widen, (decay, gate), strict=True))
+        out = torch.empty((len(x), self.num_heads, len(self.norm)), dtype=x.dtype, device=x.device)  # [T, H, D]
+        self.advance(mixed, torch.cat((decay, beta), dim=-1), self.spec, batch, out)
+        normed = self.rms_norm(out.view(-1, len(self.norm)), self.norm, self.norm_eps).view(gate.shape)
+        return self.out((normed * gate.float().sigmoid()).to(x.dtype))

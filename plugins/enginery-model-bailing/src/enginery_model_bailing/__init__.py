@@ -1,0 +1,19 @@
+"""Ring-2.5."""
+
+from enginery.api import ModelSpec, hookimpl
+from enginery_model_bailing.spec import NAMES, build, describe
+
+
+@hookimpl
+def register_models() -> list[ModelSpec]:
+    """Most layers are recurrent, the others have latents."""
+    return [
+        ModelSpec(
+            name="ring-2.5",
+            api=(2, 0),
+            architectures=("BailingMoeV2_5ForCausalLM",),
+            describe=describe,
+            build=build,
+            stacked_weights=NAMES.stacked,
+        )
+    ]

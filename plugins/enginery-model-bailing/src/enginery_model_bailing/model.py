@@ -1,0 +1,95 @@
+"""The heavy part: lightning attention with positions, or latents, in each layer.
+
+T tokens, C hidden size, H heads, D dims of a head, G groups of the output's norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Final
+
+import torch
+
+from enginery.api import (
+    Cut,
+    DecoderShape,
+    ForwardBatch,
+    LayerSpec,
+    LinearShape,
+    Model,
+    ModelContext,
+    RecurrentWeights,
+    Unsupported,
+    WeightSource,
+)
+from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
+from enginery.nn.latent_attention import LatentSelfAttention
+from enginery.nn.moe import layer_mlp
+from enginery_model_bailing.spec import RingShape
+from enginery_model_bailing.spec import shape as read_shape
+
+LATENT_NORM_EPS: Final = 1e-6  # of the norms inside latent attention
+
+
+def build_decoder(context: ModelContext) -> Model:
+    """A Ring-2.5 from its weights."""
+    ring = read_shape(context.config)
+    return Decoder(context, ring.decoder, layer=partial(_layer, ring=ring))
+
+
+def _layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int, ring: RingShape) -> DecoderLayer:
+    attention: AttentionBlock
+    if ring.linear[index]:
+        spec = context.stage.spec(index, scale=shape.head_dim**-0.5)
+        attention = RotatedLightningAttention(context, weights.scope("attention"), spec=spec, ring=ring, layer=index)
+    else:
+        attention = LatentSelfAttention(
+            context,
+            weights.scope("attention"),
+            spec=context.stage.spec(index, scale=(ring.latent.nope_dim + ring.latent.rope_dim) ** -0.5),
+            q_rank=ring.q_rank,
+            bias=False,
+            norm_eps=LATENT_NORM_EPS,
+            out_name="dense",
+        )
+    mlp = layer_mlp(context, weights, shape=shape, index=index)
+    return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)
+
+
+class RotatedLightningAttention:
+    """Linear attention with a constant decay on normed, rotated queries and keys.
+
+    Its output is normed over each of some groups of heads, and gated by a sigmoid.
+    """
+
+    def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, ring: RingShape, layer: int) -> None:
+        """spec: without `recurrent`, which is made here. Raises `Unsupported` on several ranks."""
+        facts, whole = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent
+        assert facts is not None, "the block is for recurrent layers"
+        if facts != whole:
+            raise Unsupported("lightning attention is not divided among ranks: its output is normed over several heads")
+        heads, dim, hidden = facts.value_heads, facts.value_dim, context.facts.hidden_size
+        width = heads * dim
+        self.projected = weights.linear(LinearShape(names=("query_key_value", "g_proj"), rows=(3 * width, width), columns=hidden))
+        norms = [weights.take(f"{name}_layernorm.weight", (dim,)).expand(heads, dim) for name in ("query", "key")]
+        self.head_norms, self.eps = torch.cat(norms), ring.decoder.rms_eps  # [2 H, D]
+        self.norm, self.num_groups = weights.take("g_norm.weight", (width,)), ring.num_groups
+        self.out = weights.linear(
+            LinearShape(names=("dense",), rows=(hidden,), columns=width, cut=Cut.COLUMNS, unit=dim, complete=False)
+        )
+        decays = torch.tensor(ring.log_decay(layer), dtype=torch.float32, device=context.device)
+        self.spec, self.facts = dataclasses.replace(spec, recurrent=RecurrentWeights(log_decay=decays)), facts
+        self.qk_norm_rotary, self.advance = context.ops.qk_norm_rotary, context.advance
+
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x: [T, C], cos_sin: [T, R]. Returns [T, C]."""
+        heads, dim = self.facts.value_heads, self.facts.value_dim
+        mixed, gate = torch.split(self.projected(x), [3 * heads * dim, heads * dim], dim=-1)
+        qkv = mixed.contiguous().view(len(x), -1, dim)  # [T, 3 H, D]
+        self.qk_norm_rotary(qkv[:, : 2 * heads], self.head_norms, self.eps, cos_sin)
+        out = torch.empty((len(x), heads, dim), dtype=x.dtype, device=x.device)  # [T, H, D]
+        self.advance(qkv.view(len(x), -1), x[:, :0], self.spec, batch, out)
+        wide = out.float().view(len(x), self.num_groups, -1)  # [T, G, H D / G]
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return self.out(normed.view(len(x), -1).to(x.dtype) * self.norm * gate.sigmoid())

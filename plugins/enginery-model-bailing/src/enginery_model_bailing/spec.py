@@ -1,0 +1,122 @@
+"""What config.json says, without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from enginery.api import (
+    AttnLayerFacts,
+    CheckpointError,
+    DecoderShape,
+    ExpertNames,
+    LatentFacts,
+    Model,
+    ModelContext,
+    ModelFacts,
+    RecurrentFacts,
+    read_decoder_shape,
+    read_grouped_experts,
+    whole_number,
+)
+
+NAMES: Final = ExpertNames(correction="gate.expert_bias")
+SERVED: Final[dict[str, Any]] = {
+    "linear_silu": False,
+    "moe_router_enable_expert_bias": True,
+    "rope_interleave": True,
+    "score_function": "sigmoid",
+    "use_bias": False,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingShape:
+    """decoder: what is not attention. linear: by layer, whether it is recurrent. num_groups: of the norm of its output."""
+
+    decoder: DecoderShape
+    linear: tuple[bool, ...]
+    rule: RecurrentFacts
+    latent: LatentFacts
+    q_rank: int | None
+    num_groups: int
+
+    def facts(self) -> ModelFacts:
+        """The part that the core needs."""
+        decoder, latent, rule, heads = self.decoder, self.latent, self.rule, self.decoder.num_heads
+        row = latent.rank + latent.rope_dim
+        queries = heads * (latent.nope_dim + latent.rope_dim) + 2 * (self.q_rank or 0)
+        absorbed = queries + row + heads * (2 * latent.rank + row + latent.value_dim)
+        full = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
+        linear = AttnLayerFacts(num_heads=heads, num_kv_heads=heads, head_dim=rule.key_dim, recurrent=rule)
+        return ModelFacts(
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            max_positions=decoder.max_positions,
+            activation_width=3 * decoder.hidden_size + max(absorbed, 4 * rule.mixed_width, decoder.mlp_width),
+            layers=tuple(
+                dataclasses.replace(linear if is_linear else full, decoder_layer=index)
+                for index, is_linear in enumerate(self.linear)
+            ),
+            boundary=decoder.boundary,
+        )
+
+    def log_decay(self, layer: int) -> tuple[float, ...]:
+        """Of each head: minus its slope as in ALiBi (arXiv:2108.12409), less steep in later layers; the first is counted as -1."""
+        heads = self.decoder.num_heads
+        factor = 1 - (layer - 1) / (len(self.linear) - 1) + 1e-5
+        return tuple(-(2.0 ** (-8 * (head + 1) / heads)) * factor for head in range(heads))
+
+
+def shape(config: Mapping[str, Any]) -> RingShape:
+    """Ring-2.5's shape. Raises `CheckpointError` for what is not served."""
+    for key, value in SERVED.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
+    latent = LatentFacts(
+        rank=whole_number(config, "kv_lora_rank"),
+        rope_dim=whole_number(config, "qk_rope_head_dim"),
+        nope_dim=whole_number(config, "qk_nope_head_dim"),
+        value_dim=whole_number(config, "v_head_dim"),
+    )
+    renamed = {"n_routed_experts": config.get("num_experts"), "n_shared_experts": config.get("num_shared_experts")}
+    experts = read_grouped_experts({**config, **renamed}, scoring="sigmoid")
+    plain = read_decoder_shape(config, experts=None if experts is None else dataclasses.replace(experts, names=NAMES))
+    heads, count, dim = plain.num_heads, len(plain.windows), plain.head_dim
+    if heads & (heads - 1) or plain.num_kv_heads != heads:
+        raise CheckpointError(
+            f"config.json has num_attention_heads {heads} and num_key_value_heads {plain.num_kv_heads}; this architecture is "
+            "served with as many, a power of 2"
+        )
+    if plain.rope.rotary_dim != latent.rope_dim:
+        raise CheckpointError(
+            f"config.json has partial_rotary_factor for {plain.rope.rotary_dim} dims and qk_rope_head_dim {latent.rope_dim}; "
+            "the two kinds of layers share one table, so they must be equal"
+        )
+    every, num_groups = whole_number(config, "layer_group_size"), whole_number(config, "group_norm_size", 1)
+    if heads * dim % num_groups:
+        raise CheckpointError(f"config.json has group_norm_size {num_groups}, which does not divide {heads} heads of {dim} dims")
+    return RingShape(
+        decoder=dataclasses.replace(plain, embedding="word_embeddings"),
+        linear=tuple((index + 1) % every > 0 and index < count // every * every for index in range(count)),
+        rule=RecurrentFacts(rule="linear", decay="constant", key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim),
+        latent=latent,
+        q_rank=whole_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
+        num_groups=num_groups,
+    )
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts that the core plans with."""
+    return shape(config).facts()
+
+
+def build(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_bailing.model import build_decoder
+
+    return build_decoder(context)

@@ -1,0 +1,43 @@
+"""Ring-2.5 equals its vendor's own code, whose answers are in a file: transformers does not have this model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from parity.engine_driver import generate, last_logits
+
+from enginery.config.schema import EngineOptions
+from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
+
+np = pytest.importorskip("numpy")
+FOLDER = Path(os.environ.get("RING25_FOLDER", "ring25"))  # config.json, model.safetensors, expected.npz
+pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="the vendor's answers are not here: name their folder in RING25_FOLDER")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+def asked(**changes: object) -> EngineOptions:
+    return EngineOptions(**{"model": str(FOLDER), "num_pages": 2000, "device": "cpu", **changes})
+
+
+@pytest.mark.parametrize("length", [1, 33, 70])
+def test_logits_are_the_vendors(registry: Registry, length: int) -> None:
+    expected = np.load(FOLDER / "expected.npz")
+    actual = last_logits(registry, asked(max_batch_tokens=16), expected["ids"][0, :length].tolist())
+    torch.testing.assert_close(actual, torch.from_numpy(expected["logits"][0, length - 1]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_greedy_tokens_are_the_vendors_again_after_a_prefix_hit(registry: Registry, page_size: int) -> None:
+    expected = np.load(FOLDER / "expected.npz")
+    prompt, greedy = expected["greedy_prompt"][0].tolist(), expected["greedy"][0].tolist()
+    engine = Engine.build(asked(page_size=page_size), registry)
+    for _ in range(2):
+        assert generate(engine, [prompt], max_tokens=len(greedy)) == [greedy]

@@ -102,6 +102,8 @@ SettingsFn = Callable[[], "ServeSettings"]
 
 SERVER_KINDS: Final[Mapping[str, Kind]] = {name: _kind(kind) for name, kind in get_type_hints(ServerFlags).items()}
 
+_PATHS: Final = frozenset(name for name, kind in get_type_hints(ServerFlags).items() if Path in get_args(kind))
+
 
 def with_server_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command, whose second parameter makes the `ServeSettings`, the flags for them."""
@@ -118,7 +120,7 @@ def _from_all_sources(flags: dict[str, Any], context: typer.Context) -> ServerFl
     Raises `ConfigError` that names the variable, or the key and the file.
     """
     engine = {field.name for field in fields(EngineOptions)}
-    found = settings_from(SERVER_KINDS, os.environ, context.params.get("config"), others=engine)
+    found = settings_from(SERVER_KINDS, os.environ, _path(context.params.get("config")), others=engine)
     parameters = {parameter.name: parameter for parameter in context.command.params}
     for name, each in found.items():
         source = context.get_parameter_source(name)
@@ -129,8 +131,13 @@ def _from_all_sources(flags: dict[str, Any], context: typer.Context) -> ServerFl
         except typer.BadParameter as error:
             raise ConfigError(f"{each.source} is {each.value!r}: {error.message}") from error
         kind = type(flags[name])
-        flags[name] = kind(value) if issubclass(kind, StrEnum) else value
+        flags[name] = kind(value) if issubclass(kind, StrEnum) else _path(value) if name in _PATHS else value
     return ServerFlags(**flags)
+
+
+def _path(value: str | Path | None) -> Path | None:
+    """A path as the parameters have it: with typer 0.19 and 0.20 text, of which it makes a `Path` for the command alone."""
+    return Path(value) if value is not None else None
 
 
 def _settings(asked: ServerFlags) -> ServeSettings:

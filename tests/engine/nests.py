@@ -75,7 +75,7 @@ class Memory:
                 facts=facts,
                 scale=0.3,
                 latent=None if kv_b is None or index else LatentWeights(kv_b=kv_b),
-                recurrent=RecurrentWeights() if facts.recurrent is not None else None,
+                recurrent=RecurrentWeights(a_log=torch.zeros(HEADS)) if facts.recurrent is not None else None,
             )
             for index, facts in enumerate(self.geometry.layers)
         ]

@@ -303,7 +303,8 @@ def test_a_next_turn_goes_on_from_the_answers_last_page(oracle: HybridOracle, re
 def test_a_child_with_the_hook_is_asked_once_for_each_batch_that_prefills(
     oracle: HybridOracle, registry: Registry, leaf: str, mla_prefill: str, at_once: int, chunk: int
 ) -> None:
-    asked = options(oracle, attention_backend=leaf, mla_prefill=mla_prefill, mla_chunk_tokens=at_once, max_batch_tokens=chunk)
+    ragged = {"mla_prefill": mla_prefill, "mla_chunk_tokens": at_once}
+    asked = options(oracle, attention_backend=leaf, max_batch_tokens=chunk, prefix_cache=False, **ragged)
     served = serve(registry, asked)
     assert_greedy(oracle, generate(served.engine, oracle.prompts))
     assert isinstance(served.leaf, BatchOnly)
@@ -318,7 +319,7 @@ def test_a_child_with_the_hook_is_asked_once_for_each_batch_that_prefills(
 
 @pytest.mark.parametrize("leaf", HOOKED)
 def test_with_auto_a_child_with_the_hook_is_asked_where_it_is_cheaper(oracle: HybridOracle, registry: Registry, leaf: str) -> None:
-    served = serve(registry, options(oracle, attention_backend=leaf))
+    served = serve(registry, options(oracle, attention_backend=leaf, prefix_cache=False))
     assert isinstance(served.leaf, BatchOnly)
     assert_greedy(oracle, generate(served.engine, [oracle.prompts[SHORT]]), [oracle.prompts[SHORT]])
     assert served.leaf.asked == []

@@ -38,7 +38,7 @@ def assert_same(kinds: tuple[str, ...], step: str, layer: int) -> None:
     expected = run(plain, plain.leaf("linear") if layer else nest(plain, ("mla",) if softmax is LATENT else ()), step, layer)
     torch.testing.assert_close(run(nested, nest(nested, kinds), step, layer), expected, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(nested.states._layers, plain.states._layers, strict=True):
-        assert mine is None or torch.allclose(mine, theirs, atol=1e-5)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -44,6 +44,8 @@ def test_composed_attention_changes_no_token(
     changes, composed = ASKED[asked]
     wanted = options(oracle, max_batch_tokens=max_batch_tokens, **changes)
     parts = build_parts(wanted, registry)
+    if family == "mistral":  # its windows are a kind of memory of their own, told apart in each of the micro-batches
+        composed = re.sub(r"^(micro\()?(.*?)(?(1)\))$", r"\1kinds(\2)", composed) + ")" * changes.get("micro_batches", False)
     assert without_numbers(parts.relay.backend_id) == composed
     engine = Engine(parts, registry, wanted)
     assert engine.facts.attn_backend == "torch"

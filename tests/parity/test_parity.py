@@ -92,7 +92,8 @@ def test_prefix_cache_hits_change_no_token(oracle: Oracle, registry: Registry, *
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
             cached[output.request_id] = output.num_cached_tokens
     assert cached["again"] >= 48
-    assert cached["longer"] >= 64
+    windows = "window" in engine.meter.stats().pages  # kept where the prompt ended, gone behind that
+    assert cached["longer"] >= (48 if windows else 64)
     assert tokens == {"again": expected, "longer": expected[20:]}
 
 

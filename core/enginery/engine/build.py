@@ -119,9 +119,7 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
-        max_requests = choice.settings.max_batch_requests
-        pages = {FULL: memory.num_pages, STATE: memory.state_pages or max_requests, WINDOW: memory.window_pages}
-        geometry = dataclasses.replace(no_pages(choice), pages={k: n for k, n in pages.items() if n}, num_seats=max_requests)
+        geometry = with_pages(choice, memory)
         pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
     with phases("attention"):
         attention = AttentionParts(
@@ -138,7 +136,7 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket)
-    feed = TokenFeed(max_requests, choice.device, named=named_tensors(choice))
+    feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice))
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
     with phases("graphs"):
@@ -202,6 +200,15 @@ def no_pages(choice: Choice) -> KVGeometry:
     return KVGeometry(pages=pages, page_size=settings.page_size, layers=layers, dtype=settings.kv_dtype)
 
 
+def with_pages(choice: Choice, memory: MemoryPlan) -> KVGeometry:
+    """`no_pages`, and how many there are of each kind."""
+    max_requests = choice.settings.max_batch_requests
+    pages = {FULL: memory.num_pages, STATE: memory.state_pages or max_requests, WINDOW: memory.window_pages}
+    return dataclasses.replace(
+        no_pages(choice), pages={kind: count for kind, count in pages.items() if count}, num_seats=max_requests
+    )
+
+
 def largest_window(choice: Choice) -> int | None:
     """The largest window of the model's layers; None if no window ever drops a token: then it needs no memory of its own."""
     windows = [layer.sliding_window for layer in choice.facts.layers if layer.sliding_window is not None]
@@ -227,8 +234,6 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> M
     if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
         raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
     sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choice.ops)
-    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
-    backends = [offer for attention in chosen for offer in attention.by_role.values()]
     memory = plan_memory(
         asked,
         settings,
@@ -237,7 +242,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> M
         workspace=workspace_bytes(
             settings,
             facts,
-            backend_bytes=sum(offer.spec.capabilities.workspace_bytes for offer in backends),
+            backend_bytes=_backend_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
         ),
@@ -248,6 +253,12 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> M
     )
     log.debug("memory plan: %s", memory)
     return memory
+
+
+def _backend_bytes(choice: Choice) -> int:
+    """What the chosen attention backends say that they allocate."""
+    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
+    return sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
 
 
 def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from enginery.kv.pages import PageAllocator
 
@@ -28,12 +28,15 @@ class Demand(NamedTuple):
     state: int = 0
 
     def plus(self, other: Demand) -> Demand:
-        """Both together."""
+        """Pages for both, of each kind."""
         return Demand(self.full + other.full, self.window + other.window, self.state + other.state)
 
     def fits(self, available: Demand) -> bool:
         """Whether there is as much of each kind."""
         return self.full <= available.full and self.window <= available.window and self.state <= available.state
+
+
+NOTHING: Final = Demand()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

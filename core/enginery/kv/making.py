@@ -56,20 +56,18 @@ class PointMaker:
 
         leaves: it is the last chance.
         """
-        points = self._cache.points
-        assert points is not None, "points are made where there is a tree"
+        assert self._cache.points is not None, "points are made where there is a tree"
         done = [point for point in kv.points if point.position <= kv.num_written]
-        last = max((point.position for point in done if point.trails), default=0)
-        rest = []
-        for point in kv.points:
-            if point.is_dropped:
-                continue
-            is_done = point.position <= kv.num_written
-            if is_done and point.trails and point.position < last:
-                points.drop(point)
-            elif not (is_done and (leaves or not point.trails) and self._cache.attach(point, kv.token_ids, kv.salt)):
-                rest.append(point)
-        kv.points = rest
+        for point in [point for point in done if point.trails][:-1]:  # the last has moved along
+            self._cache.points.drop(point)
+        kv.points = [point for point in kv.points if not self._is_settled(point, kv, leaves=leaves)]
+
+    def _is_settled(self, point: ResumePoint, kv: SequenceKV, *, leaves: bool) -> bool:
+        """Whether it was given up, or is in the tree from now on. One that trails waits for the sequence to leave."""
+        if point.is_dropped:
+            return True
+        is_done = point.position <= kv.num_written and (leaves or not point.trails)
+        return is_done and self._cache.attach(point, kv.token_ids, kv.salt)
 
     def leave(self, kv: SequenceKV) -> None:
         """Leave behind where its last page ended, and give up what is not in the tree. Its written pages are."""
@@ -80,36 +78,36 @@ class PointMaker:
                 self._cache.points.drop(point)
 
     def _make_points(self, points: ResumePoints, kv: SequenceKV, start: int, stop: int, num_known: int) -> None:
-        ends_page, made = stop - stop % self.page_size, list[ResumePoint | None]()
+        ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
+        marked = set[int]()
         while kv.marks and kv.marks[0] <= stop:
-            made.append(self._point(points, kv, kv.marks.pop(0), stop=stop))
-        if stop < num_known:
-            if ends_page > start and not any(point is not None and point.position == ends_page for point in made):
-                made.append(self._point(points, kv, ends_page, stop=stop, passing=True))
-        elif self._has_states and stop == ends_page:
-            made.append(self._point(points, kv, stop, stop=stop, trails=True))
-        kv.points += [point for point in made if point is not None]
+            if self._point(points, kv, mark := kv.marks.pop(0), stop=stop):
+                marked.add(mark)
+        if is_chunk and ends_page > start and ends_page not in marked:
+            self._point(points, kv, ends_page, stop=stop, passing=True)
+        elif not is_chunk and self._has_states and stop == ends_page:
+            self._point(points, kv, stop, stop=stop, trails=True)
 
     def _point(
         self, points: ResumePoints, kv: SequenceKV, position: int, *, stop: int, passing: bool = False, trails: bool = False
-    ) -> ResumePoint | None:
-        """None: what it would need is not there, or no longer."""
+    ) -> bool:
+        """Make one, if what it needs is there still."""
         pages: dict[MemoryKind, tuple[int, ...]] = {}
         if self._window is not None:
             in_reach = kv.window.ending_at(position // self.page_size, self._window.reach)
             if in_reach is None:
-                return None
+                return False
             pages[WINDOW] = in_reach
         if self._has_states:
             if position != stop:
-                return None
+                return False
             pages[STATE] = (kv.states.current,)
-        return points.make(position, pages, passing=passing, trails=trails)
+        kv.points.append(points.make(position, pages, passing=passing, trails=trails))
+        return True
 
     def _trail_window(self, points: ResumePoints, kv: SequenceKV) -> None:
         """Without states the last page's end needs no preparation: its window is still held."""
         position = kv.num_written - kv.num_written % self.page_size
         if self._has_states or not position or any(point.position == position for point in kv.points):
             return
-        if (point := self._point(points, kv, position, stop=position, trails=True)) is not None:
-            kv.points.append(point)
+        self._point(points, kv, position, stop=position, trails=True)

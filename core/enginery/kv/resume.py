@@ -59,7 +59,7 @@ class ResumePoints:
         return point
 
     def use(self, point: ResumePoint) -> None:
-        """It was hit."""
+        """Note a hit: it is given up after all that were not hit since."""
         self._order(point).move_to_end(point)
 
     def keep(self, point: ResumePoint) -> None:

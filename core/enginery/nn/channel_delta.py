@@ -47,18 +47,7 @@ class KimiDeltaAttention:
             )
         heads, hidden = facts.value_heads, context.facts.hidden_size
         self.width, self.num_heads = heads * facts.value_dim, heads
-        low = self.width if rank is None else rank
-        ends = ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
-        self.rows = [3 * self.width, heads, low, low]
-        names = ("q_proj", "k_proj", "v_proj", "b_proj", *ends)
-        rows = (self.width, self.width, self.width, heads, low, low)
-        self.projected = weights.linear(LinearShape(names=names, rows=rows, columns=hidden))
-        self.widen: tuple[Linear, Linear] | None = None
-        if rank is not None:
-            decay, gate = (
-                weights.linear(LinearShape(names=(name,), rows=(self.width,), columns=rank)) for name in ("f_b_proj", "g_b_proj")
-            )
-            self.widen = decay, gate
+        self._take_projections(weights, hidden, rank)
         taps = (self.width, 1, facts.conv_kernel)
         recurrent = RecurrentWeights(
             conv=torch.cat([weights.take(f"{name}_conv1d.weight", taps).squeeze(1) for name in ("q", "k", "v")]),
@@ -70,6 +59,21 @@ class KimiDeltaAttention:
         shape = LinearShape(names=(out_name,), rows=(hidden,), columns=self.width, cut=Cut.COLUMNS, complete=False)
         self.out = weights.linear(shape)
         self.rms_norm, self.advance = context.ops.rms_norm, context.advance
+
+    def _take_projections(self, weights: WeightSource, hidden: int, rank: int | None) -> None:
+        """One product for all that comes from the hidden state; behind it two more, where decay and gate are of low rank."""
+        low = self.width if rank is None else rank
+        ends = ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
+        self.rows = [3 * self.width, self.num_heads, low, low]
+        names = ("q_proj", "k_proj", "v_proj", "b_proj", *ends)
+        rows = (self.width, self.width, self.width, *self.rows[1:])
+        self.projected = weights.linear(LinearShape(names=names, rows=rows, columns=hidden))
+        self.widen: tuple[Linear, Linear] | None = None
+        if rank is not None:
+            decay, gate = (
+                weights.linear(LinearShape(names=(name,), rows=(self.width,), columns=rank)) for name in ("f_b_proj", "g_b_proj")
+            )
+            self.widen = decay, gate
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, C]. Returns [T, C]. It has no positions."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from enginery.config.schema import ScheduleSettings
-from enginery.kv.kinds import Demand
+from enginery.kv.kinds import NOTHING, Demand
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.step import StepBuilder
 from enginery.schedule.table import RequestTable
@@ -99,7 +99,7 @@ class BatchPlanner:
     def _admit(self, prompts: list[Request]) -> None:
         """Let waiting requests in, the head first, and schedule their first chunks."""
         table, headroom = self._table, -(-HEADROOM_TOKENS // self._settings.page_size)
-        promised = Demand()
+        promised = NOTHING
         for request in prompts:
             promised = promised.plus(self._kv.demand(request.kv, request.num_expected))
         while table.waiting and self._budget and len(table.running) < self._settings.max_batch_requests:

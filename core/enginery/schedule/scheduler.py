@@ -138,14 +138,19 @@ class Scheduler:
                     outputs.append(added)
                     if added.is_last:
                         self._table.end(request)
-                if index >= step.num_decode and request.status is RequestStatus.RUNNING:
-                    self._kv.share(request.kv)
-                    self._table.place(request)
-                elif request.kv.points:
-                    self._kv.finite.points.settle(request.kv)
+                if index >= step.num_decode or request.kv.points:
+                    self._offer(request, is_prompt=index >= step.num_decode)
             if request.status is not RequestStatus.RUNNING:
                 self._table.settle(request)
         return outputs
+
+    def _offer(self, request: Request, *, is_prompt: bool) -> None:
+        """Put what it has computed into the prefix cache."""
+        if is_prompt and request.status is RequestStatus.RUNNING:
+            self._kv.share(request.kv)
+            self._table.place(request)
+        elif request.kv.points:
+            self._kv.finite.points.settle(request.kv)
 
     def fail(self, failed: StepInput | Iterable[str]) -> list[Request]:
         """End the requests of a step that did not complete, or those with these ids. Returns the ones that had not ended before."""

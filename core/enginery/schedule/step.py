@@ -10,7 +10,7 @@ from typing import Final
 
 from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
-from enginery.kv.kinds import NO_STATE
+from enginery.kv.kinds import NO_STATE, StatePages
 from enginery.kv.manager import SequenceKV
 from enginery.schedule.request import Request
 
@@ -52,33 +52,30 @@ class StepBuilder:
         start, tokens = request.num_computed, request.token_ids
         request.num_computed = end = start + num_tokens
         kv = request.kv
-        first_write = start if start >= kv.num_shared else min(kv.num_shared, end)
+        first_write = min(max(start, kv.num_shared), end)
         pending = start >= len(tokens)  # its one token is what its previous item samples, in a step that is still in flight
         if samples := end == request.num_expected:
             request.num_expected = end + 1
-            if end < request.greedy_from:
-                self._greedy = False
+            self._greedy &= end >= request.greedy_from
             if end == request.num_prompt_tokens and request.asked.embed:
                 self._embedding.append(len(self.requests))
-        if not pending:
-            if num_tokens == 1:
-                self._ids.append(tokens[start])
-            else:
-                self._ids.extend(tokens[start:end])
-        if samples and num_tokens == 1:
-            num_logits = 1
-        else:
-            num_logits = num_tokens if request.wants_prompt_logits else int(samples)
+        if num_tokens > 1:
+            self._ids.extend(tokens[start:end])
+        elif not pending:
+            self._ids.append(tokens[start])
+        num_logits = num_tokens if (num_tokens > 1 or not samples) and request.wants_prompt_logits else int(samples)
         self._items.append(
             _pack_item(kv.seat, start, num_tokens, first_write, num_logits, samples, _NO_DRAFTS, pending, _NO_ADAPTER)
         )
         if self._has_states:
-            states = kv.states
-            self._states.append(_pack_state(states.read, states.current, NO_STATE, 0))
-            states.read = states.current
+            self._add_state(kv.states)
         request.in_flight += 1
         self.num_tokens += num_tokens
         self.requests.append(request)
+
+    def _add_state(self, states: StatePages) -> None:
+        self._states.append(_pack_state(states.read, states.current, NO_STATE, 0))
+        states.read = states.current
 
     def tell_pages(self, kv: SequenceKV) -> None:
         """Note the pages of it that the workers do not know yet."""

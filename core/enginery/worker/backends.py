@@ -46,22 +46,24 @@ class AttentionParts:
 
 def build_backend(parts: AttentionParts, chosen: AttentionChoice, *, micro_batches: bool) -> BackendRelay:
     """Every backend in it is registered and checked."""
+    relay = _of_all_kinds(parts, chosen)
+    return _composite(parts, MicroBatches(relay)) if micro_batches else relay
+
+
+def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRelay:
+    """A backend for each kind of memory; where there is one kind, and no window, that one alone."""
     layers = parts.pool.geometry.layers
     kinds = {parts.pool.geometry.kind_of(layer) for layer in layers}
-    full = window = state = None
+    children: dict[str, BackendRelay] = {}
     if FULL in kinds:
-        latent = any(layer.latent is not None for layer in layers)
-        full = _softmax(parts, chosen, prefix="", latent=latent)
+        children["full"] = _softmax(parts, chosen, prefix="", latent=any(layer.latent is not None for layer in layers))
     if WINDOW in kinds:
-        window = _softmax(parts, chosen, prefix="window " if full is not None else "", latent=False)
+        children["window"] = _softmax(parts, chosen, prefix="window " if FULL in kinds else "", latent=False)
     if chosen.recurrent is not None:
-        state = _leaf(parts, chosen.recurrent, part="recurrent")
-    present = [child for child in (full, window, state) if child is not None]
-    assert present, "a model without attention layers"
-    relay = present[0]
-    if len(present) > 1 or window is not None:
-        relay = _composite(parts, LayerKinds(full=full, window=window, state=state))
-    return _composite(parts, MicroBatches(relay)) if micro_batches else relay
+        children["state"] = _leaf(parts, chosen.recurrent, part="recurrent")
+    assert children, "a model without attention layers"
+    (first, *others) = children.values()
+    return _composite(parts, LayerKinds(**children)) if others or WINDOW in kinds else first
 
 
 def _softmax(parts: AttentionParts, chosen: AttentionChoice, *, prefix: str, latent: bool) -> BackendRelay:

@@ -28,13 +28,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     kv_lens = items.start + q_lens
     num_columns = -(-int(kv_lens.max()) // page_size)
     page_table = tables.full.of(items.seat, num_columns)
-    row_of = np.arange(len(q_lens))  # [T]
-    if _one_each(step):
-        positions = items.start.astype(np.int64)
-    else:
-        row_of = row_of.repeat(q_lens)
-        first_of = np.cumsum(q_lens) - q_lens
-        positions = np.arange(len(row_of)) + (items.start - first_of)[row_of]
+    row_of, positions = _rows_and_positions(step, items)
     column, offset = np.divmod(positions, page_size)
     slots = page_table[row_of, column].astype(np.int64) * page_size + offset
     if items.first_write.tobytes() != items.start.tobytes():  # bytes, as a reduction takes ten times as long
@@ -59,6 +53,16 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
         seats_cpu=seats,
         views=views,
     )
+
+
+def _rows_and_positions(step: StepInput, items: Items) -> tuple[np.ndarray, np.ndarray]:
+    """The item of each token, and its position: [T] int64 both."""
+    row_of = np.arange(step.num_items)
+    if _one_each(step):
+        return row_of, items.start.astype(np.int64)
+    row_of = row_of.repeat(items.num_tokens)
+    first_of = np.cumsum(items.num_tokens) - items.num_tokens
+    return row_of, np.arange(len(row_of)) + (items.start - first_of)[row_of]
 
 
 def _window_view(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,8 +13,14 @@ from enginery.api import BackendContext
 from enginery_attn_delta.spec import refuse_also
 from enginery_attn_fla.spec import FLA
 
+DEVICE = ThreadPoolExecutor(1)  # where a kernel reads what it likes; the kit watches the host's thread
 
-def by_token(
+
+def by_token(*arguments: Any) -> Any:
+    return DEVICE.submit(_by_token, *arguments).result()
+
+
+def _by_token(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None, given: dict[str, Any]
 ) -> Any:
     """What the kernels compute, in float32, with their arguments. decay: [1, S, H] or [1, S, H, K]."""

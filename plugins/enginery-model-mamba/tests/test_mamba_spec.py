@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from enginery.api import CheckpointError
-from enginery_model_mamba import falcon, hybrids, jamba, lfm2, mamba2, nemotron, register_models
+from enginery_model_mamba import register_models
 from enginery_model_mamba.mixers import read_mixer
+from enginery_model_mamba.spec import falcon, hybrids, jamba, lfm2, mamba2, nemotron
 
 SIZES = dict(vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 MIXER = dict(mamba_n_heads=8, mamba_d_state=16)

@@ -26,6 +26,7 @@ from enginery.api import (
     Tool,
     ToolCallBegun,
     ToolCallEnded,
+    UnfinishedGrammar,
 )
 from enginery_parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from enginery_parsers.spec import PARSERS
@@ -617,9 +618,15 @@ HOSTILE = {
 }
 
 
+def finished(compiled: Any) -> Any:
+    """What a busy machine has put off is compiled too."""
+    return compiled.finish() if isinstance(compiled, UnfinishedGrammar) else compiled
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("about", HOSTILE)
 def test_hostile_schemas_of_strict_tools_are_refused(name: str, about: str, compiler: Any) -> None:
+    asked = free(name, Tool(name="f", parameters=HOSTILE[about], strict=True))
     with pytest.raises(RequestError) as refused:
-        compiler.compile(free(name, Tool(name="f", parameters=HOSTILE[about], strict=True)))
+        finished(compiler.compile(asked))
     assert len(str(refused.value)) < 1_500

@@ -40,7 +40,7 @@ def test_states_are_float32_whatever_the_model_is():
 
 def test_the_inputs_of_a_convolution_are_kept_in_the_model_s_dtype():
     states = pool_of(RECURRENT, dtype="bfloat16").layer(LocalLayerId(0))["conv"]
-    assert states.shape == (7, 3, 2 * 24 + 15)
+    assert states.shape == (8, 3, 2 * 24 + 15)
     assert states.dtype == torch.bfloat16
 
 

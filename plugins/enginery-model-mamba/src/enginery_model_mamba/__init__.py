@@ -1,7 +1,7 @@
 """Mamba2, hybrids of it and attention, Jamba and LFM2."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_mamba import falcon, hybrids, jamba, lfm2, mamba2, nemotron
+from enginery_model_mamba.spec import falcon, hybrids, jamba, lfm2, mamba2, nemotron
 
 FAMILIES = {
     "bamba": ("BambaForCausalLM", hybrids),
@@ -16,7 +16,7 @@ FAMILIES = {
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """A module for each kind of family; `blocks` has what they share."""
+    """A module for each kind of family; blocks beside `spec` are what they share."""
     return [
         ModelSpec(
             name=name,

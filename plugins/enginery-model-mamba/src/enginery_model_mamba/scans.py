@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from enginery.api import Cut, ForwardBatch, LayerSpec, LinearShape, ModelContext, RecurrentWeights, WeightSource
 from enginery.nn.norm import take_norm
 from enginery_model_mamba.blocks import check_undivided, take_conv
-from enginery_model_mamba.jamba import ScanShape
+from enginery_model_mamba.spec.jamba import ScanShape
 
 
 class MambaMixer:

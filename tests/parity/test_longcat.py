@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LongcatFlashConfig
 
 from enginery.checkpoint.files import scan_checkpoint
+from enginery.config.schema import EngineOptions
+from enginery.engine.build import check_weights
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
@@ -137,3 +139,10 @@ def test_random_weights_have_the_size_of_others(oracle: Oracle, registry: Regist
     logits = last_logits(registry, options(oracle, load_format="dummy"), oracle.prompts[4])
     assert logits.isfinite().all()
     assert 0.1 < logits.std() < 10
+
+
+def test_the_large_one_has_as_many_parameters_as_its_model_card_says(registry: Registry, tmp_path: Path) -> None:
+    config = {**LongcatFlashConfig().to_dict(), "architectures": ["LongcatFlashForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = EngineOptions(model=str(tmp_path), load_format="dummy", device="cpu", dtype="bfloat16")
+    assert check_weights(choose(asked, registry)).record.num_bytes() / 2 == pytest.approx(560e9, rel=0.005)

@@ -102,7 +102,7 @@ def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[En
     return Engine(dataclasses.replace(parts, pieces=pieces), registry, wanted), capture
 
 
-@pairwise(("family", ["llama", "qwen3-moe", "deepseek-v2"]), ("step", [16, 100]), ("overlap", [False, True]))
+@pairwise(("family", ["llama", "qwen3-moe", "deepseek-v2", "longcat-flash"]), ("step", [16, 100]), ("overlap", [False, True]))
 def test_steps_in_pieces_give_transformers_tokens(
     write_oracle: Callable[..., Oracle], registry: Registry, family: str, step: int, *, overlap: bool
 ) -> None:

@@ -136,7 +136,7 @@ def test_two_pipeline_stages_are_one_bit_for_bit(model: OneModel, dtype: torch.d
     assert torch.equal(two.logits, one.logits)
 
 
-@pytest.mark.parametrize("model", ["deepseek-v3", "glm4", "hybrid", "qwen2-moe", "llama-tied-odd"], indirect=True)
+@pytest.mark.parametrize("model", ["deepseek-v3", "glm4", "hybrid", "longcat-flash", "qwen2-moe", "llama-tied-odd"], indirect=True)
 def test_stages_of_several_ranks_are_ranks_of_one_stage(model: OneModel) -> None:
     one = model.run(torch.float32, tensor_size=2)
     two = model.run(torch.float32, tensor_size=2, num_stages=2)

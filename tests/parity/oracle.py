@@ -18,6 +18,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
@@ -95,6 +96,28 @@ def grouped_expert_shape(**changes: object) -> dict[str, object]:
     return expert_shape(routed_scaling_factor=1.5, **groups | changes)
 
 
+def longcat_shape(**changes: object) -> dict[str, object]:
+    """Two layers, each of two attentions; five of eleven experts, of which three do nothing."""
+    plain = {key: value for key, value in shape().items() if key not in ("num_hidden_layers", "intermediate_size")}
+    longcat: dict[str, object] = dict(
+        num_layers=2,
+        num_key_value_heads=4,
+        ffn_hidden_size=96,
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        head_dim=8,
+        v_head_dim=12,
+        moe_topk=5,
+        n_routed_experts=8,
+        zero_expert_num=3,
+        expert_ffn_hidden_size=32,
+        routed_scaling_factor=2.0,
+    )
+    return plain | longcat | changes
+
+
 HALF_ROTARY = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 FAMILIES: dict[str, PretrainedConfig] = {
     "deepseek-v2": DeepseekV2Config(**latent_shape(q_lora_rank=48)),
@@ -128,6 +151,7 @@ LATENT_EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         }
     ),
+    "longcat-flash": LongcatFlashConfig(**longcat_shape()),
 }
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = LATENT_EXPERT_FAMILIES | {
     "glm4-moe": Glm4MoeConfig(

@@ -255,7 +255,8 @@ INTERPRETED = {
     **{name: [{}] for name in EXPERT_FAMILIES.keys() - LATENT_EXPERT_FAMILIES.keys()},
     "deepseek-v2-experts": [{"mla_prefill": str(strategy)} for strategy in PrefillStrategy],
     "deepseek-v2-lite-experts": [{"mla_prefill": "chunked"}],
-    "deepseek-v3": [{"mla_prefill": "absorbed"}],  # tests/gpu has each family with each strategy
+    "deepseek-v3": [{"mla_prefill": "absorbed"}],
+    "longcat-flash": [{"mla_prefill": "absorbed"}],  # tests/gpu has each family with each strategy
 }
 
 

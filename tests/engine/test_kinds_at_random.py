@@ -1,0 +1,120 @@
+"""Models with several kinds of memory, used at random: nothing of it changes a token, and no page is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+from engine.random_use import RandomUse
+from parity.engine_driver import greedy, options
+from parity.oracle import Oracle, shape
+from parity.test_gpt_oss import CONFIG as GPT_OSS
+from parity.test_hybrids import HYBRIDS
+from parity.test_mamba import FAMILIES as MAMBA
+from transformers import Gemma2Config
+
+from enginery.contracts.batch import STATE, WINDOW
+from enginery.contracts.request import GenerationRequest
+from enginery.engine import build
+from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
+from enginery.worker.memory_plan import MemoryPlan
+
+WINDOWS = Gemma2Config(**shape(head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2))
+CONFIGS = {
+    "gemma2": WINDOWS,
+    "gpt-oss": GPT_OSS,
+    "kimi_linear": HYBRIDS["kimi_linear"],
+    "minimax": HYBRIDS["minimax"],
+    "qwen3_next": HYBRIDS["qwen3_next"],
+    **{name: MAMBA[name] for name in ("mamba2", "falcon_h1", "lfm2", "jamba")},
+}
+LONGEST = 40  # tokens of an answer
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+def small_memory(patch: pytest.MonkeyPatch, *, pages: int) -> None:
+    """No more of each kind than so many, or than the largest request needs."""
+    original = build.plan_memory
+
+    def plan(*args: object, **kwargs: object) -> MemoryPlan:
+        found = original(*args, **kwargs)  # type: ignore[arg-type]
+        return dataclasses.replace(found, window_pages=min(found.window_pages, pages), state_pages=min(found.state_pages, 5))
+
+    patch.setattr(build, "plan_memory", plan)
+
+
+def prompts_of(oracle: Oracle) -> list[list[int]]:
+    """Some begin alike, some are one another's continuation."""
+    long, short = oracle.prompts[5], oracle.prompts[1]
+    cuts = [(len(long), 0), (40, 11), (40, 3), (33, 5), (17, 9), (16, 0), (0, len(short))]
+    return [[*long[:first], *short[:then]] for first, then in cuts]
+
+
+def alone(registry: Registry, oracle: Oracle) -> dict[tuple[int, ...], list[int]]:
+    """What each prompt gets from an engine that keeps nothing, whole and one after the other."""
+    engine = Engine.build(options(oracle, prefix_cache=False, overlap=False), registry)
+    answers = {}
+    for prompt in prompts_of(oracle):
+        engine.submit(greedy("alone", prompt, max_tokens=LONGEST))
+        outputs = [output for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
+        answers[tuple(prompt)] = [token for output in outputs for token in output.token_ids]
+    return answers
+
+
+def evict_everything(engine: Engine) -> None:
+    """All that the prefix cache may give up."""
+    kv = engine._scheduler._kv
+    for point in list(kv.cache.points or ()):
+        kv.cache.points.drop(point)  # type: ignore[union-attr]
+    kv.cache.evict(kv.cache.num_evictable)
+
+
+CASES = [*((name, index % 2) for index, name in enumerate(CONFIGS)), ("gemma2", 1), ("qwen3_next", 1)]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_whatever_happens_to_the_others_each_gets_the_tokens_it_gets_alone(
+    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+) -> None:
+    oracle, chance = write_oracle(f"random {name}", CONFIGS[name]), random.Random(seed)
+    expected = alone(registry, oracle)
+    small_memory(monkeypatch, pages=(16, 9)[seed])
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    changes = {"page_size": (4, 16)[seed], "num_pages": (32, 9)[seed], "max_batch_tokens": (24, 64)[seed], "overlap": not seed}
+    engine = Engine.build(options(oracle, max_batch_requests=4, max_model_len=120, **changes), registry)
+
+    def ask(name: str) -> GenerationRequest:
+        prompt = chance.choice(list(expected))
+        return greedy(name, list(prompt), max_tokens=chance.randint(1, LONGEST))
+
+    use = RandomUse(engine, chance, ask)
+    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
+    for turn in range(110):
+        if chance.random() < 0.3:
+            use.submit()
+        if use.alive and chance.random() < 0.06:
+            use.abort_one()
+        if turn % 30 == 29:
+            evict_everything(engine)
+        told |= use.alive
+        use.step()
+        engine._scheduler.check_integrity()
+    told |= use.alive
+    use.drain()
+    finished = 0
+    for request, tokens in told.values():
+        assert tokens == expected[request.prompt_token_ids][: len(tokens)], "of an aborted one as far as it came"
+        finished += len(tokens) == request.params.max_tokens
+    stats = engine.meter.stats()
+    assert finished >= use.counts["finished"] > 10
+    assert stats.num_preempted > 0
+    assert {WINDOW, STATE} & set(stats.pages)
+    assert all(pages.free + pages.cached == pages.total for pages in stats.pages.values())
+    engine._scheduler.check_idle()

@@ -39,13 +39,13 @@ def registry() -> Registry:
     return Registry.load()
 
 
-def small_memory(patch: pytest.MonkeyPatch, *, pages: int) -> None:
+def small_memory(patch: pytest.MonkeyPatch, *, windows: int, states: int = 5) -> None:
     """No more of each kind than so many, or than the largest request needs."""
     original = build.plan_memory
 
     def plan(*args: object, **kwargs: object) -> MemoryPlan:
         found = original(*args, **kwargs)  # type: ignore[arg-type]
-        return dataclasses.replace(found, window_pages=min(found.window_pages, pages), state_pages=min(found.state_pages, 5))
+        return dataclasses.replace(found, window_pages=min(found.window_pages, windows), state_pages=min(found.state_pages, states))
 
     patch.setattr(build, "plan_memory", plan)
 
@@ -85,7 +85,7 @@ def test_whatever_happens_to_the_others_each_gets_the_tokens_it_gets_alone(
 ) -> None:
     oracle, chance = write_oracle(f"random {name}", CONFIGS[name]), random.Random(seed)
     expected = alone(registry, oracle)
-    small_memory(monkeypatch, pages=(16, 9)[seed])
+    small_memory(monkeypatch, windows=(16, 9)[seed])
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
     changes = {"page_size": (4, 16)[seed], "num_pages": (32, 9)[seed], "max_batch_tokens": (24, 64)[seed], "overlap": not seed}
     engine = Engine.build(options(oracle, max_batch_requests=4, max_model_len=120, **changes), registry)

@@ -9,8 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from engine.test_kinds_at_random import WINDOWS, small_memory
 from parity.engine_driver import drain, greedy, options
 from parity.oracle import FAMILIES, Oracle
+from parity.test_hybrids import HYBRIDS
 from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
@@ -74,6 +76,23 @@ def test_a_recorded_run_is_the_same_again_bit_for_bit(
     assert (outcome.num_steps, outcome.num_calls, outcome.parting) == (NUM_STEPS, 2 * NUM_STEPS, None)
     assert outcome.largest is not None
     assert outcome.largest.amount == 0
+    assert compare_tokens(made, replica(made, registry), tolerance=1e-5).parting is None
+
+
+@pytest.mark.parametrize("config", [WINDOWS, HYBRIDS["qwen3_next"]], ids=["windows", "states"])
+def test_so_is_one_of_a_model_with_several_kinds_of_memory(
+    write_oracle: Callable[..., Oracle],
+    registry: Registry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: PretrainedConfig,
+) -> None:
+    oracle = write_oracle(f"replay {config.model_type}", config)
+    made = recorded(oracle, registry, tmp_path / "steps")
+    small_memory(monkeypatch, windows=2, states=2)  # no replica would have the pages that the steps name
+    outcome = compare_replicas(made, replica(made, registry), replica(made, registry), tolerance=0.0)
+    assert (outcome.num_steps, outcome.parting) == (NUM_STEPS, None)
+    assert outcome.num_calls > NUM_STEPS
     assert compare_tokens(made, replica(made, registry), tolerance=1e-5).parting is None
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal
 
 import torch
@@ -23,12 +24,13 @@ from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.files import StoredTensor, scan_checkpoint, unstack
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
-from enginery.contracts.batch import FULL, STATE, WINDOW
+from enginery.contracts.batch import FULL, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model, ModelContext
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import ParallelFacts
 from enginery.engine.changeover import Changeover
+from enginery.engine.geometry import largest_window, no_pages, with_pages
 from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
@@ -104,8 +106,17 @@ class Phases:
         self.seconds[phase] = time.perf_counter() - began
 
 
-def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress = report_to_nobody) -> BuiltParts:
-    """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible."""
+def build_parts(
+    asked: EngineOptions,
+    registry: Registry,
+    report: ReportProgress = report_to_nobody,
+    *,
+    pages: Mapping[MemoryKind, int] = MappingProxyType({}),
+) -> BuiltParts:
+    """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible.
+
+    pages: how many of these kinds of memory there are to be, whatever would fit.
+    """
     phases = Phases(report)
     with phases("choice"):
         chosen = choose(asked, registry)
@@ -119,18 +130,11 @@ def build_parts(asked: EngineOptions, registry: Registry, report: ReportProgress
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
-        geometry = with_pages(choice, memory)
+        settings = choice.settings
+        geometry = with_pages(no_pages(choice, PARALLEL), memory, max_requests=settings.max_batch_requests, asked=pages)
         pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
     with phases("attention"):
-        attention = AttentionParts(
-            choice=choice,
-            registry=registry,
-            pool=pool,
-            states=states,
-            coordinator=build_coordinator(choice, registry, pool),
-            arena=DeviceArena(choice.device),
-            watched=asked.check_attention,
-        )
+        attention = attention_parts(asked, choice, registry, pool=pool, states=states)
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
         socket = LayerSocket(relay)
         changeover = begin_changeover(asked, attention, socket)
@@ -182,7 +186,7 @@ def check_weights(choice: Choice) -> NeededWeights:
         reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
     record = WeightRecord(choice.dtype)
     device = torch.device("meta")
-    pool = PagedKVPool(no_pages(choice), device)
+    pool = PagedKVPool(no_pages(choice, PARALLEL), device)
     context = model_context(choice, record, reader=reader, ops=reference_ops(), socket=LayerSocket(None), pool=pool, device=device)
     with inside(family, "build the model"):
         family.spec.build(context)
@@ -190,29 +194,6 @@ def check_weights(choice: Choice) -> NeededWeights:
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
         check(record, stored, (*family.spec.ignored_weights, *tied), folder=checkpoint.folder)
     return NeededWeights(record=record, stored=stored, reader=reader)
-
-
-def no_pages(choice: Choice) -> KVGeometry:
-    """The shape of a page, before it is known how many there are."""
-    settings = choice.settings
-    layers = stage_of(choice.facts, PARALLEL).memory
-    pages = {} if largest_window(choice) is None else {WINDOW: 0}
-    return KVGeometry(pages=pages, page_size=settings.page_size, layers=layers, dtype=settings.kv_dtype)
-
-
-def with_pages(choice: Choice, memory: MemoryPlan) -> KVGeometry:
-    """`no_pages`, and how many there are of each kind."""
-    max_requests = choice.settings.max_batch_requests
-    pages = {FULL: memory.num_pages, STATE: memory.state_pages or max_requests, WINDOW: memory.window_pages}
-    return dataclasses.replace(
-        no_pages(choice), pages={kind: count for kind, count in pages.items() if count}, num_seats=max_requests
-    )
-
-
-def largest_window(choice: Choice) -> int | None:
-    """The largest window of the model's layers; None if no window ever drops a token: then it needs no memory of its own."""
-    windows = [layer.sliding_window for layer in choice.facts.layers if layer.sliding_window is not None]
-    return max(windows) if windows and max(windows) < choice.settings.max_model_len else None
 
 
 def named_tensors(choice: Choice) -> NamedTensors:
@@ -230,7 +211,7 @@ def named_tensors(choice: Choice) -> NamedTensors:
 def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> MemoryPlan:
     """How many pages fit beside everything else."""
     facts, settings = choice.facts, choice.settings
-    geometry = no_pages(choice)
+    geometry = no_pages(choice, PARALLEL)
     if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
         raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
     sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choice.ops)
@@ -283,6 +264,21 @@ def load_weights(asked: EngineOptions, choice: Choice, needed: NeededWeights, re
         report(BuildProgress(phase="weights", done_bytes=done_bytes, total_bytes=total_bytes))
 
     return load(needed.record, needed.stored, choice.device, reader=needed.reader, tell=tell)
+
+
+def attention_parts(
+    asked: EngineOptions, choice: Choice, registry: Registry, *, pool: PagedKVPool, states: RecurrentStatePool
+) -> AttentionParts:
+    """What the attention backends of this engine are built from."""
+    return AttentionParts(
+        choice=choice,
+        registry=registry,
+        pool=pool,
+        states=states,
+        coordinator=build_coordinator(choice, registry, pool),
+        arena=DeviceArena(choice.device),
+        watched=asked.check_attention,
+    )
 
 
 def build_coordinator(choice: Choice, registry: Registry, pool: PagedKVPool) -> SparseCoordinator | None:

@@ -18,7 +18,7 @@ import torch
 
 from enginery.attention.socket import LayerCall
 from enginery.config.schema import EngineOptions
-from enginery.contracts.batch import FULL
+from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
 from enginery.contracts.step import INT, Run, StepInput
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.recording import RecordedStep, Recording
@@ -136,8 +136,8 @@ def replay_options(
 
 
 def build_replica(options: EngineOptions, registry: Registry, recording: Recording) -> Replica:
-    """Load the model once more, for one backend."""
-    return Replica(build_parts(options, registry))
+    """Load the model once more, for one backend, with as many pages of each kind of memory as the steps name."""
+    return Replica(build_parts(options, registry, pages=_other_pages(recording.steps)))
 
 
 def compare_replicas(recording: Recording, first: Replica, second: Replica, *, tolerance: float | None = None) -> Outcome:
@@ -208,7 +208,24 @@ def _apart(mine: torch.Tensor, theirs: torch.Tensor, lengths: Sequence[int]) -> 
 
 def _num_pages(steps: Sequence[RecordedStep]) -> int:
     """As many as to have the largest page that a step names."""
-    named = [np.frombuffer(recorded.step.pages[FULL].pages, INT) for recorded in steps if FULL in recorded.step.pages]
-    if not named:
+    largest = _largest_page(steps, FULL)
+    if largest is None:
         raise ConfigError("there is no step in the file to run again")
-    return int(np.concatenate(named).max()) + 1
+    return largest + 1
+
+
+def _other_pages(steps: Sequence[RecordedStep]) -> dict[MemoryKind, int]:
+    """The same of the other kinds. The first request reads the state of zeros, which is behind all pages and that of scratch."""
+    pages = {}
+    if (window := _largest_page(steps, WINDOW)) is not None:
+        pages[WINDOW] = window + 1
+    states = [np.frombuffer(recorded.step.states, INT).reshape(-1, 4) for recorded in steps if recorded.step.states]
+    if states:
+        pages[STATE] = int(np.concatenate(states)[:, 0].max()) - 1
+    return pages
+
+
+def _largest_page(steps: Sequence[RecordedStep], kind: MemoryKind) -> int | None:
+    """None: no step names any."""
+    named = [np.frombuffer(recorded.step.pages[kind].pages, INT) for recorded in steps if kind in recorded.step.pages]
+    return int(np.concatenate(named).max()) if sum(map(len, named)) else None

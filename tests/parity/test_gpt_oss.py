@@ -145,14 +145,17 @@ def test_triton_in_its_interpreter_takes_its_experts_as_they_are_stored(
     few = dict(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, layer_types=CONFIG.layer_types[:2])
     oracle = write_oracle("gpt_oss_of_two_layers", GptOssConfig(**{**CONFIG.to_dict(), **few}))
     oracle = store_mxfp4(oracle, tmp_path) if is_packed else oracle
-    for name in ("widen", "bind_experts"):
-        monkeypatch.setattr(reference_experts, name, lambda *_: pytest.fail("the reference is not for what kernels take"))
+    kernels = pytest.importorskip("enginery_ops_triton.experts")
+    kind, product = (kernels.Float4Experts, "of_blocks") if is_packed else (kernels.Experts, "__call__")
+    called, run = [], getattr(kind, product)
+    monkeypatch.setattr(kind, product, lambda *given: called.append(given) or run(*given))
     engine = Engine.build(options(oracle, attention_backend="torch", max_batch_tokens=8), Registry.load())
     assert ("ops", "triton") in {(setting, value.partition(":")[0]) for setting, value, _ in engine.facts.decisions}
     prompt = oracle.prompts[3][:11]
     engine.submit(greedy("a", prompt, max_tokens=3))
     tokens = drain(engine, {})["a"]
     assert tokens == oracle.continue_greedily(prompt, 3, guess=tokens)
+    assert len(called) >= 2 * 4, "two layers in each of four steps"
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])

@@ -158,17 +158,14 @@ def candidates(shape: Shape, num_tokens: int) -> Iterator[tuple[str, Float4Block
     yield "chosen", chosen
     few = num_tokens * ROUTING.top_k <= shape.num_experts // 4
     ms = (16,) if few else tuple(sorted({max(chosen.m // 2, 16), chosen.m, min(2 * chosen.m, 256)}))
-    sizes = itertools.product(ms, (False, True) if few else (False,), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 6, 8), (1, 8))
-    for m, alone, n, num_warps, stages, group in sizes:
-        registers = n * m // (num_warps * 32)
-        shared = stages * (n * 68 + 128 * m * DTYPE.itemsize)
-        if n < 16 * num_warps or registers > 128 or shared > MOST_SHARED or (few and group == 1):
-            continue
-        if m >= 64 and (stages > 4 or n < 128):
-            continue
-        for which in ("gate_up", "down"):
-            block = replace(chosen.gate_up, n=n, num_warps=num_warps, stages=stages, group=group)
-            yield which, replace(chosen, m=m, alone=alone, **{which: block})
+    warps = ((32, 2), (64, 4), (128, 4), (128, 8)) if few else ((64, 4), (128, 4), (128, 8), (256, 8))
+    sizes = itertools.product(ms, (False, True) if few else (False,), warps, (2, 3, 4, 6, 8))
+    for m, alone, (n, num_warps), stages in sizes:
+        registers, shared = n * m // (num_warps * 32), stages * (n * 68 + 128 * m * DTYPE.itemsize)
+        if registers <= 128 and shared <= MOST_SHARED and (stages > 2 or m >= 64) and (stages < 8 or few):
+            for which in ("gate_up", "down"):
+                block = replace(chosen.gate_up, n=n, num_warps=num_warps, stages=stages)
+                yield which, replace(chosen, m=m, alone=alone, **{which: block})
 
 
 def sweep(models: Sequence[str], tokens: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -157,12 +157,12 @@ def candidates(shape: Shape, num_tokens: int) -> Iterator[tuple[str, Float4Block
     chosen = shape.blocks(num_tokens)
     yield "chosen", chosen
     few = num_tokens * ROUTING.top_k <= shape.num_experts // 4
-    ms = (16,) if few else tuple(sorted({max(chosen.m // 2, 16), chosen.m, min(2 * chosen.m, 256)}))
-    warps = ((32, 2), (64, 4), (128, 4), (128, 8)) if few else ((64, 4), (128, 4), (128, 8), (256, 8))
+    ms = (8, 16) if few else tuple(sorted({max(chosen.m // 2, 16), chosen.m, min(2 * chosen.m, 256)}))
+    warps = ((32, 2), (64, 2), (64, 4), (128, 2)) if few else ((64, 2), (128, 2), (128, 4), (256, 4), (128, 8), (256, 8))
     sizes = itertools.product(ms, (False, True) if few else (False,), warps, (2, 3, 4, 6, 8))
     for m, alone, (n, num_warps), stages in sizes:
         registers, shared = n * m // (num_warps * 32), stages * (n * 68 + 128 * m * DTYPE.itemsize)
-        if registers <= 128 and shared <= MOST_SHARED and (stages > 2 or m >= 64) and (stages < 8 or few):
+        if registers <= 128 and shared <= MOST_SHARED and (stages > 2 or m >= 64) and (stages < 6 or few):
             for which in ("gate_up", "down"):
                 block = replace(chosen.gate_up, n=n, num_warps=num_warps, stages=stages)
                 yield which, replace(chosen, m=m, alone=alone, **{which: block})

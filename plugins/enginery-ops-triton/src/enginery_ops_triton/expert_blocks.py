@@ -99,12 +99,14 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
         block = _groups(32, num_warps=4, stages=2)
         return Float4Blocks(m=min(m, 32), gate_up=block, down=block)
     if num_pairs <= max(top_k, sizes.num_experts // 16):  # hardly two of an expert
-        block = _groups(64, num_warps=4, stages=5)
-        return Float4Blocks(m=16, gate_up=block, down=block, alone=True)
-    if m <= 64:
-        block = _groups(128, num_warps=4, stages=4 if m <= 32 else 3)
-        return Float4Blocks(m=m, gate_up=block, down=block)
-    block = _groups(128, num_warps=8, stages=2)
+        block = _groups(32, num_warps=2, stages=5)
+        return Float4Blocks(m=8, gate_up=block, down=block, alone=True)
+    if m == 16:  # two warps multiply without waiting for each product, and widen more values between two barriers
+        block = _groups(128, num_warps=2, stages=3)
+    elif m <= 64:
+        block = _groups(128, num_warps=4, stages=4 if m == 32 else 3)
+    else:
+        block = _groups(128, num_warps=8, stages=2)
     return Float4Blocks(m=m, gate_up=block, down=block)
 
 

@@ -63,8 +63,9 @@ def widened_float4(
 ) -> tl.tensor:
     """[N, 32] of DTYPE. words: [N, 32] int16; exponents: [N] int32, a byte for each place. NARROW: see `Float4Groups`."""
     if NARROW and DTYPE.is_bf16() and not INTERPRETED:
-        bits = (exponents << 7 if PLACE == 0 else exponents >> (8 * PLACE - 7)) & 0x7F80
-        return tiny(words, PLACE) * bits.to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+        bits = (exponents << 7 if PLACE % 2 == 0 else exponents >> 1) & 0x7F807F80  # of two places
+        bits = (bits if PLACE < 2 else bits >> 16).to(tl.int16)
+        return tiny(words, PLACE) * bits.to(tl.bfloat16, bitcast=True)[:, None]
     else:  # noqa: RET505 - the compiler takes only one of them
         values = tiny_float32(words, PLACE)
         if not NARROW:

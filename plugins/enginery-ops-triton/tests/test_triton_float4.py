@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -64,9 +68,9 @@ def float4(*shape: int, device: str, exponents: tuple[int, int] | None = None) -
     *rows, columns = shape
     usual = 126 - round(torch.tensor(float(columns)).log2().item() / 2)
     low, high = exponents or (usual - 1, usual + 1)
-    values = torch.randint(256, (*rows, columns // 2), dtype=torch.uint8)
-    scales = torch.randint(low, high, (*rows, -(-columns // 32)), dtype=torch.uint8)
-    return StoredWeight(scheme=FLOAT4_BLOCKS, values=values.to(device), scales=scales.to(device).view(torch.float8_e8m0fnu))
+    values = torch.randint(256, (*rows, columns // 2), dtype=torch.uint8, device=device)
+    scales = torch.randint(low, high, (*rows, -(-columns // 32)), dtype=torch.uint8, device=device)
+    return StoredWeight(scheme=FLOAT4_BLOCKS, values=values, scales=scales.view(torch.float8_e8m0fnu))
 
 
 def make_layer(
@@ -92,9 +96,9 @@ def make_layer(
             shape,
             biases,
         )
-    gate_up = torch.randn(num_experts, 2 * inner, columns) * columns**-0.5
-    down = torch.randn(num_experts, columns, inner) * inner**-0.5
-    return Layer(gate_up.to(device, dtype), down.to(device, dtype), shape, biases)
+    gate_up = torch.randn(num_experts, 2 * inner, columns, dtype=dtype, device=device).mul_(columns**-0.5)
+    down = torch.randn(num_experts, columns, inner, dtype=dtype, device=device).mul_(inner**-0.5)
+    return Layer(gate_up, down, shape, biases)
 
 
 def make_routed(num_tokens: int, num_experts: int, top_k: int, device: str) -> Routed:
@@ -311,8 +315,16 @@ def test_blocks_fit_the_shared_memory_of_a_multiprocessor() -> None:
                 assert product.stages * (product.n * (64 + 4) + 128 * blocks.m * dtype.itemsize) <= 227 * 1024
 
 
+def test_kernels_compile_for_hopper_without_a_gpu() -> None:
+    """In a process of its own, where triton is imported for the compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("hopper_kernels.py")
+    made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert made.returncode == 0, made.stderr
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 2, 32, 256, 600, 4096])
+@pytest.mark.parametrize("num_tokens", [1, 2, 32, 256, 600, 1000, 4096])
 @pytest.mark.parametrize("packed", [True, False])
 def test_gpt_oss_120b_equals_float64(num_tokens: int, packed: bool) -> None:
     """128 experts of 2880 x 2880 and 4 of them for each token; of many tokens the first and last ones are looked at."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.engine_driver import assert_greedy, drain, generate, greedy, last_logits, options
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
@@ -130,6 +130,32 @@ def test_its_files_in_mxfp4_stay_packed_and_give_transformers_tokens(
     assert {stored.values.dtype for stored in seen} == {torch.uint8}
     assert {stored.values.dim() for stored in seen} == {2}, "one expert at a time"
     assert_greedy(packed, generate(Engine.build(options(packed), registry), packed.prompts[:2]), packed.prompts[:2])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_triton_in_its_interpreter_takes_its_experts_as_they_are_stored(
+    write_oracle: Callable[..., Oracle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    """Rows by turns, biases, clamped gates: a prompt in two chunks, whose pairs are sorted, and what follows it."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are interpreted where there is no CUDA device")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if not pytest.importorskip("enginery_ops_triton.kernels.precision").INTERPRETED.value:
+        pytest.skip("triton was imported for the compiler in this process")
+    few = dict(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, layer_types=CONFIG.layer_types[:2])
+    oracle = write_oracle("gpt_oss_of_two_layers", GptOssConfig(**{**CONFIG.to_dict(), **few}))
+    oracle = store_mxfp4(oracle, tmp_path) if is_packed else oracle
+    kernels = pytest.importorskip("enginery_ops_triton.experts")
+    kind, product = (kernels.Float4Experts, "of_blocks") if is_packed else (kernels.Experts, "__call__")
+    called, run = [], getattr(kind, product)
+    monkeypatch.setattr(kind, product, lambda *given: called.append(given) or run(*given))
+    engine = Engine.build(options(oracle, attention_backend="torch", max_batch_tokens=8), Registry.load())
+    assert ("ops", "triton") in {(setting, value.partition(":")[0]) for setting, value, _ in engine.facts.decisions}
+    prompt = oracle.prompts[3][:11]
+    engine.submit(greedy("a", prompt, max_tokens=3))
+    tokens = drain(engine, {})["a"]
+    assert tokens == oracle.continue_greedily(prompt, 3, guess=tokens)
+    assert len(called) >= 2 * 4, "two layers in each of four steps"
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])

@@ -306,7 +306,7 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
 
 
 def stored_cases(op: str, scheme: Scheme) -> tuple[OpCase, ...]:
-    """Calls of `bind_linear` or `bind_experts` with weights of the scheme, of whole blocks and of others.
+    """Calls of `bind_linear` or `bind_experts` with weights of the scheme, of whole blocks and of others, experts with biases too.
 
     Raises `Unsupported` for a scheme that the references cannot compute.
     """
@@ -315,10 +315,9 @@ def stored_cases(op: str, scheme: Scheme) -> tuple[OpCase, ...]:
         linear = (((2, (256, 384), False)), (1, (200, 130), True), (33, (128, 256), False), (0, (128, 128), False))
         return _cases(_bind_linear, [dict(rows=rows, sizes=sizes, bias=bias, scheme=scheme) for rows, sizes, bias in linear])
     experts = ((2, 4, (256, 128), 2), (1, 8, (200, 130), 2), (33, 8, (128, 64), 4), (70, 4, (384, 256), 1))
-    return _cases(
-        _bind_experts,
-        [dict(rows=rows, experts=count, sizes=sizes, top_k=top_k, scheme=scheme) for rows, count, sizes, top_k in experts],
-    )
+    plain = [dict(rows=rows, experts=count, sizes=sizes, top_k=top_k, scheme=scheme) for rows, count, sizes, top_k in experts]
+    clamped = dict(rows=9, experts=4, sizes=(96, 40), top_k=2, activation=Activation(kind="clamped_swiglu"), scheme=scheme)
+    return _cases(_bind_experts, [*plain, clamped])
 
 
 def results_of(op: OpFn, case: OpCase, *, dtype: torch.dtype, device: torch.device, wide: bool = False) -> Results:

@@ -12,6 +12,7 @@ from pairwise import HAS_CUDA, pairwise
 from enginery.api import ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, ProductBlock, RowBlock, TileBlocks, blocks_for
+from enginery_ops_triton.expert_pairs import sort_by_expert
 from enginery_ops_triton.experts import Experts, bind_experts
 from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.routing import route
@@ -238,9 +239,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device: str) -> None:
     st.sampled_from([2, 4, 16]),
 )
 def test_every_pair_is_in_one_tile_of_its_expert(ids: list[list[int]], block_m: int) -> None:
-    weights = make_weights(7, 16, 16, dtype=torch.float32, device="cpu", float8=False)
     flat = torch.tensor(ids, dtype=torch.int32)
-    order, tiles = Experts(*weights, dependent_launch=False)._sort(flat, flat.numel(), block_m=block_m)
+    order, tiles = sort_by_expert(flat, 7, block_m=block_m, dependent_launch=False)
     assert sorted(order.tolist()) == list(range(flat.numel()))
     seen = []
     for expert, first, end in tiles.tolist():

@@ -1,4 +1,7 @@
-"""Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200."""
+"""Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200.
+
+Those of experts_float4.py are from counts of instructions and bytes; docs/benchmarks/kernels_moe_float4.py sweeps them.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,16 @@ class TileBlocks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float4Blocks:
+    """For weights in MXFP4, whose blocks have all 128 columns of a group. alone: each pair of a token and an expert is a tile."""
+
+    m: int
+    gate_up: ProductBlock
+    down: ProductBlock
+    alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
     """Experts, a model's columns, an expert's inner size; the types of x and of the weights; whether descriptors can load those."""
 
@@ -77,6 +90,29 @@ def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | T
         down=ProductBlock(n=256 if sizes.weight_dtype is sizes.dtype else 128, k=64, num_warps=8, stages=4),
         described=described,
     )
+
+
+def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4Blocks:
+    """A tile has room for half as many pairs again as an expert has on average: one more costs as much as reading them again."""
+    m = min(max(next_power_of_2(-(-3 * num_pairs // (2 * sizes.num_experts))), 16), 128)
+    if sizes.dtype is torch.float32:  # without tensor cores, so in registers
+        block = _groups(32, num_warps=4, stages=2)
+        return Float4Blocks(m=min(m, 32), gate_up=block, down=block)
+    if num_pairs <= max(top_k, sizes.num_experts // 16):  # hardly two of an expert
+        block = _groups(32, num_warps=2, stages=5)
+        return Float4Blocks(m=8, gate_up=block, down=block, alone=True)
+    if m == 16:  # two warps multiply without waiting for each product, and widen more values between two barriers
+        block = _groups(128, num_warps=2, stages=3)
+    elif m <= 64:
+        block = _groups(128, num_warps=4, stages=4 if m == 32 else 3)
+    else:
+        block = _groups(128, num_warps=8, stages=2)
+    return Float4Blocks(m=m, gate_up=block, down=block)
+
+
+def _groups(rows: int, *, num_warps: int, stages: int) -> ProductBlock:
+    """Of so many rows and a group of columns."""
+    return ProductBlock(n=rows, k=128, num_warps=num_warps, stages=stages)
 
 
 def _rows(columns: int, whole: int = 128) -> RowBlock:

@@ -5,23 +5,22 @@ T tokens, K experts of each, E experts, C columns, I an expert's inner size.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery.api import ExpertBiases, ExpertsFn, ExpertsShape, Routed, StoredWeight
+from enginery.api import SILU, Activation, ExpertBiases, ExpertsFn, ExpertsShape, Routed, StoredWeight
 from enginery.nn import reference_experts
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, TileBlocks, blocks_for
+from enginery_ops_triton.expert_pairs import add_up, sort_by_expert
+from enginery_ops_triton.experts_float4 import Float4Experts
 from enginery_ops_triton.kernels import experts as kernels
-from enginery_ops_triton.kernels.launch import next_power_of_2
-from enginery_ops_triton.spec import FLOAT8_BLOCKS
+from enginery_ops_triton.spec import FLOAT4_BLOCKS, FLOAT8_BLOCKS
 
 WIDE_TYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8_SINCE: Final = (8, 9)  # compute capability that converts it
 DESCRIBED_SINCE: Final = (9, 0)  # that loads blocks by tensor descriptors
-SORT_FEW, SORT_BLOCK = 256, 4096  # pairs that a program looks at together
-SUM_BLOCK: Final = 1024
 
 
 def bind_experts(
@@ -33,11 +32,18 @@ def bind_experts(
     dependent_launch: bool,
 ) -> ExpertsFn:
     """gate_up: [E, 2I, C], down: [E, C, I], which must not change while kernels run. What they cannot take, the reference does."""
-    if biases is not None or shape.activation.kind != "silu" or not (_takes(gate_up) and _takes(down)):
+    activation = shape.activation
+    alike = isinstance(gate_up, StoredWeight) == isinstance(down, StoredWeight) and _values(gate_up).dtype == _values(down).dtype
+    if not (alike and _takes(gate_up) and _takes(down)):
         return reference_experts.bind_experts(gate_up, down, shape, biases)
-    if isinstance(gate_up, StoredWeight) != isinstance(down, StoredWeight) or _values(gate_up).dtype != _values(down).dtype:
-        return reference_experts.bind_experts(gate_up, down, shape, biases)
-    return Experts(gate_up, down, dependent_launch=dependent_launch)
+    if is_float4(gate_up) and is_float4(down):
+        return Float4Experts(gate_up, down, activation=activation, biases=biases, dependent_launch=dependent_launch)
+    return Experts(gate_up, down, activation=activation, biases=biases, dependent_launch=dependent_launch)
+
+
+def is_float4(weight: torch.Tensor | StoredWeight) -> TypeGuard[StoredWeight]:
+    """Whether it is stored in MXFP4."""
+    return isinstance(weight, StoredWeight) and weight.scheme == FLOAT4_BLOCKS
 
 
 def _values(weight: torch.Tensor | StoredWeight) -> torch.Tensor:
@@ -52,18 +58,28 @@ def _takes(weight: torch.Tensor | StoredWeight) -> bool:
     if not isinstance(weight, StoredWeight):
         return values.dtype in WIDE_TYPES
     able = not values.is_cuda or torch.cuda.get_device_capability(values.device) >= FLOAT8_SINCE
-    return weight.scheme == FLOAT8_BLOCKS and able
+    return is_float4(weight) or (weight.scheme == FLOAT8_BLOCKS and able)
 
 
 class Experts:
     """Float8 weights are widened in the kernels, exactly as the reference does; x stays in its type."""
 
-    def __init__(self, gate_up: torch.Tensor | StoredWeight, down: torch.Tensor | StoredWeight, *, dependent_launch: bool) -> None:
+    def __init__(
+        self,
+        gate_up: torch.Tensor | StoredWeight,
+        down: torch.Tensor | StoredWeight,
+        *,
+        activation: Activation = SILU,
+        biases: ExpertBiases | None = None,
+        dependent_launch: bool,
+    ) -> None:
         self.gate_up, self.down = _values(gate_up).contiguous(), _values(down).contiguous()
         self.scaled = isinstance(gate_up, StoredWeight)
         self.gate_up_scale = gate_up.scales.contiguous() if isinstance(gate_up, StoredWeight) else self.gate_up
         self.down_scale = down.scales.contiguous() if isinstance(down, StoredWeight) else self.down
-        self.dependent_launch = dependent_launch
+        self.activation, self.biased, self.dependent_launch = activation, biases is not None, dependent_launch
+        self.gate_up_bias = self.gate_up if biases is None else biases.gate_up.contiguous()
+        self.down_bias = self.down if biases is None else biases.down.contiguous()
         self.num_experts, self.columns, self.inner = self.down.shape
         self.has_descriptors = _has_descriptors(self.gate_up) and _has_descriptors(self.down)
 
@@ -93,6 +109,7 @@ class Experts:
             x,
             self.gate_up,
             self.gate_up_scale,
+            self.gate_up_bias,
             ids,
             inner,
             x.stride(0),
@@ -102,6 +119,10 @@ class Experts:
             BLOCK_N=blocks.gate_up.n,
             BLOCK_K=blocks.gate_up.k,
             SCALED=self.scaled,
+            BIASED=self.biased,
+            KIND=self.activation.kind,
+            ALPHA=self.activation.alpha,
+            LIMIT=self.activation.limit,
             CHAINED=self.dependent_launch,
             num_warps=blocks.gate_up.num_warps,
             launch_pdl=self.dependent_launch,
@@ -110,6 +131,7 @@ class Experts:
             inner,
             self.down,
             self.down_scale,
+            self.down_bias,
             ids,
             weights,
             out,
@@ -119,6 +141,7 @@ class Experts:
             BLOCK_N=blocks.down.n,
             BLOCK_K=blocks.down.k,
             SCALED=self.scaled,
+            BIASED=self.biased,
             CHAINED=self.dependent_launch,
             num_warps=blocks.down.num_warps,
             launch_pdl=self.dependent_launch,
@@ -133,7 +156,8 @@ class Experts:
         out = torch.empty((num_tokens, self.columns), dtype=x.dtype, device=x.device)
         if num_tokens == 0:
             return out
-        order, tiles = self._sort(routed.ids.contiguous(), num_pairs, block_m=blocks.m)
+        ids = routed.ids.contiguous()
+        order, tiles = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
         inner = torch.empty((num_pairs, self.inner), dtype=x.dtype, device=x.device)
         parts = torch.empty((num_pairs, self.columns), dtype=x.dtype, device=x.device)
         block = blocks.gate_up
@@ -141,6 +165,7 @@ class Experts:
             x,
             _described(self.gate_up.flatten(0, 1), block.n, block.k) if blocks.described else self.gate_up,
             self.gate_up_scale,
+            self.gate_up_bias,
             order,
             tiles,
             inner,
@@ -154,6 +179,10 @@ class Experts:
             GROUP=block.group,
             STAGES=block.stages,
             SCALED=self.scaled,
+            BIASED=self.biased,
+            KIND=self.activation.kind,
+            ALPHA=self.activation.alpha,
+            LIMIT=self.activation.limit,
             DESCRIBED=blocks.described,
             CHAINED=self.dependent_launch,
             num_warps=block.num_warps,
@@ -164,6 +193,7 @@ class Experts:
             _described(inner, blocks.m, block.k) if blocks.described else inner,
             _described(self.down.flatten(0, 1), block.n, block.k) if blocks.described else self.down,
             self.down_scale,
+            self.down_bias,
             order,
             tiles,
             parts,
@@ -175,44 +205,14 @@ class Experts:
             GROUP=block.group,
             STAGES=block.stages,
             SCALED=self.scaled,
+            BIASED=self.biased,
             DESCRIBED=blocks.described,
             CHAINED=self.dependent_launch,
             num_warps=block.num_warps,
             launch_pdl=self.dependent_launch,
         )
-        sum_block = min(SUM_BLOCK, next_power_of_2(self.columns))
-        kernels.weighted_sum[(num_tokens, -(-self.columns // sum_block))](
-            parts,
-            routed.weights.contiguous(),
-            out,
-            COLUMNS=self.columns,
-            TOP_K=top_k,
-            BLOCK=sum_block,
-            CHAINED=self.dependent_launch,
-            num_warps=4,
-            launch_pdl=self.dependent_launch,
-        )
+        add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
         return out
-
-    def _sort(self, ids: torch.Tensor, num_pairs: int, *, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pairs by expert [pairs] int32, and tiles of them [as many as there can be, 3] int32."""
-        most_tiles = self.num_experts + num_pairs // block_m
-        sparse = num_pairs <= most_tiles  # a tile for each pair is then no more
-        order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
-        tiles = torch.empty((min(num_pairs, most_tiles), 3), dtype=torch.int32, device=ids.device)
-        kernels.sort_pairs[(self.num_experts,)](
-            ids,
-            order,
-            tiles,
-            num_pairs,
-            BLOCK_M=block_m,
-            SPARSE=sparse,
-            BLOCK=SORT_FEW if num_pairs <= SORT_FEW else SORT_BLOCK,
-            CHAINED=self.dependent_launch,
-            num_warps=8 if num_pairs > SORT_FEW else 1,
-            launch_pdl=self.dependent_launch,
-        )
-        return order, tiles
 
 
 def _has_descriptors(weight: torch.Tensor) -> bool:

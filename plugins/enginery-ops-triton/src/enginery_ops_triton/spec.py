@@ -11,6 +11,7 @@ from enginery.api import OpNeeds, OpSpec, Reason, Scheme
 
 DTYPES = ("float32", "bfloat16", "float16")
 FLOAT8_BLOCKS = Scheme(values="f8e4m3", block=(128, 128))
+FLOAT4_BLOCKS = Scheme(values="mxfp4", block=(1, 32))
 OLDEST = (8, 0)  # bfloat16 and asynchronous copies came with it
 DEPENDENT_LAUNCH = (9, 0)
 
@@ -66,5 +67,5 @@ TRITON = OpSpec(
     provides=PROVIDES,
     refuse=_refuse,
     load=_load,
-    schemes={"bind_experts": frozenset({FLOAT8_BLOCKS})},
+    schemes={"bind_experts": frozenset({FLOAT8_BLOCKS, FLOAT4_BLOCKS})},
 )

@@ -1,4 +1,4 @@
-"""Mixture-of-experts products: y = down(silu(gate x) * up x) of each of a token's experts, and their weighted sum.
+"""Mixture-of-experts products: y = down(gated(gate x, up x)) of each of a token's experts, and their weighted sum.
 
 A pair is a token and one of its TOP_K experts; pair = token * TOP_K + place. For few pairs the `_of_pairs` kernels read the
 weights of each pair's expert. For more, `sort_pairs` orders the pairs by expert and cuts each expert's into tiles of BLOCK_M; the
@@ -6,8 +6,8 @@ weights of each pair's expert. For more, `sort_pairs` orders the pairs by expert
 programs run.
 
 Weights are [E, 2 INNER, COLUMNS] and [E, COLUMNS, INNER], contiguous. Float8 weights have a scale for each 128 x 128 (SCALED), and
-are widened to the type of x, which stays as it is. Weights stand on the left of a product, so that a few pairs waste little of the
-matrix units.
+are widened to the type of x, which stays as it is. Biases, if there are any (BIASED), are [E, 2 INNER] and [E, COLUMNS]. Weights
+stand on the left of a product, so that a few pairs waste little of the matrix units.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from enginery_ops_triton.kernels.gates import biased, gated
 from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
 
@@ -36,16 +37,11 @@ else:
 
 
 @kernel
-def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """SwiGLU, float32."""
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@kernel
 def gate_up_of_pairs(
     x: tl.tensor,
     weight: tl.tensor,
     scale: tl.tensor,
+    bias: tl.tensor,
     ids: tl.tensor,
     out: tl.tensor,
     x_stride: int,
@@ -55,6 +51,10 @@ def gate_up_of_pairs(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """x: [T, COLUMNS] with its row stride; ids: [pairs]; out: [pairs, INNER]. Programs: blocks of INNER, which are whole
@@ -88,7 +88,10 @@ def gate_up_of_pairs(
             x_up *= tl.load(scale_at + (INNER + first) // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
         gate += gate_block.to(tl.float32) * x_gate[None, :]
         up += up_block.to(tl.float32) * x_up[None, :]
-    result = silu_times(tl.sum(gate, axis=1), tl.sum(up, axis=1))
+    bias_at = bias + expert * (2 * INNER) + n
+    gates = biased(tl.sum(gate, axis=1), bias_at, n < INNER, BIASED)
+    ups = biased(tl.sum(up, axis=1), bias_at + INNER, n < INNER, BIASED)
+    result = gated(gates, ups, KIND, ALPHA, LIMIT)
     tl.store(out + pair * INNER + n, round_to(result, out.dtype.element_ty), mask=n < INNER)
 
 
@@ -97,6 +100,7 @@ def down_of_pairs(
     x: tl.tensor,
     weight: tl.tensor,
     scale: tl.tensor,
+    bias: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
@@ -106,6 +110,7 @@ def down_of_pairs(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """x: [pairs, INNER], from `gate_up_of_pairs`; ids, weights: [pairs]; out: [T, COLUMNS]. Programs: blocks of COLUMNS, tokens.
@@ -120,6 +125,7 @@ def down_of_pairs(
     row = tl.minimum(n, COLUMNS - 1)
     scale_columns: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    shares = tl.zeros((BLOCK_N,), dtype=tl.float32)  # of the experts' biases
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
         expert = tl.load(ids + pair, cache_modifier=".cg").to(tl.int64)
@@ -134,7 +140,11 @@ def down_of_pairs(
             if SCALED:
                 x_part *= tl.load(scale_at + (start + k) // SCALE_BLOCK, mask=left, other=0.0)
             acc += block.to(tl.float32) * x_part[None, :]
+        if BIASED:
+            shares += tl.load(weights + pair) * tl.load(bias + expert * COLUMNS + row).to(tl.float32)
     result = tl.sum(acc, axis=1)
+    if BIASED:
+        result += shares
     tl.store(out + token * COLUMNS + n, round_to(result, out.dtype.element_ty), mask=n < COLUMNS)
 
 
@@ -230,6 +240,7 @@ def gate_up_of_tiles(
     x: tl.tensor,
     weight: tl.tensor,
     scale: tl.tensor,
+    bias: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
     out: tl.tensor,
@@ -243,6 +254,10 @@ def gate_up_of_tiles(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     DESCRIBED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
@@ -283,7 +298,10 @@ def gate_up_of_tiles(
             of_columns = start // SCALE_BLOCK
             gate = add_product(gate, widened(gate_block, gate_scale + of_columns, x_part.dtype, SCALED), x_part)
             up = add_product(up, widened(up_block, up_scale + of_columns, x_part.dtype, SCALED), x_part)
-        result = tl.trans(round_to(silu_times(gate, up), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
+        bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
+        gate = biased(gate, bias_at, inside, BIASED)
+        up = biased(up, bias_at + INNER, inside, BIASED)
+        result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
         tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
 
 
@@ -292,6 +310,7 @@ def down_of_tiles(
     x: tl.tensor,
     weight: tl.tensor,
     scale: tl.tensor,
+    bias: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
     out: tl.tensor,
@@ -303,6 +322,7 @@ def down_of_tiles(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     DESCRIBED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
@@ -338,6 +358,7 @@ def down_of_tiles(
                 x_part = loaded(x_at + start, left[:, None], INNER % BLOCK_K == 0)
                 block = loaded(at + start, left[None, :], INNER % BLOCK_K == 0)
             acc = add_product(acc, widened(block, scale_at + start // SCALE_BLOCK, x_part.dtype, SCALED), x_part)
+        acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], (n < COLUMNS)[:, None], BIASED)
         pair = tl.load(order + known).to(tl.int64)
         result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
         tl.store(out + pair[:, None] * COLUMNS + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))

@@ -1,0 +1,62 @@
+"""Pairs of a token and one of its experts: sorted by expert before products, added up by token behind them.
+
+T tokens, K experts of each, C columns.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from enginery_ops_triton.kernels import experts as kernels
+from enginery_ops_triton.kernels.launch import next_power_of_2
+
+SORT_FEW, SORT_BLOCK = 256, 4096  # pairs that a program looks at together
+SUM_BLOCK: Final = 1024
+
+
+class SortedPairs(NamedTuple):
+    """order: pairs by expert [T K] int32. tiles: [as many as there can be, 3] int32, see `kernels.experts.sort_pairs`."""
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+
+
+def sort_by_expert(ids: torch.Tensor, num_experts: int, *, block_m: int, dependent_launch: bool) -> SortedPairs:
+    """ids: [T, K] int32, contiguous. block_m: pairs of a tile."""
+    num_pairs = ids.numel()
+    most_tiles = num_experts + num_pairs // block_m
+    sparse = num_pairs <= most_tiles  # a tile for each pair is then no more
+    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty((min(num_pairs, most_tiles), 3), dtype=torch.int32, device=ids.device)
+    kernels.sort_pairs[(num_experts,)](
+        ids,
+        order,
+        tiles,
+        num_pairs,
+        BLOCK_M=block_m,
+        SPARSE=sparse,
+        BLOCK=SORT_FEW if num_pairs <= SORT_FEW else SORT_BLOCK,
+        CHAINED=dependent_launch,
+        num_warps=8 if num_pairs > SORT_FEW else 1,
+        launch_pdl=dependent_launch,
+    )
+    return SortedPairs(order, tiles)
+
+
+def add_up(parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, dependent_launch: bool) -> None:
+    """out [T, C] = the sum over K of weights [T, K] * parts [T K, C], in float32 inside."""
+    (num_tokens, columns), top_k = out.shape, weights.shape[1]
+    block = min(SUM_BLOCK, next_power_of_2(columns))
+    kernels.weighted_sum[(num_tokens, -(-columns // block))](
+        parts,
+        weights.contiguous(),
+        out,
+        COLUMNS=columns,
+        TOP_K=top_k,
+        BLOCK=block,
+        CHAINED=dependent_launch,
+        num_warps=4,
+        launch_pdl=dependent_launch,
+    )

@@ -1,0 +1,122 @@
+"""Mixture-of-experts layers with weights in MXFP4, which stay packed in memory.
+
+T tokens, K experts of each, E experts, C columns, I an expert's inner size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from enginery.api import Activation, ExpertBiases, Routed, StoredWeight
+from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, float4_blocks_for
+from enginery_ops_triton.expert_pairs import SortedPairs, add_up, sort_by_expert
+from enginery_ops_triton.float4_groups import Float4Groups
+from enginery_ops_triton.kernels import experts_float4 as kernels
+
+
+class Float4Experts:
+    """Implements `enginery.api.ExpertsFn`. Values are widened in registers to x's type, as the reference does it in memory."""
+
+    def __init__(
+        self,
+        gate_up: StoredWeight,
+        down: StoredWeight,
+        *,
+        activation: Activation,
+        biases: ExpertBiases | None = None,
+        dependent_launch: bool,
+    ) -> None:
+        """gate_up: [E, 2I, C], down: [E, C, I], both of `spec.FLOAT4_BLOCKS`. They are copied, an expert's bytes at a time."""
+        self.num_experts, self.columns = down.values.shape[:2]
+        self.inner = gate_up.values.shape[1] // 2
+        self.gate_up, self.down = Float4Groups.of(gate_up, gate_up=True), Float4Groups.of(down, gate_up=False)
+        self.activation, self.biased, self.dependent_launch = activation, biases is not None, dependent_launch
+        self.gate_up_bias = self.gate_up.words if biases is None else biases.gate_up.contiguous()
+        self.down_bias = self.down.words if biases is None else biases.down.contiguous()
+
+    def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """x [T, C], routed [T, K] -> [T, C]."""
+        sizes = ExpertSizes(
+            num_experts=self.num_experts,
+            columns=self.columns,
+            inner=self.inner,
+            dtype=x.dtype,
+            weight_dtype=torch.uint8,
+        )
+        return self.of_blocks(x, routed, float4_blocks_for(routed.ids.numel(), routed.ids.shape[1], sizes))
+
+    def of_blocks(self, x: torch.Tensor, routed: Routed, blocks: Float4Blocks) -> torch.Tensor:
+        """Up to blocks.m pairs of an expert share one reading of its weights; with blocks.alone, each pair reads them."""
+        num_tokens, top_k = routed.ids.shape
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty((num_tokens, self.columns), dtype=x.dtype, device=x.device)
+        if num_tokens == 0:
+            return out
+        ids = routed.ids.contiguous()
+        pairs, num_tiles = SortedPairs(ids, ids), ids.numel()
+        if not blocks.alone:
+            pairs = sort_by_expert(ids, self.num_experts, block_m=blocks.m, dependent_launch=self.dependent_launch)
+            num_tiles = len(pairs.tiles)
+        inner = self._gate_up(x, pairs, num_tiles, blocks, top_k=top_k)
+        parts = self._down(inner, pairs, num_tiles, blocks)
+        add_up(parts, routed.weights, out, dependent_launch=self.dependent_launch)
+        return out
+
+    def _gate_up(self, x: torch.Tensor, pairs: SortedPairs, num_tiles: int, blocks: Float4Blocks, *, top_k: int) -> torch.Tensor:
+        """[T, C] -> [T K, I], by expert; with blocks.alone, by token."""
+        rows, block = self.gate_up.words.shape[2], blocks.gate_up
+        inner = torch.empty((pairs.order.numel(), self.inner), dtype=x.dtype, device=x.device)
+        kernels.gate_up_of_float4[(num_tiles * -(-rows // block.n),)](
+            x,
+            self.gate_up.words,
+            self.gate_up.exponents,
+            self.gate_up_bias,
+            pairs.order,
+            pairs.tiles,
+            inner,
+            x.stride(0),
+            INNER=self.inner,
+            COLUMNS=self.columns,
+            TOP_K=top_k,
+            BLOCK_M=blocks.m,
+            BLOCK_N=block.n,
+            GROUP=block.group,
+            STAGES=block.stages,
+            NARROW=self.gate_up.narrow,
+            ALONE=blocks.alone,
+            BIASED=self.biased,
+            KIND=self.activation.kind,
+            ALPHA=self.activation.alpha,
+            LIMIT=self.activation.limit,
+            CHAINED=self.dependent_launch,
+            num_warps=block.num_warps,
+            launch_pdl=self.dependent_launch,
+        )
+        return inner
+
+    def _down(self, inner: torch.Tensor, pairs: SortedPairs, num_tiles: int, blocks: Float4Blocks) -> torch.Tensor:
+        """[T K, I] as `_gate_up` orders them -> [T K, C], by token."""
+        block = blocks.down
+        parts = torch.empty((len(inner), self.columns), dtype=inner.dtype, device=inner.device)
+        kernels.down_of_float4[(num_tiles * -(-self.columns // block.n),)](
+            inner,
+            self.down.words,
+            self.down.exponents,
+            self.down_bias,
+            pairs.order,
+            pairs.tiles,
+            parts,
+            INNER=self.inner,
+            COLUMNS=self.columns,
+            BLOCK_M=blocks.m,
+            BLOCK_N=block.n,
+            GROUP=block.group,
+            STAGES=block.stages,
+            NARROW=self.down.narrow,
+            ALONE=blocks.alone,
+            BIASED=self.biased,
+            CHAINED=self.dependent_launch,
+            num_warps=block.num_warps,
+            launch_pdl=self.dependent_launch,
+        )
+        return parts

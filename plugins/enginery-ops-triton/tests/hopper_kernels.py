@@ -1,0 +1,43 @@
+"""Compiles the kernels of experts in MXFP4 for compute capability 9.0, with the blocks of gpt-oss-120b: no GPU is needed for it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, ProductBlock, float4_blocks_for
+from enginery_ops_triton.kernels import experts_float4 as kernels
+
+TYPES = {"x": "*bf16", "words": "*i16", "exponents": "*i32", "bias": "*bf16", "out": "*bf16"}
+TYPES |= {"order": "*i32", "tiles": "*i32", "x_stride": "i32"}
+SIZES = ExpertSizes(num_experts=128, columns=2880, inner=2880, dtype=torch.bfloat16, weight_dtype=torch.uint8)
+
+
+def compiled(kernel: triton.JITFunction, blocks: Float4Blocks, block: ProductBlock) -> str:
+    """Its PTX. Tensors begin at multiples of 16 bytes."""
+    constants = dict(INNER=SIZES.inner, COLUMNS=SIZES.columns, TOP_K=4, BLOCK_M=blocks.m, BLOCK_N=block.n, GROUP=block.group)
+    constants |= dict(STAGES=block.stages, NARROW=True, ALONE=blocks.alone, BIASED=True, CHAINED=True)
+    constants |= dict(KIND="clamped_swiglu", ALPHA=1.702, LIMIT=7.0)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in TYPES}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=block.num_warps, launch_pdl=True))
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= 227 * 1024
+    return made.asm["ptx"]
+
+
+def main() -> None:
+    for num_tokens in (1, 32, 8192):
+        blocks = float4_blocks_for(4 * num_tokens, 4, SIZES)
+        for kernel, block in ((kernels.gate_up_of_float4, blocks.gate_up), (kernels.down_of_float4, blocks.down)):
+            text = compiled(kernel, blocks, block)
+            assert "0x81C081C0" in text, "values are taken from words two at a time"
+            assert "mma" in text
+
+
+if __name__ == "__main__":
+    main()

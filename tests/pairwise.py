@@ -1,8 +1,10 @@
-"""Fewer combinations on a CPU: any two values meet in one of them. Where there is a CUDA device, all are run."""
+"""Fewer combinations on a CPU: any two values meet in one of them. All are run where there is a CUDA device, or if the environment
+says ENGINERY_TESTS=full, as `make test-full` does."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 from enginery.testing.cases import covering
 
 HAS_CUDA = torch.cuda.is_available()
+EVERYTHING = HAS_CUDA or os.environ.get("ENGINERY_TESTS") == "full"
 
 
 def pairwise(
-    *axes: tuple[str, Iterable[object]], indirect: Sequence[str] = (), everything: bool = HAS_CUDA
+    *axes: tuple[str, Iterable[object]], indirect: Sequence[str] = (), everything: bool = EVERYTHING
 ) -> pytest.MarkDecorator:
     """Like one `parametrize` for each axis. An axis of several names has a tuple for each value. indirect: names of fixtures."""
     names = [name.strip() for together, _ in axes for name in together.split(",")]

@@ -26,3 +26,8 @@ def pairwise(
     chosen = places if everything else covering(places)
     rows = [tuple(itertools.chain(*(values[place] for values, place in zip(choices, row, strict=True)))) for row in chosen]
     return pytest.mark.parametrize(names, rows, indirect=list(indirect))
+
+
+def examples(count: int) -> int:
+    """How many of a property test that drives a scheduler by chance for a hundred actions; the same ones every time."""
+    return count if EVERYTHING else max(1, count * 2 // 5)

@@ -1,7 +1,7 @@
 """Fewer checks of the conformance kit where kernels are interpreted; on a CUDA device, and with ENGINERY_TESTS=full, all of them.
 
-On a CPU the rule about numbers is tried on cases in which each recurrence meets each claimed value, and not any two values. Of every
-other rule there is one case of each kernel: recurrences with a matrix for a state share one, and take turns from rule to rule.
+On a CPU the rule about numbers is tried on cases in which each recurrence meets each claimed value, and not any two values. Of
+every other rule there is one case of each kernel: recurrences with a matrix for a state share one, and take turns from rule to rule.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ def few(checks: Sequence[Check], *, everything: bool = EVERYTHING) -> list[Check
 
 
 def _kernel(case: AttnCase | None) -> str:
-    assert case is not None and case.facts.recurrent is not None
+    assert case is not None
+    assert case.facts.recurrent is not None
     rule = case.facts.recurrent.rule
     return rule if rule in ("scan", "conv") else "matrix"
 
 
 def _facets(case: AttnCase | None) -> set[Facet]:
     """What a case has of each factor, with its recurrence."""
-    assert case is not None and case.facts.recurrent is not None
+    assert case is not None
+    assert case.facts.recurrent is not None
     facts = case.facts.recurrent
     form = (facts.rule, facts.decay, facts.ssm, facts.gate_floor, facts.conv_silu)
     values: list[object] = [form, facts.key_dim, facts.value_dim, facts.conv_kernel, case.dtype]

@@ -28,6 +28,19 @@ def pairwise(
     return pytest.mark.parametrize(names, rows, indirect=list(indirect))
 
 
+def in_turn(
+    *axes: tuple[str, Iterable[object]], indirect: Sequence[str] = (), everything: bool = EVERYTHING
+) -> pytest.MarkDecorator:
+    """Fewer still, for tests that take seconds: every value in one case at least, and a value of the longest axis in one alone."""
+    if everything:
+        return pairwise(*axes, indirect=indirect, everything=True)
+    names = [name.strip() for together, _ in axes for name in together.split(",")]
+    choices = [[value if "," in together else (value,) for value in values] for together, values in axes]
+    longest = max(len(values) for values in choices)
+    rows = [tuple(itertools.chain(*(values[index % len(values)] for values in choices))) for index in range(longest)]
+    return pytest.mark.parametrize(names, rows, indirect=list(indirect))
+
+
 def examples(count: int) -> int:
     """How many of a property test that drives a scheduler by chance for a hundred actions; the same ones every time."""
     return count if EVERYTHING else max(1, count * 2 // 5)

@@ -57,7 +57,9 @@ TOGETHER = [(kind,) for kind in KINDS] if EVERYTHING else [tuple(KINDS)]
 def test_a_new_plugin_is_found_and_its_tests_pass(kinds: tuple[str, ...], tmp_path: Path) -> None:
     site, roots = tmp_path / "site", [write_plugin(kind, "my-own", tmp_path) for kind in kinds]
     for root in roots:
-        assert "@" not in "".join(path.read_text() for path in root.rglob("*") if path.is_file() and path.suffix in (".toml", ".md"))
+        assert "@" not in "".join(
+            path.read_text() for path in root.rglob("*") if path.is_file() and path.suffix in (".toml", ".md")
+        )
         install(root, site)
     flags = ("-rA", "-p", "no:cacheprovider", "-W", "error", "--import-mode=importlib", "--rootdir", str(tmp_path))
     done = run(site, "-m", "pytest", *flags, *(str(root / "tests") for root in roots), cwd=tmp_path)

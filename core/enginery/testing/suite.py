@@ -34,7 +34,7 @@ class AttnBackendSuite:
 
     @classmethod
     def checks(cls, subject: Subject) -> list[Check]:
-        """What is run. A subclass may leave out what another one runs, as of kernels that are interpreted here and compiled there."""
+        """What is run. A subclass may leave out what another runs, as of kernels interpreted here and compiled there."""
         return checks_of(subject)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

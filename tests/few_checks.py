@@ -1,7 +1,7 @@
 """Fewer checks of the conformance kit where kernels are interpreted; on a CUDA device, and with ENGINERY_TESTS=full, all of them.
 
 On a CPU the rule about numbers is tried on cases in which each recurrence meets each claimed value, and not any two values. Of
-every other rule there is one case of each kernel: recurrences with a matrix for a state share one, and take turns from rule to rule.
+every other rule there is one case of each kernel: recurrences with a matrix for a state share one, and take turns.
 """
 
 from __future__ import annotations

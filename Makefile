@@ -15,10 +15,11 @@ DEVICE ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),cuda,cpu)
 interpreted := $(if $(filter cpu,$(DEVICE)),$(shell grep -l '^interpreter = ' plugins/*/pyproject.toml))
 cpu_torch := $(if $(filter cpu,$(DEVICE)),$(install) --quiet --no-compile --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu torch || true)
 
-.PHONY: help serve test lint venv dev clean
+.PHONY: help serve test test-full lint venv dev clean
 help:
 	@echo "make serve [ARGS='-m MODEL --port 8000'] serve a model; the embedded one if none is named"
 	@echo "make test  [ARGS='-k words'] [JOBS=2]   run the tests that need no GPU, on so many cores; ARGS may name files"
+	@echo "make test-full                          the same with every combination, of which make test has some"
 	@echo "make lint                               ruff and mypy over the core and every plugin"
 	@echo "make venv                               only set up $(VENV), as far as serving needs it"
 	@echo "make dev                                the same, and what tests and lint need"
@@ -43,6 +44,10 @@ in_two_runs = status=0; ran=5; \
 	[ $$ran = 0 ] || status=5; exit $$status
 test: $(VENV)/.test
 	@$(if $(named),$(pytest) -n $(JOBS) $(ARGS),$(in_two_runs))
+
+# Also what a machine with a CUDA device runs anyhow: tests/pairwise.py.
+test-full: export ENGINERY_TESTS := full
+test-full: test
 
 lint: $(VENV)/.lint
 	$(bin)/ruff check .
@@ -70,7 +75,7 @@ $(VENV)/.test: $(VENV)/.serve
 	@touch $@
 
 # After that of the tests, where both are wanted: two pips at once would break the environment.
-$(VENV)/.lint: $(VENV)/.serve | $(if $(filter test dev,$(MAKECMDGOALS)),$(VENV)/.test)
+$(VENV)/.lint: $(VENV)/.serve | $(if $(filter test test-full dev,$(MAKECMDGOALS)),$(VENV)/.test)
 	$(install) -e '.[lint]'
 	@touch $@
 

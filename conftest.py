@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import os
 import signal
-from typing import Any
 from unittest.mock import patch
 
 import hypothesis
 import pytest
+import quick_interpreter
 import torch
 
 # The same are in `with_processes` of the Makefile: tests/meta/test_two_runs.py.
@@ -29,19 +28,7 @@ WITH_PROCESSES = ("tests/chaos/", "tests/serve/", "tests/engine/test_bench_serve
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.experimental.gluon")
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-
-    @functools.cache
-    def builtins_of(module: Any) -> list[tuple[str, Any]]:
-        return [(name, member) for name, member in inspect.getmembers(module) if interpreter.tl.core.is_builtin(member)]
-
-    def patch_builtins(module: Any, builder: Any, scope: Any) -> None:
-        """Runs for each launch and each function that a kernel calls; looking for builtins takes longer than most of these."""
-        for name, member in builtins_of(module):
-            if getattr(module, name) is member:
-                interpreter._patch_attr(module, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtins
+    quick_interpreter.install(importlib.import_module("triton.runtime.interpreter"))
 
 # Under nohup servers that the tests start would ignore it too, and tests of signals wait for nothing.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,8 +1,10 @@
-"""Fewer combinations on a CPU: any two values meet in one of them. Where there is a CUDA device, all are run."""
+"""Fewer combinations on a CPU: any two values meet in one of them. All are run where there is a CUDA device, or if the environment
+says ENGINERY_TESTS=full, as `make test-full` does."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 from enginery.testing.cases import covering
 
 HAS_CUDA = torch.cuda.is_available()
+EVERYTHING = HAS_CUDA or os.environ.get("ENGINERY_TESTS") == "full"
 
 
 def pairwise(
-    *axes: tuple[str, Iterable[object]], indirect: Sequence[str] = (), everything: bool = HAS_CUDA
+    *axes: tuple[str, Iterable[object]], indirect: Sequence[str] = (), everything: bool = EVERYTHING
 ) -> pytest.MarkDecorator:
     """Like one `parametrize` for each axis. An axis of several names has a tuple for each value. indirect: names of fixtures."""
     names = [name.strip() for together, _ in axes for name in together.split(",")]
@@ -23,3 +26,21 @@ def pairwise(
     chosen = places if everything else covering(places)
     rows = [tuple(itertools.chain(*(values[place] for values, place in zip(choices, row, strict=True)))) for row in chosen]
     return pytest.mark.parametrize(names, rows, indirect=list(indirect))
+
+
+def in_turn(
+    *axes: tuple[str, Iterable[object]], indirect: Sequence[str] = (), everything: bool = EVERYTHING
+) -> pytest.MarkDecorator:
+    """Fewer still, for tests that take seconds: every value in one case at least, and a value of the longest axis in one alone."""
+    if everything:
+        return pairwise(*axes, indirect=indirect, everything=True)
+    names = [name.strip() for together, _ in axes for name in together.split(",")]
+    choices = [[value if "," in together else (value,) for value in values] for together, values in axes]
+    longest = max(len(values) for values in choices)
+    rows = [tuple(itertools.chain(*(values[index % len(values)] for values in choices))) for index in range(longest)]
+    return pytest.mark.parametrize(names, rows, indirect=list(indirect))
+
+
+def examples(count: int) -> int:
+    """How many of a property test that drives a scheduler by chance for a hundred actions; the same ones every time."""
+    return count if EVERYTHING else max(1, count * 2 // 5)

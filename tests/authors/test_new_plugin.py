@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pairwise import EVERYTHING
 from typer.testing import CliRunner
 
 from enginery.cli.authors.new_plugin import KINDS, write_plugin
@@ -48,20 +49,30 @@ def test_there_is_a_template_for_every_kind_that_the_registry_knows() -> None:
     assert {str(kind.group) for kind in KINDS.values()} == {str(group) for group in HookGroup} | set(_OTHER_OFFERS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_plugin_is_found_and_its_tests_pass(kind: str, tmp_path: Path) -> None:
-    root = write_plugin(kind, "my-own", tmp_path)
-    assert "@" not in "".join(path.read_text() for path in root.rglob("*") if path.is_file() and path.suffix in (".toml", ".md"))
-    site = tmp_path / "site"
-    install(root, site)
-    done = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", cwd=root)
+# Each beside no other where there is time for that; else one process runs the tests of all, and one finds them all.
+TOGETHER = [(kind,) for kind in KINDS] if EVERYTHING else [tuple(KINDS)]
+
+
+@pytest.mark.parametrize("kinds", TOGETHER, ids=lambda kinds: kinds[0] if len(kinds) == 1 else "all")
+def test_a_new_plugin_is_found_and_its_tests_pass(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    site, roots = tmp_path / "site", [write_plugin(kind, "my-own", tmp_path) for kind in kinds]
+    for root in roots:
+        assert "@" not in "".join(
+            path.read_text() for path in root.rglob("*") if path.is_file() and path.suffix in (".toml", ".md")
+        )
+        install(root, site)
+    flags = ("-rA", "-p", "no:cacheprovider", "-W", "error", "--import-mode=importlib", "--rootdir", str(tmp_path))
+    done = run(site, "-m", "pytest", *flags, *(str(root / "tests") for root in roots), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    listed = run(site, "-c", LIST, cwd=root)
+    assert all(f"PASSED {root.name}/tests/" in done.stdout for root in roots)
+    listed = run(site, "-c", LIST, cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
-    status, reason, offers = json.loads(listed.stdout)[f"{KINDS[kind].prefix}-my-own"]
-    assert (status, reason) == ("loaded", "")
-    group = str(KINDS[kind].group)
-    assert offers == [group if kind in ("observer", "route", "command") else f"{group}:my-own"]
+    found = json.loads(listed.stdout)
+    for kind in kinds:
+        status, reason, offers = found[f"{KINDS[kind].prefix}-my-own"]
+        assert (status, reason) == ("loaded", "")
+        group = str(KINDS[kind].group)
+        assert offers == [group if kind in ("observer", "route", "command") else f"{group}:my-own"]
 
 
 def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+from pairwise import EVERYTHING
 
 from enginery.cli.main import main
-from enginery.testing.conformance import RULES
+from enginery.testing import conformance
+from enginery.testing.conformance import RULES, Check, checks_of
+from enginery.testing.subject import Subject
+
+
+def first_of_each_rule(subject: Subject, **given: Any) -> list[Check]:
+    return list({check.rule: check for check in reversed(checks_of(subject, **given))}.values())[::-1]
 
 
 @pytest.mark.parametrize("name", ["torch", "linear"])
-def test_an_installed_backend_keeps_everything_that_it_claims(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_installed_backend_keeps_everything_that_it_claims(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU each rule is run once: the plugins' own tests run all of its cases."""
+    if not EVERYTHING:
+        monkeypatch.setattr(conformance, "checks_of", first_of_each_rule)
     with pytest.raises(SystemExit) as end:
         main(["test-backend", name, "--json"])
     report = json.loads(capsys.readouterr().out)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pairwise import EVERYTHING
 
 HERE = Path(__file__).parent
 WHEELS = sorted(HERE.glob("*.whl"))
@@ -64,11 +65,16 @@ def test_the_wheels_are_the_ones_that_were_frozen() -> None:
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in WHEELS} == sums
 
 
-@pytest.mark.parametrize("wheel", WHEELS, ids=lambda path: path.name.split("-")[0].removeprefix("enginery_"))
-def test_a_frozen_plugins_own_tests_pass(wheel: Path, site: Path, tmp_path: Path) -> None:
-    package = wheel.name.split("-")[0]
-    said = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", str(site / package / "tests"), cwd=tmp_path)
-    assert re.search(r"\d+ passed", said)
+# Each in a process of its own where there is time for that.
+TOGETHER = [(wheel,) for wheel in WHEELS] if EVERYTHING else [tuple(WHEELS)]
+
+
+@pytest.mark.parametrize("wheels", TOGETHER, ids=lambda wheels: wheels[0].name.split("-")[0] if len(wheels) == 1 else "all")
+def test_a_frozen_plugins_own_tests_pass(wheels: tuple[Path, ...], site: Path, tmp_path: Path) -> None:
+    packages = [wheel.name.split("-")[0] for wheel in wheels]
+    flags = ("-rA", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(site))
+    said = run(site, "-m", "pytest", *flags, *(str(site / package / "tests") for package in packages), cwd=tmp_path)
+    assert all(re.search(rf"^PASSED .*\b{package}/tests/", said, re.MULTILINE) for package in packages)
 
 
 def test_all_of_them_are_loaded_beside_the_others(site: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
 
 AXES = {"page": [1, 16], "chunk": [16, 4096], "batch": [1, 7], "family": list("abcdefg")}
 
@@ -32,3 +32,9 @@ def test_two_axes_are_crossed() -> None:
 def test_an_axis_may_have_several_names_and_be_of_fixtures() -> None:
     marked = pairwise(("one, two", [(1, 2)]), ("three", [3]), everything=False, indirect=["three"])
     assert (*marked.args, marked.kwargs) == (["one", "two", "three"], [(1, 2, 3)], {"indirect": ["three"]})
+
+
+def test_in_turn_each_value_is_met_and_the_longest_axis_has_a_case_a_value() -> None:
+    chosen = in_turn(("family", "abcde"), ("page", [1, 16]), everything=False).args[1]
+    assert chosen == [("a", 1), ("b", 16), ("c", 1), ("d", 16), ("e", 1)]
+    assert len(in_turn(("family", "abcde"), ("page", [1, 16]), everything=True).args[1]) == 10

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pairwise import in_turn
 from parity.engine_driver import assert_greedy, generate, greedy, last_logits, options
 from parity.oracle import Oracle, shape
 from transformers import (
@@ -106,7 +107,10 @@ def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Regist
         torch.testing.assert_close(last_logits(registry, options(oracle), prompt), oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_batch_tokens": 7, "page_size": 1}, {"num_pages": 16, "page_size": 16}], ids=str)
+CUTS: list[dict[str, object]] = [{}, {"max_batch_tokens": 7, "page_size": 1}, {"num_pages": 16, "page_size": 16}]
+
+
+@in_turn(("oracle", sorted(FAMILIES)), ("changes", CUTS), indirect=["oracle"])
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:

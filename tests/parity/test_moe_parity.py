@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from pairwise import pairwise
+from pairwise import in_turn
 from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy, last_logits, options
 from parity.oracle import (
     EXPERT_FAMILIES,
@@ -92,9 +92,7 @@ def test_logits_of_a_prompt_are_within_1e_4(expert_oracle: Oracle, any_ops: Regi
     torch.testing.assert_close(actual, expert_oracle.logits(prompt), atol=1e-4, rtol=0)
 
 
-@pairwise(
-    ("expert_oracle", sorted(EXPERT_FAMILIES)), ("page_size", [1, 16]), ("chunk", [16, UNLIMITED]), indirect=["expert_oracle"]
-)
+@in_turn(("expert_oracle", sorted(EXPERT_FAMILIES)), ("page_size", [1, 16]), ("chunk", [16, UNLIMITED]), indirect=["expert_oracle"])
 def test_64_greedy_tokens_are_equal(expert_oracle: Oracle, registry: Registry, *, page_size: int, chunk: int) -> None:
     asked = options(expert_oracle, page_size=page_size, max_batch_tokens=chunk, max_batch_requests=min(chunk, 256))
     assert_greedy(expert_oracle, generate(Engine.build(asked, registry), expert_oracle.prompts))
@@ -213,7 +211,7 @@ def test_prefix_cache_hits_change_no_token(expert_oracle: Oracle, registry: Regi
     assert tokens == {"again": expected, "longer": expected[20:]}
 
 
-@pytest.mark.parametrize("strategy", PrefillStrategy)
+@in_turn(("latent_oracle", sorted(LATENT_EXPERT_FAMILIES)), ("strategy", PrefillStrategy), indirect=["latent_oracle"])
 def test_every_prefill_strategy_gives_equal_logits_and_tokens(
     latent_oracle: Oracle, registry: Registry, *, strategy: PrefillStrategy
 ) -> None:
@@ -313,7 +311,7 @@ def test_windows_beside_experts_are_honoured(family: str, registry: Registry, wr
     assert_greedy(oracle, generate(Engine.build(options(oracle, max_batch_tokens=16), registry), [prompt]), [prompt])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@in_turn(("expert_oracle", sorted(EXPERT_FAMILIES)), ("dtype", ["bfloat16", "float16"]), indirect=["expert_oracle"])
 def test_half_precision_stays_close(expert_oracle: Oracle, registry: Registry, *, dtype: str) -> None:
     """Rounding may choose another expert for a token, so most of several prompts are looked at, and not each."""
     errors = []

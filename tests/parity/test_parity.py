@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
 from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy, last_logits, options
 from parity.oracle import FAMILIES, ROPES, Oracle, shape
 from transformers import LlamaConfig
@@ -77,7 +77,7 @@ def test_greedy_tokens_are_equal_without_the_cpu_plugin(oracle: Oracle) -> None:
     assert_greedy(oracle, generate(Engine.build(options(oracle), registry), oracle.prompts))
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@in_turn(("oracle", sorted(FAMILIES)), ("page_size", [16, 1]), indirect=["oracle"])
 def test_prefix_cache_hits_change_no_token(oracle: Oracle, registry: Registry, *, page_size: int) -> None:
     engine = Engine.build(options(oracle, page_size=page_size), registry)
     prompt = oracle.prompts[5]
@@ -97,7 +97,7 @@ def test_prefix_cache_hits_change_no_token(oracle: Oracle, registry: Registry, *
     assert tokens == {"again": expected, "longer": expected[20:]}
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@in_turn(("oracle", sorted(FAMILIES)), ("page_size", [1, 16]), indirect=["oracle"])
 def test_preemption_changes_no_token(oracle: Oracle, registry: Registry, *, page_size: int) -> None:
     asked = options(oracle, page_size=page_size, num_pages=288 // page_size, max_batch_tokens=64, prefix_cache=False)
     engine = Engine.build(asked, registry)

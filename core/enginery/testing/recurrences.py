@@ -13,7 +13,7 @@ from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
 
 Claim = tuple[str, str]
 RandomFn = Callable[..., torch.Tensor]
-_HEADS: Final = ((4, 4), (1, 1), (2, 6))  # of keys and values
+_HEADS: Final = ((2, 2), (1, 1), (2, 6))  # of keys and values
 _CHANNELS: Final = ((1, 70), (1, 256))
 _TAPS: Final = (4, 0, 3)
 
@@ -54,7 +54,7 @@ def recurrent_factors(claimed: Set[Claim], key_dims: Sequence[int]) -> Iterator[
     """The factors of each rule that is claimed and that there is a formula for."""
     for claim, forms in _FORMS.items():
         heads = _HEADS[:2] if claim == ("delta", "channel") else _HEADS
-        sizes: dict[str, Sequence[object]] = {"heads": heads, "key dim": key_dims, "value dim": (64, 24), "taps": _TAPS}
+        sizes: dict[str, Sequence[object]] = {"heads": heads, "key dim": key_dims, "value dim": (24, 64), "taps": _TAPS}
         if claim[0] == "scan":
             sizes = {"heads": _CHANNELS, "key dim": (16, 11), "value dim": (1,), "taps": (0,)}
         if claim[0] == "conv":

@@ -72,13 +72,14 @@ def recurrence(
     at = slice(facts.value_heads) if facts.decay != "channel" else slice(facts.value_heads * facts.key_dim, None)
     beta = gates[:, at].sigmoid() if facts.rule == "delta" else None
     state, out = torch.zeros(*v.shape[1:], k.shape[-1], dtype=torch.float64), torch.empty_like(v)
+    decays, keys, queries = log_decay.exp()[:, :, None, :], k[:, :, None, :], scale * q[..., None]
     for token in range(len(q)):
-        state = log_decay[token].exp()[:, None, :] * state
-        new = written[token]
+        state = decays[token] * state
+        new = written[token, ..., None]  # [HV, V, 1]
         if beta is not None:
-            new = beta[token, :, None] * (new - torch.einsum("hvd,hd->hv", state, k[token]))
-        state = state + new[..., None] * k[token, :, None, :]
-        out[token] = scale * torch.einsum("hd,hvd->hv", q[token], state)
+            new = beta[token, :, None, None] * (new - state @ k[token, ..., None])
+        state = state + new * keys[token]
+        out[token] = (state @ queries[token])[..., 0]
     states["matrix"] = state
     return out if weights.skip is None else out + weights.skip.double().cpu()[:, None] * v, states
 

@@ -32,6 +32,11 @@ class AttnBackendSuite:
             return Subject.imported(cls.backend, device=cls.device)
         return Subject.installed(cls.backend, Registry.load(), device=cls.device)
 
+    @classmethod
+    def checks(cls, subject: Subject) -> list[Check]:
+        """What is run. A subclass may leave out what another runs, as of kernels interpreted here and compiled there."""
+        return checks_of(subject)
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Called by pytest for each subclass."""
         if "check" not in metafunc.fixturenames:
@@ -41,7 +46,7 @@ class AttnBackendSuite:
             metafunc.parametrize(_ARGUMENTS, [absent])
             return
         subject = self.subject()
-        metafunc.parametrize(_ARGUMENTS, [pytest.param(subject, check, id=str(check)) for check in checks_of(subject)])
+        metafunc.parametrize(_ARGUMENTS, [pytest.param(subject, check, id=str(check)) for check in self.checks(subject)])
 
     def test_rule(self, subject_of_kit: Subject, check: Check) -> None:
         """A skipped rule is a skipped test, with the reason."""

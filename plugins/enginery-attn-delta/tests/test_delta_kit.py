@@ -7,9 +7,11 @@ import importlib.util
 
 import pytest
 import torch
+from few_checks import few
 
 from enginery.api import AttnLayerFacts, Phase, RecurrentFacts, Unsupported
 from enginery.testing.cases import AttnCase
+from enginery.testing.conformance import Check, checks_of
 from enginery.testing.rules import compare
 from enginery.testing.subject import Subject
 from enginery.testing.suite import AttnBackendSuite
@@ -42,6 +44,10 @@ class TestDeltaInterpreted(AttnBackendSuite):
         return dataclasses.replace(
             found, offer=dataclasses.replace(found.offer, spec=dataclasses.replace(found.offer.spec, capabilities=can))
         )
+
+    @classmethod
+    def checks(cls, subject: Subject) -> list[Check]:
+        return few(checks_of(subject))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_checks import few
 
+from enginery.testing.conformance import Check, checks_of
 from enginery.testing.subject import Subject
 from enginery.testing.suite import AttnBackendSuite
 
@@ -33,6 +35,10 @@ class TestFlaStandIn(AttnBackendSuite):
             environment.setenv("TRITON_INTERPRET", "1")
             environment.syspath_prepend(str(Path(__file__).parent))
             return Subject.imported("fla_stand_in:PAIR", device="cpu")
+
+    @classmethod
+    def checks(cls, subject: Subject) -> list[Check]:
+        return few(checks_of(subject))
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import examples
 
 from enginery.errors import QueueFull, RequestError
 from enginery.kv.kinds import most_window_pages, reach_of
@@ -137,7 +138,7 @@ class RandomKinds:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, monkeypatch):
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=examples(80), deadline=None)
     @given(seed=st.integers(0, 2**32), headroom=st.sampled_from([0, 4]))
     def run(seed, headroom):
         monkeypatch.setattr(planner, "HEADROOM_TOKENS", headroom)

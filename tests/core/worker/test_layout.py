@@ -12,6 +12,7 @@ from core.schedule.device import Scheduled, asked_of, output_of, run_step, sched
 from core.schedule.test_random_use import RandomUse
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import examples
 
 from enginery.attention.axes import token_fields
 from enginery.contracts.batch import FULL, ForwardBatch, Phase
@@ -109,7 +110,7 @@ class LaidOut(RandomUse):
 def test_steps_as_deltas_lay_out_like_whole_tables(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     SEEN.clear()
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(seed=st.integers(0, 2**32), headroom=st.sampled_from([0, 32]))
     def run(seed: int, headroom: int) -> None:
         monkeypatch.setattr(planner, "HEADROOM_TOKENS", headroom)

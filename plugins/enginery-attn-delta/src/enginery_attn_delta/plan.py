@@ -82,7 +82,7 @@ def upload(values: Ints, device: torch.device) -> torch.Tensor:
     return host_ints(values, device).to(device, non_blocking=True)
 
 
-def host_ints(values: npt.NDArray[np.signedinteger[npt.NBitBase]], device: torch.device) -> torch.Tensor:
+def host_ints(values: Ints | npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """int32, pinned where the device copies from such."""
     host = torch.empty(len(values), dtype=torch.int32, pin_memory=device.type == "cuda")
     host.numpy()[:] = values

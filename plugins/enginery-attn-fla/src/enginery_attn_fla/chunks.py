@@ -69,8 +69,8 @@ def run_chunks(
     """
     heads = heads_of(facts)
     keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
-    q, k = (mixed[None, :, at : at + keys].unflatten(-1, (heads.num_keys, heads.key_dim)) for at in (heads.q_at, heads.k_at))
-    v = mixed[None, :, heads.v_at : heads.v_at + values].unflatten(-1, (heads.num_values, heads.value_dim))
+    q, k = (mixed[None, :, at : at + keys].reshape(1, len(mixed), heads.num_keys, heads.key_dim) for at in (heads.q_at, heads.k_at))
+    v = mixed[None, :, heads.v_at : heads.v_at + values].reshape(1, len(mixed), heads.num_values, heads.value_dim)
     given: dict[str, Any] = {
         "scale": scale,
         "initial_state": matrix.index_select(0, chunks.reads).masked_fill_(chunks.fresh, 0.0),  # [N, H, V, K]
@@ -100,7 +100,7 @@ def _decays(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeight
         return gates, None
     heads, rate = facts.value_heads, weights.a_log.exp()
     if facts.decay == "channel":
-        raw, rate = gates[:, : heads * facts.key_dim].float().unflatten(-1, (heads, facts.key_dim)), rate[:, None]
+        raw, rate = gates[:, : heads * facts.key_dim].float().reshape(-1, heads, facts.key_dim), rate[:, None]
     else:
         raw = gates[:, -heads:].float()
     if weights.dt_bias is not None:

@@ -138,7 +138,12 @@ def _chunk(rows: Rows, state: torch.Tensor, *, scale: float) -> torch.Tensor:
         q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))  # [H, S, ...]
         made = chunk(q, k, v, log_decay[..., 0].T, state, scale=scale).transpose(0, 1)
     else:
-        betas = [None] * len(q) if beta is None else beta.split(1)
-        by_token = zip(q.split(1), k.split(1), v.split(1), log_decay.split(1), betas, strict=True)
-        made = torch.cat([step(*values, state[None], scale=scale) for values in by_token])
+        tokens = [slice(row, row + 1) for row in range(len(q))]
+        betas = [None if beta is None else beta[one] for one in tokens]
+        made = torch.cat(
+            [
+                step(q[one], k[one], v[one], log_decay[one], own, state[None], scale=scale)
+                for one, own in zip(tokens, betas, strict=True)
+            ]
+        )
     return made if skipped is None else made + skipped

@@ -33,20 +33,20 @@ def rows_of(mixed: torch.Tensor, gates: torch.Tensor, facts: RecurrentFacts, wei
         v, k, q = mixed.split_with_sizes(widths[::-1], dim=-1)
     else:
         q, k, v = mixed.split_with_sizes(widths, dim=-1)
-    v = v.unflatten(-1, (heads, facts.value_dim))  # [S, H, V]
+    v = v.reshape(-1, heads, facts.value_dim)  # [S, H, V]
     skipped = None if weights.skip is None else weights.skip[:, None] * v
     if facts.rule == "scan":
         steps, *keys = gates.split_with_sizes([heads, facts.key_dim, facts.key_dim], dim=-1)
         k, q = (part[:, None].expand(-1, heads, -1) for part in keys)
         return Rows(q, k, v * steps[..., None], -_rate(weights) * steps[..., None], None, skipped)
     group = heads // facts.key_heads
-    q, k = (part.unflatten(-1, (facts.key_heads, facts.key_dim)).repeat_interleave(group, dim=1) for part in (q, k))  # [S, H, K]
+    q, k = (part.reshape(-1, facts.key_heads, facts.key_dim).repeat_interleave(group, dim=1) for part in (q, k))  # [S, H, K]
     beta: torch.Tensor | None = None
     if facts.rule == "delta":
         q, k = (part * (part.square().sum(-1, keepdim=True) + _LEAST_LENGTH).rsqrt() for part in (q, k))
         beta = (gates[:, heads * facts.key_dim :] if facts.decay == "channel" else gates[:, :heads]).sigmoid()
-    log_decay, steps = _decays(gates, facts, weights)
-    return Rows(q, k, v * steps if facts.ssm and steps is not None else v, log_decay, beta, skipped)
+    log_decay, stepped = _decays(gates, facts, weights)
+    return Rows(q, k, v * stepped if facts.ssm and stepped is not None else v, log_decay, beta, skipped)
 
 
 def _rate(weights: RecurrentWeights) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _decays(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeight
         assert weights.log_decay is not None, "a constant decay is a weight"
         return weights.log_decay.expand(len(gates), -1)[..., None], None
     raw = gates[:, : heads * facts.key_dim] if facts.decay == "channel" else gates[:, -heads:]
-    raw = raw.unflatten(-1, (heads, -1))
+    raw = raw.reshape(len(raw), heads, raw.shape[-1] // heads)
     if weights.dt_bias is not None:
         raw = raw + weights.dt_bias.view(heads, -1)
     rate = _rate(weights)[:, None]

@@ -20,6 +20,8 @@ NN = (
     "attention",
     "latent_attention",
     "moe",
+    "recurrent",
+    "channel_delta",
     "norm",
     "activation",
     "rotary",

@@ -22,11 +22,13 @@ from enginery.api import (
     StoredPart,
     StoredWeight,
     Unsupported,
+    WeightFormatSpec,
 )
 from enginery.checkpoint.files import scan_checkpoint
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import REFERENCE_SCHEMES, reference_ops
 from enginery.nn.stored import spread
+from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.weights import formats
 from enginery.worker.weights.load import load, random_weights
@@ -37,6 +39,11 @@ from enginery_format_fp8.spec import FP8
 
 CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 SCALES = "w.weight_scale_inv"
+
+
+def fp8_offer() -> Offer[WeightFormatSpec]:
+    """Of the plugin, as it is installed."""
+    return next(offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
 
 
 def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -67,7 +74,7 @@ class Checkpoint:
 
     def __call__(self, store, parallel: ParallelFacts | None = None):
 
-        (offer,) = (offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
+        offer = fp8_offer()
         reader = formats.FormatReader.load(offer, CONFIG, scan_checkpoint(self.folder))
         ops = reference_ops()
         facts = parallel or ParallelFacts()
@@ -159,7 +166,7 @@ def test_float8_without_its_scales_is_refused(tmp_path: Path, files: dict[str, t
 
 def test_random_weights_of_a_float8_shape_give_outputs_of_the_size_of_their_inputs(tmp_path: Path) -> None:
 
-    (offer,) = (offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
+    offer = fp8_offer()
     ops = reference_ops()
     reader = formats.FormatReader.load(offer, CONFIG, None)
     setting = RankSetting(ops=ops, comm=SingleRank(ops), reader=reader, kept=REFERENCE_SCHEMES)
@@ -202,7 +209,7 @@ def test_a_format_may_have_a_scale_for_each_row(tmp_path: Path, cut: Cut, rank: 
     narrow, scales = torch.randn(6, 10).to(torch.float8_e4m3fn), torch.rand(6, 1) + 0.5
     save_file({"a.weight": narrow, "a.weight_scale": scales}, tmp_path / "model.safetensors")
     stored, rows = scan_checkpoint(tmp_path), Scheme(values="f8e4m3", block=(1, 0))
-    (offer,) = (offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
+    offer = fp8_offer()
     offer = dataclasses.replace(offer, spec=dataclasses.replace(FP8, reads=lambda config, module: rows))
     reader, ops = formats.FormatReader(offer, {}, RowFloat8(), stored), reference_ops()
     setting = RankSetting(ops=ops, comm=SingleRank(ops), parallel=ParallelFacts(tensor_rank=rank, tensor_size=2), reader=reader)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from engine.random_use import RandomUse
-from parity.engine_driver import greedy, options
+from parity.engine_driver import drain, greedy, options
 from parity.oracle import Oracle, shape
 from parity.test_gpt_oss import CONFIG as GPT_OSS
 from parity.test_hybrids import HYBRIDS
@@ -63,8 +63,7 @@ def alone(registry: Registry, oracle: Oracle) -> dict[tuple[int, ...], list[int]
     answers = {}
     for prompt in prompts_of(oracle):
         engine.submit(greedy("alone", prompt, max_tokens=LONGEST))
-        outputs = [output for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
-        answers[tuple(prompt)] = [token for output in outputs for token in output.token_ids]
+        answers[tuple(prompt)] = drain(engine, {})["alone"]
     return answers
 
 

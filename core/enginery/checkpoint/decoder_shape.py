@@ -5,17 +5,20 @@ Shared by the model plugins whose families differ in a few flags (Llama, Mixtral
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from enginery.contracts.attention import AttnLayerFacts
+from enginery.contracts.attention import AttnLayerFacts, LatentFacts
 from enginery.contracts.model import ModelFacts
 from enginery.contracts.ops import Routing
 from enginery.contracts.parallel import Channel
 from enginery.contracts.weights import SILU, Activation, ExpertNames
 from enginery.errors import CheckpointError
 
+WINDOWED: Final = "sliding_attention"
+EVERYTHING: Final = "full_attention"
 SILU_ONLY: Final[Mapping[str, Activation]] = {"silu": SILU}
 
 
@@ -308,3 +311,40 @@ def read_grouped_experts(config: Mapping[str, object], *, scoring: Literal["soft
         correction_bias=sigmoid,
         wide_router=True,
     )
+
+
+def read_latents(config: Mapping[str, object]) -> LatentFacts:
+    """The sizes of multi-head latent attention in DeepSeek's spelling."""
+    return LatentFacts(
+        rank=whole_number(config, "kv_lora_rank"),
+        rope_dim=whole_number(config, "qk_rope_head_dim"),
+        nope_dim=whole_number(config, "qk_nope_head_dim"),
+        value_dim=whole_number(config, "v_head_dim"),
+    )
+
+
+def latent_softmax_scale(head_dim: int, rope: RopeShape) -> float:
+    """Of q . k in latent attention: 1 / sqrt(head_dim); with `mscale_all_dim`, times the square of YaRN's factor.
+
+    As in modeling_deepseek_v2.py (arXiv:2309.00071). Raises `CheckpointError` where the factor is not stated.
+    """
+    weight = float(rope.parameters.get("mscale_all_dim") or 0)
+    if rope.kind == "default" or not weight:
+        return 1 / math.sqrt(head_dim)
+    if rope.parameters.get("factor") is None:
+        raise CheckpointError(f"config.json has rope type {rope.kind!r} with 'mscale_all_dim' and without 'factor'; it needs both")
+    factor = float(rope.parameters["factor"])
+    mscale = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return mscale * mscale / math.sqrt(head_dim)
+
+
+def read_windows(config: Mapping[str, Any], is_windowed: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """The window of each layer, None for none: by `layer_types`; in files without them, by its index."""
+    count = whole_number(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or [WINDOWED if is_windowed(index) else EVERYTHING for index in range(count)]
+    if len(kinds) != count or set(kinds) - {WINDOWED, EVERYTHING}:
+        raise CheckpointError(
+            f"config.json has layer_types {kinds!r}; it needs {WINDOWED!r} or {EVERYTHING!r} for each of {count} layers"
+        )
+    window = whole_number(config, "sliding_window")
+    return tuple(window if kind == WINDOWED else None for kind in kinds)

@@ -54,6 +54,15 @@ class LatentFacts:
     nope_dim: int
     value_dim: int
 
+    def activation_width(self, num_heads: int, q_rank: int | None) -> int:
+        """Values of one token that attention has at once: queries before and after they are absorbed, the row, and outputs.
+
+        q_rank: of the queries' own latents, None for queries of full rank.
+        """
+        row = self.rank + self.rope_dim
+        queries = num_heads * (self.nope_dim + self.rope_dim) + 2 * (q_rank or 0)
+        return queries + row + num_heads * (2 * self.rank + row + self.value_dim)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttnLayerFacts:

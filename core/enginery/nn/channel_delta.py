@@ -15,7 +15,7 @@ from enginery.contracts.memory import RecurrentWeights
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Linear, LinearShape
-from enginery.errors import Unsupported
+from enginery.nn.recurrent import undivided
 
 
 class KimiDeltaAttention:
@@ -39,12 +39,8 @@ class KimiDeltaAttention:
 
         Raises `Unsupported` on several ranks.
         """
-        facts, whole = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent
-        assert facts is not None, "the block is for recurrent layers"
-        if facts != whole:
-            raise Unsupported(
-                "Kimi delta attention is not divided among ranks: its checkpoints have A_log in a shape that is not cut"
-            )
+        why = "Kimi delta attention is not divided among ranks: its checkpoints have A_log in a shape that is not cut"
+        facts = undivided(context, spec, why)
         heads, hidden = facts.value_heads, context.facts.hidden_size
         self.width, self.num_heads = heads * facts.value_dim, heads
         self._take_projections(weights, hidden, rank)

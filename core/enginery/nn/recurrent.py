@@ -33,6 +33,15 @@ def gather_parts(count: int, sizes: Sequence[int]) -> RowOrder:
     )
 
 
+def undivided(context: ModelContext, spec: LayerSpec, why: str) -> RecurrentFacts:
+    """The facts of a recurrent layer that each rank has whole. Raises `Unsupported`, saying `why`, where a rank has some of it."""
+    facts = spec.facts.recurrent
+    assert facts is not None, "the block is for recurrent layers"
+    if facts != context.facts.layers[spec.global_id].recurrent:
+        raise Unsupported(why)
+    return facts
+
+
 def _by_key_head(facts: RecurrentFacts, hidden: int) -> LinearShape:
     group = facts.value_heads // facts.key_heads
     qkvz, ba = (facts.key_dim, facts.key_dim, group * facts.value_dim, group * facts.value_dim), (group, group)
@@ -65,12 +74,8 @@ class GatedDeltaNet:
 
         Raises `Unsupported` on several ranks.
         """
-        facts, whole, hidden = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent, context.facts.hidden_size
-        assert facts is not None, "the block is for recurrent layers"
-        if facts != whole:
-            raise Unsupported(
-                "gated delta nets are not divided among ranks: their convolution's weight has q, k and v in one piece"
-            )
+        why = "gated delta nets are not divided among ranks: their convolution's weight has q, k and v in one piece"
+        facts, hidden = undivided(context, spec, why), context.facts.hidden_size
         self.projected = weights.linear(_apart(facts, hidden) if apart else _by_key_head(facts, hidden))
         width, heads = facts.mixed_width, facts.value_heads
         recurrent = RecurrentWeights(

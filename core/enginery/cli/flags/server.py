@@ -100,9 +100,9 @@ def _kind(kind: Kind) -> Kind:
 
 SettingsFn = Callable[[], "ServeSettings"]
 
-SERVER_KINDS: Final[Mapping[str, Kind]] = {name: _kind(kind) for name, kind in get_type_hints(ServerFlags).items()}
-
-_PATHS: Final = frozenset(name for name, kind in get_type_hints(ServerFlags).items() if Path in get_args(kind))
+_HINTS: Final = get_type_hints(ServerFlags)
+_PATHS: Final = frozenset(name for name, kind in _HINTS.items() if Path in get_args(kind))
+SERVER_KINDS: Final[Mapping[str, Kind]] = {name: _kind(kind) for name, kind in _HINTS.items()}
 
 
 def with_server_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -20,12 +20,12 @@ from enginery.api import (
     Model,
     ModelContext,
     RecurrentWeights,
-    Unsupported,
     WeightSource,
 )
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
 from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.nn.moe import layer_mlp
+from enginery.nn.recurrent import undivided
 from enginery_model_bailing.spec import RingShape
 from enginery_model_bailing.spec import shape as read_shape
 
@@ -65,10 +65,7 @@ class RotatedLightningAttention:
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, ring: RingShape, layer: int) -> None:
         """spec: without `recurrent`, which is made here. Raises `Unsupported` on several ranks."""
-        facts, whole = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent
-        assert facts is not None, "the block is for recurrent layers"
-        if facts != whole:
-            raise Unsupported("lightning attention is not divided among ranks: its output is normed over several heads")
+        facts = undivided(context, spec, "lightning attention is not divided among ranks: its output is normed over several heads")
         heads, dim, hidden = facts.value_heads, facts.value_dim, context.facts.hidden_size
         width = heads * dim
         self.projected = weights.linear(LinearShape(names=("query_key_value", "g_proj"), rows=(3 * width, width), columns=hidden))

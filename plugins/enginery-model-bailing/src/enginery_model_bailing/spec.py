@@ -19,6 +19,7 @@ from enginery.api import (
     RecurrentFacts,
     read_decoder_shape,
     read_grouped_experts,
+    read_latents,
     whole_number,
 )
 
@@ -48,9 +49,7 @@ class RingShape:
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
         decoder, latent, rule, heads = self.decoder, self.latent, self.rule, self.decoder.num_heads
-        row = latent.rank + latent.rope_dim
-        queries = heads * (latent.nope_dim + latent.rope_dim) + 2 * (self.q_rank or 0)
-        absorbed = queries + row + heads * (2 * latent.rank + row + latent.value_dim)
+        row, absorbed = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
         full = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
         linear = AttnLayerFacts(num_heads=heads, num_kv_heads=heads, head_dim=rule.key_dim, recurrent=rule)
         return ModelFacts(
@@ -77,12 +76,7 @@ def shape(config: Mapping[str, Any]) -> RingShape:
     for key, value in SERVED.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
-    latent = LatentFacts(
-        rank=whole_number(config, "kv_lora_rank"),
-        rope_dim=whole_number(config, "qk_rope_head_dim"),
-        nope_dim=whole_number(config, "qk_nope_head_dim"),
-        value_dim=whole_number(config, "v_head_dim"),
-    )
+    latent = read_latents(config)
     renamed = {"n_routed_experts": config.get("num_experts"), "n_shared_experts": config.get("num_shared_experts")}
     experts = read_grouped_experts({**config, **renamed}, scoring="sigmoid")
     plain = read_decoder_shape(config, experts=None if experts is None else dataclasses.replace(experts, names=NAMES))

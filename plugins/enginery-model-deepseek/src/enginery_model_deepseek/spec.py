@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +16,7 @@ from enginery.api import (
     Model,
     ModelContext,
     ModelFacts,
-    RopeShape,
+    latent_softmax_scale,
     read_decoder_shape,
     read_grouped_experts,
 )
@@ -46,14 +45,12 @@ class DeepseekShape:
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
         decoder, latent, heads = self.decoder, self.latent, self.decoder.num_heads
-        queries = heads * (latent.nope_dim + latent.rope_dim) + 2 * (self.q_rank or 0)
-        row = latent.rank + latent.rope_dim
-        absorbed = heads * (2 * latent.rank + row)  # the query before and after its rope part is added, and the output
+        row, attention = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
         return ModelFacts(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
             max_positions=decoder.max_positions,
-            activation_width=3 * decoder.hidden_size + max(queries + row + absorbed + heads * latent.value_dim, decoder.mlp_width),
+            activation_width=3 * decoder.hidden_size + max(attention, decoder.mlp_width),
             layers=tuple(
                 AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent, decoder_layer=index)
                 for index in range(len(decoder.windows))
@@ -99,7 +96,7 @@ def shape(config: Mapping[str, Any]) -> DeepseekShape:
         decoder=decoder,
         latent=latent,
         q_rank=None if config["q_lora_rank"] is None else _size(config, "q_lora_rank"),
-        scale=_scale(latent.nope_dim + latent.rope_dim, decoder.rope),
+        scale=latent_softmax_scale(latent.nope_dim + latent.rope_dim, decoder.rope),
         bias=bool(config.get("attention_bias", False)),
     )
 
@@ -122,18 +119,6 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     if type(value) is not int or value < 1:
         raise CheckpointError(f"config.json has {value!r} for {key!r}; this architecture needs a whole number of at least 1")
     return value
-
-
-def _scale(head_dim: int, rope: RopeShape) -> float:
-    """1 / sqrt(head_dim); with `mscale_all_dim`, times the square of YaRN's factor (modeling_deepseek_v2.py, arXiv:2309.00071)."""
-    weight = float(rope.parameters.get("mscale_all_dim") or 0)
-    if rope.kind == "default" or not weight:
-        return 1 / math.sqrt(head_dim)
-    if rope.parameters.get("factor") is None:
-        raise CheckpointError(f"config.json has rope type {rope.kind!r} with 'mscale_all_dim' and without 'factor'; it needs both")
-    factor = float(rope.parameters["factor"])
-    mscale = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return mscale * mscale / math.sqrt(head_dim)
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

@@ -16,6 +16,7 @@ from enginery.api import (
     NormNames,
     read_decoder_shape,
     read_rope,
+    read_windows,
     whole_number,
 )
 
@@ -66,15 +67,9 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """By `layer_types`; files without them have every `sliding_window_pattern`-th layer see everything."""
-    count, every = whole_number(config, "num_hidden_layers"), whole_number(config, "sliding_window_pattern")
-    kinds = config.get("layer_types") or [WINDOW if (index + 1) % every else EVERYTHING for index in range(count)]
-    if len(kinds) != count or set(kinds) - {WINDOW, EVERYTHING}:
-        raise CheckpointError(
-            f"config.json has layer_types {kinds!r}; it needs {WINDOW!r} or {EVERYTHING!r} for each of {count} layers"
-        )
-    window = whole_number(config, "sliding_window")
-    return tuple(window if kind == WINDOW else None for kind in kinds)
+    """Files without `layer_types` have every `sliding_window_pattern`-th layer see everything."""
+    every = whole_number(config, "sliding_window_pattern")
+    return read_windows(config, lambda index: (index + 1) % every != 0)
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

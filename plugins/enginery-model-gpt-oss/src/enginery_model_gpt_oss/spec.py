@@ -17,10 +17,10 @@ from enginery.api import (
     ModelFacts,
     Routing,
     read_decoder_shape,
+    read_windows,
     whole_number,
 )
 
-WINDOW, EVERYTHING = "sliding_attention", "full_attention"
 NAMES: Final = ExpertNames(gate="gate_up_proj", up="gate_up_proj", router="router")
 
 # Files have the experts of a layer in one tensor: plain ones as `gate_up_proj`, those in MXFP4 as `_blocks` and `_scales`.
@@ -71,7 +71,8 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         activation=_activation(config),
         names=NAMES,
     )
-    plain = read_decoder_shape(config, _windows(config), qkv_bias=bias, out_bias=bias, experts=experts)
+    windows = read_windows(config, lambda index: index % 2 == 0)  # in every other layer, the first one with it
+    plain = read_decoder_shape(config, windows, qkv_bias=bias, out_bias=bias, experts=experts)
     return dataclasses.replace(plain, sinks=frozenset(range(count)))
 
 
@@ -81,18 +82,6 @@ def _activation(config: Mapping[str, Any]) -> Activation:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise CheckpointError(f"config.json has {key} {value!r}, which must be a number above 0; the file is damaged")
     return Activation(kind="clamped_swiglu", alpha=float(alpha), limit=float(limit))
-
-
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """By `layer_types`; files without them have a window in every other layer, the first one with it."""
-    count = whole_number(config, "num_hidden_layers")
-    kinds = config.get("layer_types") or [EVERYTHING if index % 2 else WINDOW for index in range(count)]
-    if len(kinds) != count or set(kinds) - {WINDOW, EVERYTHING}:
-        raise CheckpointError(
-            f"config.json has layer_types {kinds!r}; it needs {WINDOW!r} or {EVERYTHING!r} for each of {count} layers"
-        )
-    window = whole_number(config, "sliding_window")
-    return tuple(window if kind == WINDOW else None for kind in kinds)
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

@@ -21,6 +21,7 @@ from enginery.api import (
     RopeShape,
     read_decoder_shape,
     read_grouped_experts,
+    read_latents,
     whole_number,
 )
 
@@ -64,9 +65,7 @@ class KimiShape:
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
         decoder, latent, rule, heads = self.decoder, self.latent, self.rule, self.decoder.num_heads
-        row = latent.rank + latent.rope_dim
-        queries = heads * (latent.nope_dim + latent.rope_dim) + 2 * (self.q_rank or 0)
-        absorbed = queries + row + heads * (2 * latent.rank + row + latent.value_dim)
+        row, absorbed = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
         recurrent = 6 * (rule.mixed_width + rule.gates_width)
         full = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
         linear = AttnLayerFacts(num_heads=rule.key_heads, num_kv_heads=rule.key_heads, head_dim=rule.key_dim, recurrent=rule)
@@ -91,12 +90,7 @@ def shape(config: Mapping[str, Any]) -> KimiShape:
         raise CheckpointError("config.json has moe_router_activation_func; this architecture is served with 'sigmoid' only")
     if not config.get("mla_use_nope", True):
         raise CheckpointError("config.json has mla_use_nope false; this architecture is served without positions only")
-    latent = LatentFacts(
-        rank=whole_number(config, "kv_lora_rank"),
-        rope_dim=whole_number(config, "qk_rope_head_dim"),
-        nope_dim=whole_number(config, "qk_nope_head_dim"),
-        value_dim=whole_number(config, "v_head_dim"),
-    )
+    latent = read_latents(config)
     plain = read_decoder_shape({**config, "head_dim": latent.rope_dim})
     if plain.num_kv_heads != plain.num_heads:
         raise CheckpointError("config.json has num_key_value_heads that differ from num_attention_heads; latents serve every head")

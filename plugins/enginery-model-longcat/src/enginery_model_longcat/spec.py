@@ -17,9 +17,10 @@ from enginery.api import (
     Model,
     ModelContext,
     ModelFacts,
-    RopeShape,
     Routing,
+    latent_softmax_scale,
     read_decoder_shape,
+    read_latents,
     whole_number,
 )
 
@@ -77,10 +78,7 @@ class LongcatShape:
     def facts(self) -> ModelFacts:
         """Each decoder layer has two layers with memory. Alive besides the usual: a mixture's output, and zero experts' part."""
         decoder, latent, heads = self.decoder, self.latent, self.decoder.num_heads
-        queries = heads * (latent.nope_dim + latent.rope_dim) + 2 * self.q_rank
-        row = latent.rank + latent.rope_dim
-        absorbed = heads * (2 * latent.rank + row)  # the query before and after its rope part is added, and the output
-        attention = queries + row + absorbed + heads * latent.value_dim
+        row, attention = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
         return ModelFacts(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
@@ -100,12 +98,7 @@ def shape(config: Mapping[str, Any]) -> LongcatShape:
         if config.get(key, served) not in (served, None):
             raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {served!r} only")
     config = {**DEFAULTS, **config}
-    latent = LatentFacts(
-        rank=whole_number(config, "kv_lora_rank"),
-        rope_dim=whole_number(config, "qk_rope_head_dim"),
-        nope_dim=whole_number(config, "qk_nope_head_dim"),
-        value_dim=whole_number(config, "v_head_dim"),
-    )
+    latent = read_latents(config)
     head_dim, mixture = latent.nope_dim + latent.rope_dim, _mixture(config)
     hidden, q_rank = whole_number(config, "hidden_size"), whole_number(config, "q_lora_rank")
     sizes = {"intermediate_size": config["ffn_hidden_size"], "num_hidden_layers": whole_number(config, "num_layers")}
@@ -127,7 +120,7 @@ def shape(config: Mapping[str, Any]) -> LongcatShape:
         num_experts=whole_number(config, "n_routed_experts"),
         latent=latent,
         q_rank=q_rank,
-        scale=_scale(head_dim, decoder.rope) * math.sqrt(hidden / q_rank),
+        scale=latent_softmax_scale(head_dim, decoder.rope) * math.sqrt(hidden / q_rank),
         latent_scale=math.sqrt(hidden / latent.rank),
         bias=bool(config["attention_bias"]),
     )
@@ -149,18 +142,6 @@ def _mixture(config: Mapping[str, Any]) -> MixtureShape:
         wide_router=True,
         names=NAMES,
     )
-
-
-def _scale(head_dim: int, rope: RopeShape) -> float:
-    """1 / sqrt(head_dim); with `mscale_all_dim`, times the square of YaRN's factor (arXiv:2309.00071)."""
-    weight = float(rope.parameters.get("mscale_all_dim") or 0)
-    if rope.kind == "default" or not weight:
-        return 1 / math.sqrt(head_dim)
-    if rope.parameters.get("factor") is None:
-        raise CheckpointError(f"config.json has rope type {rope.kind!r} with 'mscale_all_dim' and without 'factor'; it needs both")
-    factor = float(rope.parameters["factor"])
-    mscale = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return mscale * mscale / math.sqrt(head_dim)
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

@@ -23,10 +23,10 @@ from enginery.api import (
     ModelContext,
     RecurrentFacts,
     RecurrentWeights,
-    Unsupported,
     WeightSource,
 )
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, LayerFactory
+from enginery.nn.recurrent import undivided
 from enginery_model_mamba.mixers import MixerShape
 
 
@@ -94,11 +94,7 @@ def take_conv(weights: WeightSource, name: str, facts: RecurrentFacts, *, bias: 
 
 def check_undivided(context: ModelContext, spec: LayerSpec, *, what: str) -> RecurrentFacts:
     """The layer's facts. Raises `Unsupported` where a rank has some of its heads."""
-    facts = spec.facts.recurrent
-    assert facts is not None, "the block is for recurrent layers"
-    if facts != context.facts.layers[spec.global_id].recurrent:
-        raise Unsupported(f"{what} are not divided among ranks: their projections have parts in one piece")
-    return facts
+    return undivided(context, spec, f"{what} are not divided among ranks: their projections have parts in one piece")
 
 
 class Mamba2Mixer:

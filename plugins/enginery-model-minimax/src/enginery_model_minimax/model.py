@@ -21,13 +21,12 @@ from enginery.api import (
     Model,
     ModelContext,
     RecurrentWeights,
-    Unsupported,
     WeightSource,
 )
 from enginery.nn.attention import SelfAttention
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, layer_attention
 from enginery.nn.moe import layer_mlp
-from enginery.nn.recurrent import gather_parts
+from enginery.nn.recurrent import gather_parts, undivided
 from enginery_model_minimax.spec import Residual, TextShape, m2_shape, text_shape
 
 LIGHTNING_NORM_EPS: Final = 1e-6  # `rms_norm_eps` is for the others (modeling_minimax.py)
@@ -112,10 +111,7 @@ class LightningAttention:
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, log_decay: tuple[float, ...]) -> None:
         """spec: without `recurrent`, which is made here. log_decay: of each head. Raises `Unsupported` on several ranks."""
-        facts, whole = spec.facts.recurrent, context.facts.layers[spec.global_id].recurrent
-        assert facts is not None, "the block is for recurrent layers"
-        if facts != whole:
-            raise Unsupported("lightning attention is not divided among ranks: its output is normed over all heads")
+        facts = undivided(context, spec, "lightning attention is not divided among ranks: its output is normed over all heads")
         heads, dim, hidden = facts.value_heads, facts.value_dim, context.facts.hidden_size
         self.projected = weights.linear(
             LinearShape(

@@ -74,9 +74,9 @@ def convolve(
         tl.debug_barrier()  # the threads that read the old state are not those that write the new one
         new = states + tl.load(writes + request).to(tl.int64) * (WIDTH - 1) * channels
         for place in tl.static_range(WIDTH - 1):
-            at = count - (WIDTH - 1) + place
-            if at >= 0:
-                kept = tl.load(x + (row + at) * x_stride + channel, mask=inside, other=0.0).to(states.dtype.element_ty)
+            source = count - (WIDTH - 1) + place
+            if source >= 0:
+                kept = tl.load(x + (row + source) * x_stride + channel, mask=inside, other=0.0).to(states.dtype.element_ty)
             else:
-                kept = tl.load(old + (WIDTH - 1 + at) * channels + channel, mask=inside & has_old, other=0.0)
+                kept = tl.load(old + (WIDTH - 1 + source) * channels + channel, mask=inside & has_old, other=0.0)
             tl.store(new + place * channels + channel, kept, mask=inside)

@@ -78,10 +78,14 @@ WORKLOADS: Final[Mapping[str, Workload]] = _build()
 
 
 def find_workload(name: str) -> Workload:
-    """The workload of that name. Raises `ConfigError` that lists all of them."""
+    """The workload of that name, or SHAPE:STREAMS, so many requests of 512 in and 256 out. Raises `ConfigError` that lists all."""
+    shape, _, streams = name.partition(":")
+    if shape in shapes() and streams.isdecimal() and int(streams) > 0:
+        equal = equal_requests(int(streams), input_len=512, output_len=256)
+        return dataclasses.replace(equal, name=name, shape=shape, summary=f"{streams} requests, 512 in, 256 out")
     if name not in WORKLOADS:
         known = "\n".join(f"  {workload.name:4} {workload.shape}: {workload.summary}" for workload in WORKLOADS.values())
-        raise ConfigError(f"there is no workload {name!r}; known are\n{known}")
+        raise ConfigError(f"there is no workload {name!r}; known are\n{known}\nor SHAPE:STREAMS, as {next(iter(shapes()))}:16")
     return WORKLOADS[name]
 
 

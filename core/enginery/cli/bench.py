@@ -33,7 +33,7 @@ def offline(
         list[str],
         typer.Argument(
             metavar="WORKLOAD",
-            help="Names of workloads: W1..W7 for a GPU, C1, C16, CP for a CPU.",
+            help="Names of workloads: W1..W7 for a GPU, C1, C16, CP for a CPU; or SHAPE:STREAMS, requests of 512 in and 256 out.",
             autocompletion=completion.workloads,
         ),
     ],

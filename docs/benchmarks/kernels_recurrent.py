@@ -1,0 +1,194 @@
+"""Recurrent layers of decoding steps with enginery-attn-delta: `python docs/benchmarks/kernels_recurrent.py --output FILE`.
+
+One layer's recurrence and its convolution on random inputs, checked against float64 first. A time is that of one call among several
+in a CUDA graph, each with states of its own. The floor is the states, read once and written once, over the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from kernels_moe import DEVICE, DTYPE, READ_TB_S, relative_error, time_us
+
+from enginery_attn_delta.launch import Gating, Heads, Rows, convolve, recur
+
+REQUESTS = (1, 64, 256)
+WIDTH = 4
+CHECKED = 4  # requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A recurrent layer of a model. decay: "head", "channel" or "constant"; delta, steps: as in Gating."""
+
+    name: str
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    decay: str
+    delta: bool = True
+    steps: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        keys = self.num_keys * self.key_dim
+        return Heads(
+            num_keys=self.num_keys,
+            num_values=self.num_values,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            q_at=0,
+            k_at=keys,
+            v_at=2 * keys,
+        )
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
+
+    @property
+    def num_gates(self) -> int:
+        return self.num_values * (self.key_dim + 1 if self.decay == "channel" else 2)
+
+    def gating(self) -> Gating:
+        per_key = (self.num_values, self.key_dim) if self.decay == "channel" else (self.num_values,)
+        return Gating(
+            decay=self.decay,  # type: ignore[arg-type]
+            delta=self.delta,
+            a_log=torch.rand(self.num_values, device=DEVICE).mul(8).add(1).log(),
+            dt_bias=None if self.decay == "constant" else torch.randn(per_key, device=DEVICE) - 2,
+            log_decay=-torch.rand(self.num_values, device=DEVICE),
+            steps=self.steps,
+        )
+
+
+LAYERS = (
+    Layer(name="Qwen3-Next", num_keys=16, num_values=32, key_dim=128, value_dim=128, decay="head"),
+    Layer(name="Kimi-Linear-48B", num_keys=32, num_values=32, key_dim=128, value_dim=128, decay="channel"),
+    Layer(name="MiniMax-Text-01", num_keys=64, num_values=64, key_dim=128, value_dim=128, decay="constant", delta=False),
+    Layer(name="Nemotron-H-8B", num_keys=8, num_values=128, key_dim=128, value_dim=64, decay="head", delta=False, steps=True),
+)
+
+
+class Step:
+    """One decoding step's inputs and states."""
+
+    def __init__(self, layer: Layer, requests: int) -> None:
+        self.layer, self.gating = layer, layer.gating()
+        self.x = torch.randn((requests, layer.channels), dtype=DTYPE, device=DEVICE)
+        self.gates = torch.randn((requests, layer.num_gates), dtype=DTYPE, device=DEVICE)
+        self.weight = torch.randn((layer.channels, WIDTH), dtype=DTYPE, device=DEVICE)
+        shape = (layer.num_values, layer.value_dim, layer.key_dim)
+        self.states = torch.randn((requests, *shape), device=DEVICE)
+        self.inputs = torch.randn((requests, WIDTH - 1, layer.channels), dtype=DTYPE, device=DEVICE)
+        self.out = torch.full((requests, *shape[:2]), torch.nan, dtype=DTYPE, device=DEVICE)
+        self.convolved = torch.full_like(self.x, torch.nan)
+        pages = torch.randperm(requests, device=DEVICE).int()
+        tiles = torch.stack([torch.arange(requests), torch.zeros(requests)], 1).int().to(DEVICE)
+        first_rows = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
+        self.rows = Rows(first_rows=first_rows, reads=pages, writes=pages, tiles=tiles, tile_rows=1)
+
+    def recur(self) -> None:
+        gates = None if self.layer.decay == "constant" else self.gates
+        settings: dict[str, Any] = dict(heads=self.layer.heads, gating=self.gating, scale=self.layer.key_dim**-0.5)
+        recur(self.x, gates, states=self.states, rows=self.rows, out=self.out, **settings)
+
+    def convolve(self) -> None:
+        convolve(self.x, self.weight, None, states=self.inputs, rows=self.rows, out=self.convolved)
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and states of the first requests in float64."""
+        layer, gating, pages = self.layer, self.gating, self.rows.reads[:CHECKED].long()
+        keys, groups = layer.num_keys * layer.key_dim, layer.num_values // layer.num_keys
+        x, gates = self.x[:CHECKED].double(), self.gates[:CHECKED].double()
+        q, k = (x[:, at : at + keys].unflatten(1, (-1, layer.key_dim)).repeat_interleave(groups, 1) for at in (0, keys))
+        v = x[:, 2 * keys :].unflatten(1, (-1, layer.value_dim))
+        written, beta = v, gates[:, -layer.num_values :].sigmoid()[..., None]
+        if layer.delta:
+            q, k = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
+        if layer.decay == "constant":
+            decay = gating.log_decay.double().exp()[None, :, None]
+        elif layer.decay == "channel":
+            raw = gates[:, : -layer.num_values].unflatten(1, (-1, layer.key_dim)) + gating.dt_bias
+            decay = (-gating.a_log.double().exp()[:, None] * F.softplus(raw)).exp()
+        else:
+            beta = gates[:, : layer.num_values].sigmoid()[..., None]
+            step = F.softplus(gates[:, layer.num_values if layer.delta else 0 :][:, : layer.num_values] + gating.dt_bias)
+            decay = (-gating.a_log.double().exp() * step).exp()[..., None]
+            written = v * step[..., None] if layer.steps else v
+        state = self.states[pages].double() * decay[:, :, None, :]
+        if layer.delta:
+            written = (v - (state @ k[..., None]).squeeze(-1)) * beta
+        state += written[..., None] * k[:, :, None, :]
+        return (state @ q[..., None]).squeeze(-1) * layer.key_dim**-0.5, state
+
+    def check(self) -> dict[str, float]:
+        """Relative errors of outputs, states and convolutions."""
+        expected, state = self.exact()
+        pages = self.rows.reads[:CHECKED].long()
+        taps = torch.cat([self.inputs[pages], self.x[:CHECKED, None]], 1).double()
+        convolved = F.silu((taps * self.weight.double().T).sum(1))
+        self.recur()
+        self.convolve()
+        assert not self.out.isnan().any()
+        assert not self.convolved.isnan().any()
+        found = {
+            "error": relative_error(self.out[:CHECKED], expected),
+            "error_of_state": relative_error(self.states[pages], state),
+            "error_of_convolution": relative_error(self.convolved[:CHECKED], convolved),
+        }
+        assert found["error"] < 1e-2, found
+        assert found["error_of_state"] < 1e-5, found
+        assert found["error_of_convolution"] < 1e-2, found
+        return found
+
+
+def compare() -> Iterator[dict[str, Any]]:
+    for layer in LAYERS:
+        for requests in REQUESTS:
+            steps = [Step(layer, requests) for _ in range(4 if requests > 1 else 24)]
+            num_bytes = 2 * steps[0].states.nbytes
+            found = {"model": layer.name, "requests": requests, "state_bytes": num_bytes, **steps[0].check()}
+            found["floor_us"] = round(num_bytes / READ_TB_S / 1e6, 2)
+            found["recurrence_us"] = round(time_us([partial(step.recur) for step in steps], replays=21), 2)
+            found["convolution_us"] = round(time_us([partial(step.convolve) for step in steps], replays=21), 2)
+            yield found
+
+
+LINE = "{model:16} {requests:4} requests: {recurrence_us:8.2f} us, floor {floor_us:8.2f}, convolution {convolution_us:7.2f}"
+
+
+def main() -> None:
+    """Prints a line each; the report goes to --output."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", default="unknown")
+    asked = parser.parse_args()
+    found = []
+    for each in compare():
+        found.append(each)
+        print(LINE.format(**each))
+    if asked.output:
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        report = {
+            "command": " ".join(sys.argv),
+            "commit": asked.commit,
+            "device": torch.cuda.get_device_name(),
+            "versions": versions,
+        }
+        asked.output.write_text(json.dumps({**report, "versions": versions, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

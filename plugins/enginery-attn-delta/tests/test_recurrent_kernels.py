@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from enginery_attn_delta.launch import CHUNK_ROWS, Gating, Heads, Rows, convolve
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
-pytestmark = pytest.mark.parametrize("device", DEVICES)
+on_devices = pytest.mark.parametrize("device", DEVICES)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -39,6 +43,7 @@ LENGTHS = [[1, 1], [2, 1, 35]] if not torch.cuda.is_available() else [[1, 1, 1],
 PLACES = {"in place": (list(range(1, 65)), list(range(1, 65))), "apart": ([0, 1, 0, 3] * 16, list(range(4, 68)))}
 
 
+@on_devices
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(("dtype", "width", "biased"), [(torch.float32, 4, False), (torch.bfloat16, 3, True)], ids=str)
@@ -110,6 +115,7 @@ def expected_of(
     return torch.stack(out), state
 
 
+@on_devices
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("rule", RULES)
@@ -157,6 +163,7 @@ def test_recurrences(rule: str, lengths: list[int], places: str, device: str) ->
     torch.testing.assert_close(held.cpu().double(), kept, atol=2e-5, rtol=1e-5)
 
 
+@on_devices
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_selective_scans(lengths: list[int], device: str) -> None:
     reads, writes = (pages[: len(lengths)] for pages in PLACES["apart"])
@@ -178,3 +185,11 @@ def test_selective_scans(lengths: list[int], device: str) -> None:
     scan(x.to(device), gates.to(device), a_log=a_log.to(device), skip=skip.to(device), states=held, rows=rows, scale=1.0, out=out)
     torch.testing.assert_close(out.cpu().double(), expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(held.cpu().double(), kept, atol=2e-5, rtol=1e-5)
+
+
+def test_kernels_compile_for_hopper_without_a_gpu() -> None:
+    """In a process of its own, where triton is imported for the compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("hopper_kernels.py")
+    made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert made.returncode == 0, made.stderr

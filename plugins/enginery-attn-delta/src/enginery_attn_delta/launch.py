@@ -13,7 +13,8 @@ from enginery_attn_delta.kernels.launch import next_power_of_2
 
 CHUNK_ROWS: Final = 32  # of a tile of the convolution
 _CHANNELS: Final = 256
-_VALUES: Final = 32  # of a head in one program: [32, 128] float32 are 32 registers of 4 warps
+_VALUES: Final = 32  # of a head in one program of a prompt: [32, 128] float32 are 32 registers of 4 warps
+_VALUES_OF_ONE_TOKEN: Final = 8  # with one warp; in docs/benchmarks/kernels-recurrent.json, 14 % faster than the above
 _SCANNED: Final = 64
 
 Decay = Literal["head", "channel", "constant"]
@@ -111,7 +112,8 @@ def recur(
     """x: [T, C]; gates: [T, G]; states: [pages, H, V, K] float32, of which the write pages are written; out: [T, H, V]."""
     gates = x if gates is None else gates
     unused = x
-    block_v = min(next_power_of_2(heads.value_dim), _VALUES)
+    one_each = rows.tile_rows == 1
+    block_v = min(next_power_of_2(heads.value_dim), _VALUES_OF_ONE_TOKEN if one_each else _VALUES)
     recurrence.recur[(rows.reads.shape[0], heads.num_values, -(-heads.value_dim // block_v))](
         x,
         gates,
@@ -142,8 +144,10 @@ def recur(
         HAS_BIAS=gating.dt_bias is not None,
         HAS_SKIP=gating.skip is not None,
         HAS_FLOOR=gating.floor is not None,
+        ONE_EACH=one_each,
         BLOCK_K=next_power_of_2(heads.key_dim),
         BLOCK_V=block_v,
+        num_warps=1 if one_each else 4,
     )
 
 
@@ -177,6 +181,7 @@ def scan(
         scale,
         HAS_SKIP=skip is not None,
         STATE_DIM=state_dim,
+        ONE_EACH=rows.tile_rows == 1,
         BLOCK_C=block,
         BLOCK_N=next_power_of_2(state_dim),
     )

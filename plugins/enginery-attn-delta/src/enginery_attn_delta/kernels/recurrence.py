@@ -44,6 +44,7 @@ def recur(
     HAS_BIAS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
+    ONE_EACH: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
@@ -52,7 +53,7 @@ def recur(
     x: [T, ...] with a row stride, in which q, k and v of head 0 begin at the columns q_at, k_at, v_at; GROUP value heads share a
     key head. gates: [T, G], see `advance` of the backend. states: [pages, H, V, K]; reads, writes: [B] int32, which may be equal; a
     request that reads page -1 begins from zeros.
-    first_rows: [B + 1] int32. DECAY: "head", "channel" or "constant". out: [T, H, V].
+    first_rows: [B + 1] int32. DECAY: "head", "channel" or "constant". ONE_EACH: every request has one token. out: [T, H, V].
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
@@ -82,7 +83,7 @@ def recur(
     k_column = k_at + (head // GROUP) * KEY_DIM + key
     v_column = v_at + head * VALUE_DIM + value
     row = tl.load(first_rows + request).to(tl.int64)
-    stop = tl.load(first_rows + request + 1).to(tl.int64)
+    stop = row + 1 if ONE_EACH else tl.load(first_rows + request + 1).to(tl.int64)
     while row < stop:
         at = x + row * x_stride
         q = tl.load(at + q_column, mask=has_key, other=0.0).to(tl.float32)
@@ -136,6 +137,7 @@ def scan(
     scale: float,
     HAS_SKIP: tl.constexpr,
     STATE_DIM: tl.constexpr,
+    ONE_EACH: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -159,7 +161,7 @@ def scan(
     if HAS_SKIP:
         skipped = tl.load(skip + channel, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(first_rows + request).to(tl.int64)
-    stop = tl.load(first_rows + request + 1).to(tl.int64)
+    stop = row + 1 if ONE_EACH else tl.load(first_rows + request + 1).to(tl.int64)
     while row < stop:
         gate = gates + row * gates_stride
         step = tl.load(gate + channel, mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,40 @@
+"""Compiles the kernels of every rule for compute capability 9.0, of prompts and of decoding steps: no GPU is needed for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
+import compile_only
+
+from enginery_attn_delta.launch import CHUNK_ROWS, Gating, Heads, Rows, convolve, recur, scan
+
+HEADS = Heads(num_keys=1, num_values=2, key_dim=128, value_dim=128, q_at=0, k_at=128, v_at=256)
+RULES = (
+    Gating(decay="head", delta=True, a_log=torch.zeros(2), dt_bias=torch.zeros(2)),
+    Gating(decay="channel", delta=True, a_log=torch.zeros(2), dt_bias=torch.zeros(2, 128), floor=-5.0),
+    Gating(decay="constant", delta=False, log_decay=torch.zeros(2)),
+    Gating(decay="head", delta=False, a_log=torch.zeros(2), dt_bias=torch.zeros(2), skip=torch.ones(2), steps=True),
+)
+
+
+def main() -> None:
+    compile_only.install()
+    x, page = torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    weight, gates = torch.zeros(512, 4, dtype=torch.bfloat16), torch.zeros(1, 512 + 32, dtype=torch.bfloat16)
+    for tile_rows in (1, CHUNK_ROWS):
+        tiles = torch.zeros(1, 2, dtype=torch.int32)
+        rows = Rows(first_rows=torch.tensor([0, 1], dtype=torch.int32), reads=page, writes=page, tiles=tiles, tile_rows=tile_rows)
+        convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
+        for gating in RULES:
+            states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)
+            recur(x, gates, states=states, rows=rows, heads=HEADS, gating=gating, scale=1.0, out=out)
+        states, a_log, skip = torch.zeros(1, 512, 16), torch.zeros(512, 16), torch.ones(512)
+        scan(x, gates, a_log=a_log, skip=skip, states=states, rows=rows, scale=1.0, out=torch.empty_like(x))
+
+
+if __name__ == "__main__":
+    main()

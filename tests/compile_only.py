@@ -1,0 +1,68 @@
+"""Triton compiles for compute capability 9.0 and launches nothing, so that a machine without a GPU finds what does not compile.
+
+The interpreter takes what the compiler refuses: a name that holds another type after a branch, a shape known only when it runs. Run
+in a process of its own without TRITON_INTERPRET, and call what launches kernels with tensors on the CPU; results mean nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+SHARED_BYTES = 227 << 10  # that a block may have
+
+
+class _Device:
+    """In place of the CUDA driver's calls."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+        return 0, 0, 0, 0, 1024
+
+
+class _NoLaunch:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class HopperCompiler(DriverBase):
+    """A driver for `triton.runtime.driver.set_active`."""
+
+    utils = _Device()
+    launcher_cls = _NoLaunch
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing is launched")
+
+
+def install() -> None:
+    """For the rest of the process."""
+    triton.runtime.driver.set_active(HopperCompiler())

@@ -16,7 +16,7 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # The engine, with experts, grammars, parsers, graphs; 4,450 more for contract 2.0: steps, batches, weights as values; replay;
 # 2,000 more for kinds of memory: windows, states, resume points, and what recurrent layers state.
 CORE_LINES = 20_100
-APART = {"testing": 3_350, "bench": 1_400, "serve": 6_850, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
+APART = {"testing": 3_350, "bench": 1_600, "serve": 6_850, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20
 

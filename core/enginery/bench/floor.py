@@ -1,23 +1,27 @@
-"""The least time that a workload of a dense decoder takes: bytes over the copy bandwidth, operations over the matrix-product rate.
+"""The least time that a workload takes: bytes over the copy bandwidth, operations over the matrix-product rate.
 
-    prompts    max(weights once, 2 x parameters x tokens) + attention: 4 x H x D operations for each token and key that it sees
-    a step     max(weights, 2 x parameters x requests) + the keys and values of every context, those of a shared prefix once
+    prompts    max(weights of all tokens, 2 x parameters of a token x tokens) + attention: operations for each token and key it sees
+    a step     max(weights of its tokens, 2 x parameters of a token x requests)
+               + keys and values, or latents, of every context, those of a shared prefix once + states of every request, in and out
 
-Parts that do not overlap are added; activations, the writing of keys and values, and launches cost nothing. All requests decode
-together. The output head counts for every token, although only the last of a prompt needs it: it is 7 % of an 8B model.
+    parameters of a token   what is dense, and the experts of one token
+    weights of n tokens     what is dense, and the experts that n tokens choose, see `sizes`: of E, k a token, E (1 - (1 - k / E)^n)
+    attention               2 x heads x (dims of a key + dims of a value)
+    a key it sees           of i tokens up to its own min(i, window)
+
+Parts that do not overlap are added. Activations, the writing of keys and values, vectors (norms, biases) and launches cost nothing;
+nor do the operations of recurrent layers, and of attention in a step. All requests decode together, and all prompts are one step.
+The output head counts for every token, although only the last of a prompt needs it: it is 7 % of an 8B model, and up to 13 % of
+what a token uses of the mixtures in shapes.json. Products are at the rate of the model's dtype, whatever weights are stored in;
+kernels that multiply float8 may be faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
+from enginery.bench.sizes import ModelSizes
 from enginery.bench.workloads import Workload
-from enginery.checkpoint.decoder_shape import DecoderShape, read_decoder_shape
-from enginery.errors import CheckpointError
-
-_NOT_COUNTED: Final = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "sliding_window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,44 +34,41 @@ class DeviceLimits:
     dtype: str
 
 
-def dense_shape(config: Mapping[str, object]) -> DecoderShape | None:
-    """The shape in a config.json; None for what no floor is counted for: experts, latents, windows, recurrent layers."""
-    kinds = config.get("layer_types")
-    has_other_layers = isinstance(kinds, list) and set(kinds) != {"full_attention"}
-    if has_other_layers or any(config.get(key) is not None for key in _NOT_COUNTED):
-        return None
-    try:
-        return read_decoder_shape(config)
-    except CheckpointError:
-        return None
-
-
-def num_parameters(shape: DecoderShape) -> int:
-    """Of all matrix products that a token passes through, the output head among them."""
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-    layer = attention + 3 * shape.hidden_size * shape.intermediate_size
-    return len(shape.windows) * layer + shape.vocab_size * shape.hidden_size
-
-
-def floor_s(shape: DecoderShape, workload: Workload, limits: DeviceLimits, *, itemsize: int) -> float:
-    """Seconds. itemsize: bytes of a weight, and of a value in the KV cache."""
-    weights_s = num_parameters(shape) * itemsize / limits.copy_bytes_per_s
-    token_s = 2 * num_parameters(shape) / limits.product_flop_per_s
-    shared = workload.shared_prefix
-    own = [length - shared for length, _ in workload.lengths]
+def floor_s(sizes: ModelSizes, workload: Workload, limits: DeviceLimits) -> float:
+    """In seconds, of a model of these sizes. limits: measured, or made up: no device is asked."""
     outputs = [count for _, count in workload.lengths]
-    steps = range(1, max(outputs))  # the first token comes from the prompt
-    products_s = max(weights_s, (shared + sum(own)) * token_s)
-    products_s += sum(max(weights_s, sum(count > step for count in outputs) * token_s) for step in steps)
-    seen = _up_to(shared) + sum(_up_to(length) - _up_to(shared) for length, _ in workload.lengths)
-    read = len(steps) * shared + sum(
-        _up_to(length + count - 1) - _up_to(length) for length, count in zip(own, outputs, strict=True)
+    prompt_tokens = workload.shared_prefix + sum(length - workload.shared_prefix for length, _ in workload.lengths)
+    steps = [sum(count > step for count in outputs) for step in range(1, max(outputs))]  # a first token comes from the prompt
+    products_s = sum(
+        max(
+            sizes.weight_bytes(num_tokens) / limits.copy_bytes_per_s,
+            2 * sizes.token_parameters * num_tokens / limits.product_flop_per_s,
+        )
+        for num_tokens in (prompt_tokens, *steps)
     )
-    layers, values = len(shape.windows), 2 * shape.num_kv_heads * shape.head_dim
-    attention_s = layers * seen * 4 * shape.num_heads * shape.head_dim / limits.product_flop_per_s
-    return products_s + attention_s + layers * read * values * itemsize / limits.copy_bytes_per_s
+    attention_flop = sum(layers.key_flop * _seen(workload, layers.window) for layers in sizes.contexts)
+    memory_bytes = sum(layers.token_bytes * _read(workload, layers.window) for layers in sizes.contexts)
+    memory_bytes += 2 * sizes.state_bytes * sum(steps)
+    return products_s + attention_flop / limits.product_flop_per_s + memory_bytes / limits.copy_bytes_per_s
 
 
-def _up_to(count: int) -> int:
-    """1 + 2 + ... + count: the keys that so many first tokens of a request see together."""
-    return count * (count + 1) // 2
+def _seen(workload: Workload, window: int | None) -> int:
+    """Keys that the tokens of all prompts see, those of a shared prefix once."""
+    shared = _up_to(workload.shared_prefix, window)
+    return shared + sum(_up_to(length, window) - shared for length, _ in workload.lengths)
+
+
+def _read(workload: Workload, window: int | None) -> int:
+    """Keys that all steps read: each request's own, and in every step once what any request still sees of a shared prefix."""
+    own = [(length - workload.shared_prefix, count) for length, count in workload.lengths]
+    read = sum(_up_to(length + count - 1, window) - _up_to(length, window) for length, count in own)
+    for step in range(1, max(count for _, count in own)) if workload.shared_prefix else ():
+        nearest = min(length + step for length, count in own if count > step)
+        read += workload.shared_prefix if window is None else max(0, min(workload.shared_prefix, window - nearest))
+    return read
+
+
+def _up_to(count: int, window: int | None) -> int:
+    """1 + 2 + ... + count, no term larger than the window: the keys that so many first tokens of a request see together."""
+    largest = count if window is None else min(count, window)
+    return largest * (largest + 1) // 2 + (count - largest) * largest

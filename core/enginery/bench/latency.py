@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from enginery.bench.device_limits import device_name, measure_limits
 from enginery.bench.offline import floor_and_fraction, free_memory, with_room
 from enginery.bench.report import Report, Row, facts_details, make_report, percentiles
+from enginery.bench.sizes import engine_sizes
 from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
@@ -31,12 +32,12 @@ def bench_latency(options: EngineOptions, batches: Sequence[Workload], *, repeat
         measured = [measure_latencies(engine, batch, repeats=repeats) for batch in batches]
         del engine
         free_memory()
-        limits = measure_limits(device, facts.dtype)
+        limits, sizes = measure_limits(device, facts.dtype), engine_sizes(facts, registry)
         rows = []
         for batch, times in zip(batches, measured, strict=True):
             what = {"model": facts.model_name, "dtype": facts.dtype, "batch_size": len(batch.lengths)}
             what |= dict(zip(("input_len", "output_len"), batch.lengths[0], strict=True))
-            derived = floor_and_fraction(facts.folder, batch, limits, total_s=times["total_s"])
+            derived = floor_and_fraction(sizes, batch, limits, total_s=times["total_s"])
             rows.append(Row(what=what, measured=times, derived=derived, details=facts_details(facts)))
     return make_report("latency", device_name(device), rows, options=options, limits=[limits])
 

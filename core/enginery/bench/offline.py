@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from enginery.bench.device_limits import device_name, measure_limits
-from enginery.bench.floor import DeviceLimits, dense_shape, floor_s
+from enginery.bench.floor import DeviceLimits, floor_s
 from enginery.bench.report import Report, Row, facts_details, make_report
+from enginery.bench.sizes import ModelSizes, engine_sizes
 from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
-from enginery.kv.pool import TORCH_DTYPES
 from enginery.llm.llm import LLM
+from enginery.plugin.registry import Registry
 from enginery.worker.device import torch_device
 
 
@@ -64,6 +63,7 @@ def run_workload(llm: LLM, workload: Workload, *, repeats: int) -> list[BenchRun
 def bench_offline(workloads: Sequence[Workload], options: EngineOptions, *, repeats: int) -> Report:
     """Run the workloads one after the other, each on its shape with random weights."""
     device = torch_device(options.device)
+    registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
     limits: dict[str, DeviceLimits] = {}
     rows = []
     for workload in workloads:
@@ -76,33 +76,31 @@ def bench_offline(workloads: Sequence[Workload], options: EngineOptions, *, repe
             free_memory()
             if facts.dtype not in limits:
                 limits[facts.dtype] = measure_limits(device, facts.dtype)
-            rows.append(_row(workload, runs, facts=facts, limits=limits[facts.dtype], peak_gib=peak))
+            middle = sorted(runs)[(len(runs) - 1) // 2]
+            floor = floor_and_fraction(engine_sizes(facts, registry), workload, limits[facts.dtype], total_s=middle.total_s)
+            details = {"runs_s": [run.total_s for run in runs], "peak_gib": peak}
+            rows.append(_row(workload, middle, facts=facts, floor=floor, details=details))
     return make_report("offline", device_name(device), rows, options=options, limits=limits.values())
 
 
-def floor_and_fraction(folder: str, workload: Workload, limits: DeviceLimits, *, total_s: float) -> dict[str, float | None]:
-    """Of the workload with the model in `folder`; None where no floor is counted."""
-    shape = dense_shape(json.loads((Path(folder) / "config.json").read_text()))
-    if shape is None:
+def floor_and_fraction(
+    sizes: ModelSizes | None, workload: Workload, limits: DeviceLimits, *, total_s: float
+) -> dict[str, float | None]:
+    """Of the workload with a model of these sizes; None where none could be read."""
+    if sizes is None:
         return {"floor_s": None, "fraction": None}
-    least = floor_s(shape, workload, limits, itemsize=TORCH_DTYPES[limits.dtype].itemsize)
+    least = floor_s(sizes, workload, limits)
     return {"floor_s": least, "fraction": least / total_s}
 
 
-def _row(workload: Workload, runs: Sequence[BenchRun], *, facts: EngineFacts, limits: DeviceLimits, peak_gib: float | None) -> Row:
-    """The median pass, and all of them."""
-    middle = sorted(runs)[(len(runs) - 1) // 2]
+def _row(
+    workload: Workload, middle: BenchRun, *, facts: EngineFacts, floor: dict[str, float | None], details: Mapping[str, object]
+) -> Row:
+    """The median pass. details: of all of them."""
     counts = {"prompt_tokens": middle.prompt_tokens, "output_tokens": middle.output_tokens}
     return Row(
         what={"workload": workload.name, "shape": facts.model_name, "dtype": facts.dtype, **counts},
         measured={"total_s": middle.total_s},
-        derived={f"{name}_per_s": count / middle.total_s for name, count in counts.items()}
-        | floor_and_fraction(facts.folder, workload, limits, total_s=middle.total_s),
-        details={
-            "summary": workload.summary,
-            "runs_s": [run.total_s for run in runs],
-            "cached_tokens": middle.cached_tokens,
-            "peak_gib": peak_gib,
-            **facts_details(facts),
-        },
+        derived={f"{name}_per_s": count / middle.total_s for name, count in counts.items()} | floor,
+        details={"summary": workload.summary, **details, "cached_tokens": middle.cached_tokens, **facts_details(facts)},
     )

@@ -10,49 +10,24 @@ import torch
 
 from enginery.checkpoint.files import READABLE, scan_checkpoint, unstack
 from enginery.checkpoint.reader import read_tensors
-from enginery.contracts.attention import KVGeometry
-from enginery.contracts.batch import FULL
-from enginery.contracts.model import ModelContext, ModelSpec
-from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.model import ModelSpec
 from enginery.contracts.weights import FormatNeeds
 from enginery.errors import Unsupported
-from enginery.kv.pool import PagedKVPool
-from enginery.nn.parallel import SingleRank
-from enginery.nn.reference_ops import REFERENCE_SCHEMES, reference_ops
+from enginery.nn.reference_ops import REFERENCE_SCHEMES
 from enginery.plugin.registry import Registry
-from enginery.testing.kits.ranks import RankAnswer, RankThreads, advance_by_definition, attend_by_definition
+from enginery.testing.kits.ranks import RankAnswer, RankThreads
 from enginery.testing.kits.weights import WholeTensors
 from enginery.testing.rules import BrokenRule, Fault, SkippedCheck
+from enginery.worker.needed_weights import needed_weights
 from enginery.worker.weights.formats import FormatReader, choose_format, stated_quantization
-from enginery.worker.weights.matrices import Matrices, RankSetting
 from enginery.worker.weights.pieces import Slice
-from enginery.worker.weights.rank import RankWeights
-from enginery.worker.weights.shares import stage_of
-from enginery.worker.weights.store import WeightRecord
 
 WORST: Final = 1.25  # of one rank's distance from float64
 
 
 def tensors_asked_for(family: ModelSpec, config: Mapping[str, Any], reader: FormatReader | None) -> dict[str, Slice]:
     """Every tensor of the checkpoint that a single rank takes something of, by its name."""
-    record, ops, facts = WeightRecord(torch.float32), reference_ops(), family.describe(config)
-    comm, meta, stage = SingleRank(ops), torch.device("meta"), stage_of(facts, ParallelFacts())
-    setting = RankSetting(ops=ops, comm=comm, reader=reader, kept=REFERENCE_SCHEMES)
-    context = ModelContext(
-        config=config,
-        facts=facts,
-        weights=RankWeights(Matrices(record, setting)),
-        ops=ops,
-        attend=attend_by_definition,
-        advance=advance_by_definition,
-        pool=PagedKVPool(KVGeometry(pages={FULL: 1}, page_size=16, layers=stage.memory, dtype="float32"), meta),
-        device=meta,
-        dtype=torch.float32,
-        max_positions=64,
-        stage=stage,
-        comm=comm,
-    )
-    family.build(context)
+    record = needed_weights(family, config, torch.float32, reader=reader, kept=REFERENCE_SCHEMES)
     return {source.name: source for piece in record.pieces for part in piece.slices for source in part.sources}
 
 

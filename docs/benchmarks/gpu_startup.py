@@ -29,9 +29,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 def wanted_shapes(folder: Path) -> Shapes:
     """Of all tensors that the model in `folder` asks for."""
     from enginery.config.schema import EngineOptions
-    from enginery.engine.build import check_weights
     from enginery.plugin.registry import Registry
     from enginery.worker.choice import choose
+    from enginery.worker.loading import check_weights
 
     asked = EngineOptions(model=str(folder), load_format="dummy", device="cpu", dtype="bfloat16")
     pieces = check_weights(choose(asked, Registry.load())).record.pieces

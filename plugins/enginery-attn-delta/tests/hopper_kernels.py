@@ -27,7 +27,7 @@ def main() -> None:
     weight, gates = torch.zeros(512, 4, dtype=torch.bfloat16), torch.zeros(1, 512 + 32, dtype=torch.bfloat16)
     for tile_rows in (1, CHUNK_ROWS):
         tiles = torch.zeros(1, 2, dtype=torch.int32)
-        rows = Rows(first_rows=torch.tensor([0, 1], dtype=torch.int32), reads=page, writes=page, tiles=tiles, tile_rows=tile_rows)
+        rows = Rows(first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, tile_rows=tile_rows)
         convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
         for gating in RULES:
             states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)

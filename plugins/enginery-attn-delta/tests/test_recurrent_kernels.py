@@ -26,7 +26,8 @@ def make_rows(lengths: list[int], reads: list[int], writes: list[int], device: s
     tile_rows = 1 if set(lengths) == {1} else CHUNK_ROWS
     tiles = [(request, begin) for request, length in enumerate(lengths) for begin in range(0, length, tile_rows)]
     return Rows(
-        first_rows=torch.tensor(first, dtype=torch.int32, device=device),
+        first_rows=torch.tensor(first[:-1], dtype=torch.int32, device=device),
+        stop_rows=torch.tensor(first[1:], dtype=torch.int32, device=device),
         reads=torch.tensor(reads, dtype=torch.int32, device=device),
         writes=torch.tensor(writes, dtype=torch.int32, device=device),
         tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2),

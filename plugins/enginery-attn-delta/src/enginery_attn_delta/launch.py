@@ -24,11 +24,12 @@ Decay = Literal["head", "channel", "constant"]
 class Rows:
     """Where the rows and states of B requests are, on the device.
 
-    first_rows: [B + 1] int32; reads, writes: [B] int32, pages, -1 to begin from zeros; tiles: [N, 2] int32, request and first token
-    of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
+    first_rows, stop_rows: [B] int32; reads, writes: [B] int32, pages, -1 to begin from zeros and to leave no state; tiles: [N, 2]
+    int32, request and first token of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
     """
 
     first_rows: torch.Tensor
+    stop_rows: torch.Tensor
     reads: torch.Tensor
     writes: torch.Tensor
     tiles: torch.Tensor
@@ -86,6 +87,7 @@ def convolve(
         rows.reads,
         rows.writes,
         rows.first_rows,
+        rows.stop_rows,
         rows.tiles,
         out,
         x.stride(0),
@@ -121,6 +123,7 @@ def recur(
         rows.reads,
         rows.writes,
         rows.first_rows,
+        rows.stop_rows,
         unused if gating.a_log is None else gating.a_log,
         unused if gating.dt_bias is None else gating.dt_bias,
         unused if gating.log_decay is None else gating.log_decay,
@@ -172,6 +175,7 @@ def scan(
         rows.reads,
         rows.writes,
         rows.first_rows,
+        rows.stop_rows,
         a_log,
         a_log if skip is None else skip,
         out,

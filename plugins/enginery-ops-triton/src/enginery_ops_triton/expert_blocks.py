@@ -1,6 +1,7 @@
 """Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200.
 
-Those of experts_float4.py are from counts of instructions and bytes; docs/benchmarks/kernels_moe_float4.py sweeps them.
+Those of experts_float4.py for up to 16 pairs of an expert are from the sweep of docs/benchmarks/kernels_moe_float4.py, the others
+from counts of instructions and bytes.
 """
 
 from __future__ import annotations
@@ -99,11 +100,12 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
         block = _groups(32, num_warps=4, stages=2)
         return Float4Blocks(m=min(m, 32), gate_up=block, down=block)
     if num_pairs <= max(top_k, sizes.num_experts // 16):  # hardly two of an expert
-        block = _groups(32, num_warps=2, stages=5)
+        block = _groups(32, num_warps=2, stages=8)
         return Float4Blocks(m=8, gate_up=block, down=block, alone=True)
-    if m == 16:  # two warps multiply without waiting for each product, and widen more values between two barriers
-        block = _groups(128, num_warps=2, stages=3)
-    elif m <= 64:
+    if m == 16:
+        gate_up, down = _groups(128, num_warps=4, stages=4), _groups(128, num_warps=4, stages=3)
+        return Float4Blocks(m=m, gate_up=gate_up, down=down)
+    if m <= 64:
         block = _groups(128, num_warps=4, stages=4 if m == 32 else 3)
     else:
         block = _groups(128, num_warps=8, stages=2)

@@ -19,6 +19,7 @@ def convolve(
     reads: tl.tensor,
     writes: tl.tensor,
     first_rows: tl.tensor,
+    stop_rows: tl.tensor,
     tiles: tl.tensor,
     out: tl.tensor,
     x_stride: int,
@@ -31,15 +32,15 @@ def convolve(
 ) -> None:
     """One program a tile and block of channels.
 
-    x: [T, C] with a row stride; weight: [C, W]; bias: [C]; states: [pages, W - 1, C]; reads, writes: [B] int32, pages; first_rows:
-    [B + 1] int32, where each request's rows begin; tiles: [N, 2] int32, request and its first token there; out: [T, C].
-    A request that reads page -1 begins from zeros. A request's first tile reads its old state and writes the new one, so the two
-    pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens, or it has one token.
+    x: [T, C] with a row stride; weight: [C, W]; bias: [C]; states: [pages, W - 1, C]; reads, writes: [B] int32, pages; first_rows,
+    stop_rows: [B] int32, each request's rows; tiles: [N, 2] int32, request and its first token there; out: [T, C]. A request that
+    reads page -1 begins from zeros, one that writes to it leaves no state. A request's first tile reads its old state and writes
+    the new one, so the two pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens, or it has one token.
     """
     request = tl.load(tiles + 2 * tl.program_id(0))
     begin = tl.load(tiles + 2 * tl.program_id(0) + 1)
     row = tl.load(first_rows + request).to(tl.int64)
-    count = (tl.load(first_rows + request + 1) - row).to(tl.int32)
+    count = (tl.load(stop_rows + request) - row).to(tl.int32)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
     page = tl.load(reads + request).to(tl.int64)
@@ -72,11 +73,12 @@ def convolve(
     )
     if begin == 0:
         tl.debug_barrier()  # the threads that read the old state are not those that write the new one
-        new = states + tl.load(writes + request).to(tl.int64) * (WIDTH - 1) * channels
+        page_to = tl.load(writes + request).to(tl.int64)
+        new = states + page_to * (WIDTH - 1) * channels
         for place in tl.static_range(WIDTH - 1):
             source = count - (WIDTH - 1) + place
             if source >= 0:
                 kept = tl.load(x + (row + source) * x_stride + channel, mask=inside, other=0.0).to(states.dtype.element_ty)
             else:
                 kept = tl.load(old + (WIDTH - 1 + source) * channels + channel, mask=inside & has_old, other=0.0)
-            tl.store(new + place * channels + channel, kept, mask=inside)
+            tl.store(new + place * channels + channel, kept, mask=inside & (page_to >= 0))

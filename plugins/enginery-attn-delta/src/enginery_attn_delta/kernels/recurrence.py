@@ -20,6 +20,7 @@ def recur(
     reads: tl.tensor,
     writes: tl.tensor,
     first_rows: tl.tensor,
+    stop_rows: tl.tensor,
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     log_decay: tl.tensor,
@@ -52,8 +53,8 @@ def recur(
 
     x: [T, ...] with a row stride, in which q, k and v of head 0 begin at the columns q_at, k_at, v_at; GROUP value heads share a
     key head. gates: [T, G], see `advance` of the backend. states: [pages, H, V, K]; reads, writes: [B] int32, which may be equal; a
-    request that reads page -1 begins from zeros.
-    first_rows: [B + 1] int32. DECAY: "head", "channel" or "constant". ONE_EACH: every request has one token. out: [T, H, V].
+    request that reads page -1 begins from zeros, one that writes to it leaves no state. first_rows, stop_rows: [B] int32. DECAY:
+    "head", "channel" or "constant". ONE_EACH: every request has one token. out: [T, H, V].
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
@@ -83,7 +84,7 @@ def recur(
     k_column = k_at + (head // GROUP) * KEY_DIM + key
     v_column = v_at + head * VALUE_DIM + value
     row = tl.load(first_rows + request).to(tl.int64)
-    stop = row + 1 if ONE_EACH else tl.load(first_rows + request + 1).to(tl.int64)
+    stop = row + 1 if ONE_EACH else tl.load(stop_rows + request).to(tl.int64)
     while row < stop:
         at = x + row * x_stride
         q = tl.load(at + q_column, mask=has_key, other=0.0).to(tl.float32)
@@ -117,7 +118,8 @@ def recur(
             seen += skipped * v
         tl.store(out + (row * HEADS + head) * VALUE_DIM + value, round_to(seen, out.dtype.element_ty), mask=has_value)
         row += 1
-    tl.store(states + tl.load(writes + request).to(tl.int64) * size + place, state, mask=here)
+    page_to = tl.load(writes + request).to(tl.int64)
+    tl.store(states + page_to * size + place, state, mask=here & (page_to >= 0))
 
 
 @kernel
@@ -128,6 +130,7 @@ def scan(
     reads: tl.tensor,
     writes: tl.tensor,
     first_rows: tl.tensor,
+    stop_rows: tl.tensor,
     a_log: tl.tensor,
     skip: tl.tensor,
     out: tl.tensor,
@@ -161,7 +164,7 @@ def scan(
     if HAS_SKIP:
         skipped = tl.load(skip + channel, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(first_rows + request).to(tl.int64)
-    stop = row + 1 if ONE_EACH else tl.load(first_rows + request + 1).to(tl.int64)
+    stop = row + 1 if ONE_EACH else tl.load(stop_rows + request).to(tl.int64)
     while row < stop:
         gate = gates + row * gates_stride
         step = tl.load(gate + channel, mask=inside, other=0.0).to(tl.float32)
@@ -174,4 +177,5 @@ def scan(
             seen += skipped * value
         tl.store(out + row * channels + channel, round_to(seen, out.dtype.element_ty), mask=inside)
         row += 1
-    tl.store(states + tl.load(writes + request).to(tl.int64) * size + place, state, mask=here)
+    page_to = tl.load(writes + request).to(tl.int64)
+    tl.store(states + page_to * size + place, state, mask=here & (page_to >= 0))

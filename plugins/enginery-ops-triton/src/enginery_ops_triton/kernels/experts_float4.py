@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.experts import add_product, loaded, tile_and_block
+from enginery_ops_triton.kernels.experts import add_product, tile_and_block
 from enginery_ops_triton.kernels.gates import biased, gated
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
@@ -80,6 +80,7 @@ def product(
     exponents: tl.tensor,
     x_at: tl.tensor,
     row: tl.tensor,
+    wanted: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,7 +90,8 @@ def product(
     """Rows of one expert's weight times x, [N, BLOCK_M] float32.
 
     words: to those of the expert, [G, ROWS, 32]; exponents: [G, ROWS]; row: [N], which exist; x_at: [32, BLOCK_M], to the first
-    columns of x, which has COLUMNS; behind them weights are zero.
+    columns of x, which has COLUMNS; behind them weights are zero. wanted: [BLOCK_M]; of others x is zero instead of a copy, which
+    all programs would read from the same lines of the cache at once.
     """
     lane = tl.arange(0, LANES)
     words_at = words + row[:, None] * LANES + lane[None, :]
@@ -101,7 +103,8 @@ def product(
         scales = tl.load(exponents_at + group * ROWS)
         for place in tl.static_range(4):
             start = group * GROUP_COLUMNS + place * LANES
-            x_part = loaded(x_at + start, (start + lane < COLUMNS)[:, None], groups * GROUP_COLUMNS == COLUMNS)
+            inside = (start + lane < COLUMNS)[:, None] & wanted[None, :]
+            x_part = tl.load(x_at + start, mask=inside, other=0.0)
             acc = add_product(acc, widened_float4(some, scales, place, NARROW, x_part.dtype), x_part)
     return acc
 
@@ -160,6 +163,7 @@ def gate_up_of_float4(
             exponents + expert * (groups * rows),
             x + token[None, :].to(tl.int64) * x_stride + tl.arange(0, LANES)[:, None],
             tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1),
+            m < end,
             rows,
             COLUMNS,
             BLOCK_M,
@@ -213,6 +217,7 @@ def down_of_float4(
             exponents + expert * (groups * COLUMNS),
             x + known[None, :].to(tl.int64) * INNER + tl.arange(0, LANES)[:, None],
             tl.minimum(n, COLUMNS - 1),
+            m < end,
             COLUMNS,
             INNER,
             BLOCK_M,

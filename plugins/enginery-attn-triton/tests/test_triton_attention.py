@@ -17,8 +17,9 @@ from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
-from enginery_attn_triton.plan import RecentCut, split_decoding, tiles_of
+from enginery_attn_triton.plan import tiles_of
 from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
+from enginery_attn_triton.splitting import RecentCut, split_decoding, split_verifying
 from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
 
 H200 = Device(num_units=132, shared_bytes=227 << 10)
@@ -58,6 +59,49 @@ def test_items_cover_what_each_row_sees_once_and_are_no_more_than_allowed(kv_len
         parts += range(first, first + count)
     assert parts == list(range(len(parts)))
     assert len(parts) <= 2 * extra
+
+
+@given(
+    kv_lens=st.lists(st.integers(8, 3000), min_size=1, max_size=20),
+    window=st.none() | st.integers(1, 600),
+    length=st.integers(2, 8),
+    together=st.integers(1, 8),
+    extra=st.integers(0, 50),
+)
+def test_items_of_drafts_cover_what_their_rows_see_once(kv_lens, window, length, together, extra) -> None:
+    together = min(together, length)
+    cut = DecodeCut(
+        window=window, tile_keys=16, programs=2, wave=max(1, extra // 3), extra=extra, parts=999, length=length, together=together
+    )
+    items, splits, num_tall = split_verifying(lens(*kv_lens), cut, columns=7)
+    assert (num_tall, len(splits)) == (0, length * len(kv_lens))
+    parts = []
+    for row in range(length * len(kv_lens)):
+        request, inside = divmod(row, length)
+        mine = items[(items[:, 0] <= row) & (row < items[:, 0] + items[:, 5])]
+        mine = mine[np.argsort(mine[:, 2])]
+        assert (mine[:, 1] == request * 7).all()
+        assert (mine[:, 0] == request * length + inside // together * together).all()
+        position = kv_lens[request] - length + inside
+        assert (mine[:, 6] + row - mine[:, 0] == position).all()
+        assert mine[0, 2] <= (0 if window is None else max(0, position + 1 - window))
+        assert mine[-1, 3] > position
+        assert mine[-1, 3] <= kv_lens[request]
+        assert (mine[1:, 2] == mine[:-1, 3]).all()
+        first, count = splits[row]
+        assert mine[:, 4].tolist() == ([-1] if count == 0 else list(range(count)))
+        parts += range(first, first + count)
+    assert parts == list(range(len(parts)))
+    assert len(parts) <= 2 * extra * together
+
+
+def test_drafts_of_a_few_requests_are_split_over_the_whole_device() -> None:
+    """As tiles of a prefill, one request has eight programs."""
+    for facts in (LLAMA, DEEPSEEK):
+        layer = LayerCut.of(facts, itemsize=2, device=H200, length=4)
+        items, *_ = split_verifying(lens(4096), layer.decode, columns=256)
+        assert len(items) * layer.decode.programs > 100
+        assert layer.workspace_bytes <= WORKSPACE_BYTES
 
 
 def test_one_long_request_is_split_over_the_whole_device_and_many_short_ones_are_not() -> None:
@@ -203,7 +247,7 @@ def test_a_workspace_that_another_backend_took_smaller_is_replaced(bench) -> Non
     turns = bench.turns([(200, 1), (9, 1)])
     compare(bench.run(turns, Phase.DECODE), [bench.expected(turn) for turn in turns], dtype="float32", what="a new workspace")
     assert len(smaller) == 16
-    assert len(bench.backend.arena.take("attention of split requests", 16)) == bench.backend.parts_bytes
+    assert len(bench.backend.arena.take("attention of split requests", 16)) == bench.backend.cuts.of(1).workspace_bytes
 
 
 @given(

@@ -18,7 +18,7 @@ from enginery.testing.stage import Turn
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
 from enginery_attn_triton import tiling
-from enginery_attn_triton.plan import split_decoding
+from enginery_attn_triton.splitting import split_decoding
 from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut
 
 H200 = Device(num_units=132, shared_bytes=227 << 10)

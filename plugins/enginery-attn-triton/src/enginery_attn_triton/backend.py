@@ -20,13 +20,14 @@ from enginery.api import (
 from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
 from enginery_attn_triton.plan import GraphState, Planner, TritonPlan
 from enginery_attn_triton.ragged import RaggedAttention, TritonChunkPlan
-from enginery_attn_triton.tiling import Device, LayerCut
+from enginery_attn_triton.tiling import Device, LayerCuts
 
 
 class TritonAttention:
     """MHA, GQA and MQA over pages, with sliding window, soft cap and sinks; MLA over pages and ragged; decoding steps in graphs.
 
-    Requests of one token at the front of a batch are decoded, whatever the phase. Implements `enginery.api.AttnBackend`.
+    Requests of one token at the front of a batch are decoded, whatever the phase, and so are those whose drafts are verified.
+    Implements `enginery.api.AttnBackend`.
     """
 
     def __init__(self, context: BackendContext) -> None:
@@ -35,15 +36,10 @@ class TritonAttention:
         self.arena = context.arena
         self.geometry = context.geometry
         facts, itemsize = Device.of(context.device), context.dtype.itemsize
-        self.cuts = tuple(
-            None if layer.recurrent is not None else LayerCut.of(layer, itemsize=itemsize, device=facts)
-            for layer in context.geometry.layers
-        )
-        every = tuple(dict.fromkeys(cut for cut in self.cuts if cut is not None))
-        self.planner = Planner(cuts=every, page_size=context.geometry.page_size, device=context.device, facts=facts)
+        self.cuts = LayerCuts(context.geometry.layers, itemsize=itemsize, device=facts)
+        self.planner = Planner(cuts=self.cuts, page_size=context.geometry.page_size, device=context.device, facts=facts)
         latent = next((layer for layer in context.geometry.layers if layer.latent is not None), None)
         self.ragged = RaggedAttention(layer=latent, itemsize=itemsize, device=context.device, facts=facts)
-        self.parts_bytes = max((cut.workspace_bytes for cut in every), default=0)
         self.graphs: GraphState | None = None
         self.epoch = 0
 
@@ -51,7 +47,8 @@ class TritonAttention:
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TritonPlan:
         """Upload tables for this batch; of a plan that is captured, say where `refresh_graph_metadata` will write them."""
         key = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture)
-        parts = self.arena.take("attention of split requests", self.parts_bytes, may_move=True)
+        workspace_bytes = self.cuts.of(batch.decode_len).workspace_bytes
+        parts = self.arena.take("attention of split requests", workspace_bytes, may_move=True)
         if not capture:
             return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts)
         if self.graphs is None or batch.phase is not Phase.DECODE or batch.num_tokens != batch.num_requests:
@@ -74,7 +71,7 @@ class TritonAttention:
         """Take the memory that captured plans point into. Plans made before point elsewhere, and are not used any more."""
         self.epoch += self.graphs is not None
         self.graphs = GraphState(
-            tuple(dict.fromkeys(cut.decode for cut in self.planner.cuts)),
+            tuple(dict.fromkeys(cut.decode for cut in self.cuts.of(1).distinct)),
             max_batch_size=max_batch_size,
             num_pages=self.geometry.num_pages,
             device=self.planner.device,
@@ -101,7 +98,7 @@ class TritonAttention:
     ) -> None:
         """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, TritonPlan, backend=self.backend_id, epoch=self.epoch)
-        cut, tables = self.cuts[layer.local_id], planned.tables
+        cut, tables = self.cuts.of(batch.decode_len).layers[layer.local_id], planned.tables
         assert cut is not None, "a recurrent layer has no pages"
         keys, values = self.pool.layer(layer.local_id)
         memory = Memory(k=keys, v=values, pages=tables.pages)

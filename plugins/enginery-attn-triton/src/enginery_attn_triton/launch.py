@@ -80,7 +80,7 @@ def run_decode(
     q: torch.Tensor, memory: Memory, out: torch.Tensor, *, cut: LayerCut, split: Split, parts: torch.Tensor, scores: Scores
 ) -> None:
     """q, out: [S, H, .], of which the first rows are written. parts: uint8, as large as the cut says."""
-    dims, num_requests = cut.dims, split.splits.shape[0]
+    dims, num_rows = cut.dims, split.splits.shape[0]
     values = parts.view(torch.float32)
     sums = values[cut.decode.parts * dims.num_heads * dims.value :]
     sinks = q if scores.sinks is None else scores.sinks
@@ -105,13 +105,15 @@ def run_decode(
             HEAD_BLOCKS=blocks,
             SOFTCAP=scores.softcap is not None,
             SINKS=scores.sinks is not None,
+            VERIFIES=cut.decode.length > 1,
+            WINDOW=scores.window or 0 if cut.decode.length > 1 else 0,
             CHAINED=cut.chained,
             launch_pdl=cut.chained,
             **_common(q, out, memory.k, memory.v, dims=dims),
             **_of_tile(tile),
         )
     if split.merged:
-        merge[(min(dims.num_heads, max(1, _MERGING // num_requests)), num_requests)](
+        merge[(min(dims.num_heads, max(1, _MERGING // num_rows)), num_rows)](
             out,
             values,
             sums,

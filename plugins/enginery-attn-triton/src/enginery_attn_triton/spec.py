@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import Final
 
-from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
 
 NAME: Final = "triton"
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
@@ -39,6 +39,7 @@ def make_spec() -> AttnBackendSpec:
             sliding_window=True,
             softcap=True,
             sinks=True,
+            phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
             mla=True,
             mla_ragged=True,
             graphs=True,

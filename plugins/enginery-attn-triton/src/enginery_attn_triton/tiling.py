@@ -6,8 +6,9 @@ G query heads per KV head, D dims of a key's main part, P of the rest, V of a va
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -118,9 +119,9 @@ class Tile:
         return self.rows // self.group_rows
 
 
-def decode_tile(dims: HeadDims, device: Device) -> Tile:
-    """One token's heads against about 32 KB of keys and values. Of latents, what shared memory holds."""
-    rows = min(64, padded(dims.group))
+def decode_tile(dims: HeadDims, device: Device, *, length: int = 1) -> Tile:
+    """The heads of `length` tokens against about 32 KB of keys and values. Of latents, what shared memory holds."""
+    rows = min(64, padded(dims.group * length))
     room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 32 << 10
     keys = _power_below(min(room, device.shared_bytes // 2 + (32 << 10)) // dims.token_bytes, low=16, high=128)
     warps = 8 if rows * padded(dims.value) > 8192 else 4
@@ -169,9 +170,9 @@ def _tiles_beside(dims: HeadDims, rows: int, *, keys: int, device: Device) -> in
 class DecodeCut:
     """How decoding requests are split.
 
-    programs: for one item. wave: how many items run at once on the whole device. extra, parts: at the most, items more than
-    requests, and parts. together: how many requests an item over keys that they share is for; 1 where none are. tall_together,
-    tall_wave: the same of the items of tall tiles.
+    length: rows of a request. programs: for one item. wave: how many items run at once on the whole device. extra, parts: at the
+    most, items more than requests, and parts. together: how many rows an item is for, of requests that share its keys or of one
+    that has several; 1 where none are. tall_together, tall_wave: the same of the items of tall tiles.
     """
 
     window: int | None
@@ -180,6 +181,7 @@ class DecodeCut:
     wave: int
     extra: int
     parts: int
+    length: int = 1
     together: int = 1
     tall_together: int = 1
     tall_wave: int = 0
@@ -204,25 +206,29 @@ class LayerCut:
     chained: bool
 
     @classmethod
-    def of(cls, facts: AttnLayerFacts, *, itemsize: int, device: Device) -> LayerCut:
-        """A request of n items adds n - 1 to `extra` and has n parts, so without sharing there are at most twice `extra` parts."""
+    def of(cls, facts: AttnLayerFacts, *, itemsize: int, device: Device, length: int = 1) -> LayerCut:
+        """A request of n items adds n - 1 to `extra` and has n parts for each row of an item, so without sharing there are at most
+        2 extra together parts. length: rows of a request, which verify drafts where there are several."""
         dims = HeadDims.of(facts, itemsize)
-        tile = decode_tile(dims, device)
+        tile = decode_tile(dims, device, length=length)
         programs = dims.num_kv_heads * -(-dims.group // tile.rows)
         resident = max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
         wave = max(1, resident * device.num_units // programs)
         most = WORKSPACE_BYTES // part_bytes(dims)
-        extra = min(MAX_WAVES * wave, most // 2)
-        shares = facts.sliding_window is None and not dims.shared and 2 * dims.group <= tile.rows
-        tall = tall_tile(dims, tile) if facts.sliding_window is None else None
+        plain = facts.sliding_window is None and length == 1
+        shares = plain and not dims.shared and 2 * dims.group <= tile.rows
+        tall = tall_tile(dims, tile) if plain else None
+        together = min(length, max(1, tile.rows // dims.group)) if length > 1 else tile.rows // dims.group if shares else 1
+        extra = min(MAX_WAVES * wave, most // (2 * (together if length > 1 else 1)))
         cut = DecodeCut(
+            length=length,
             window=facts.sliding_window,
             tile_keys=tile.keys,
             programs=programs,
             wave=wave,
             extra=extra,
-            parts=most if shares or tall else 2 * extra,
-            together=tile.rows // dims.group if shares else 1,
+            parts=most if shares or tall or length > 1 else 2 * extra,
+            together=together,
             tall_together=tall.rows // dims.group if tall else 1,
             tall_wave=max(1, 2 * device.num_units // programs) if tall else 0,
         )
@@ -232,6 +238,35 @@ class LayerCut:
     def workspace_bytes(self) -> int:
         """Of the results of split requests."""
         return self.decode.parts * part_bytes(self.dims)
+
+
+class ModelCuts(NamedTuple):
+    """Of each layer of a model, None of a recurrent one; each cut once; the workspace for the largest."""
+
+    layers: tuple[LayerCut | None, ...]
+    distinct: tuple[LayerCut, ...]
+    workspace_bytes: int
+
+
+class LayerCuts:
+    """Of a model's layers, for any number of rows that decoding requests have; made when they are first asked for."""
+
+    def __init__(self, layers: Sequence[AttnLayerFacts], *, itemsize: int, device: Device) -> None:
+        self._layers, self._itemsize, self._device = tuple(layers), itemsize, device
+        self._made: dict[int, ModelCuts] = {}
+
+    def of(self, length: int) -> ModelCuts:
+        """For requests of so many rows."""
+        if length not in self._made:
+            layers = tuple(
+                None
+                if facts.recurrent is not None
+                else LayerCut.of(facts, itemsize=self._itemsize, device=self._device, length=length)
+                for facts in self._layers
+            )
+            distinct = tuple(dict.fromkeys(cut for cut in layers if cut is not None))
+            self._made[length] = ModelCuts(layers, distinct, max((cut.workspace_bytes for cut in distinct), default=0))
+        return self._made[length]
 
 
 def part_bytes(dims: HeadDims) -> int:

@@ -5,7 +5,8 @@
     request 2   [ item 4 ]                                         -> written as it is
 
 H query heads, K KV heads, V value dims. A program has up to BLOCK_M query heads of one KV head, of one request or of several that
-begin with the same pages, so keys are read once for all of them.
+begin with the same pages, so keys are read once for all of them. Where drafts are verified, a request has several rows, and a
+program has as many of them as fit; each sees the keys up to its own.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ def decode(
     SHARED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    VERIFIES: tl.constexpr,
+    WINDOW: tl.constexpr,
     CHAINED: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
-    """Grid: (K * HEAD_BLOCKS, items). BLOCK_G: of a program's rows, those of one request.
+    """Grid: (K * HEAD_BLOCKS, items). BLOCK_G: of a program's rows, those of one token.
 
-    items: [., 8] int32: row, first of its pages, first key, end of keys, which part of its row or -1, how many rows from `row` on.
+    items: [., 8] int32: row, first of its pages, first key, end of keys, which part of its row or -1, how many rows from `row` on,
+    and with VERIFIES the position of `row`. WINDOW: 0 for none; without VERIFIES the first key tells.
     parts: [., H, V] float32, part_sums: [., H] float32, base 2: of items with a part; others write to `out`. splits: as in `merge`.
     """
     release_successor(CHAINED)
@@ -78,6 +82,9 @@ def decode(
     real = (places // BLOCK_G < count) & (in_group < GROUP)
     heads = kv_head * GROUP + in_group
     rows = row + places // BLOCK_G
+    positions = places
+    if VERIFIES:
+        positions = tl.load(item + 6) + places // BLOCK_G
     q_places = rows.to(tl.int64) * Q_STRIDE + heads * Q_HEAD
     q_main = load_rows(q, q_places, real, 1, D, BLOCK_D, True).to(DOT)
     q_rope = q_main
@@ -96,7 +103,7 @@ def decode(
         v + kv_head * V_HEAD,
         pages + base,
         first,
-        places,
+        positions,
         first,
         last,
         last,
@@ -116,15 +123,15 @@ def decode(
         SHARED=SHARED,
         SOFTCAP=SOFTCAP,
         MASKED=True,
-        CAUSAL=False,
-        WINDOW=0,
+        CAUSAL=VERIFIES,
+        WINDOW=WINDOW if VERIFIES else 0,
         DOT=DOT,
     )
     dims = tl.arange(0, BLOCK_V)
     wanted = real[:, None] & (dims < V)[None, :]
     if index < 0:
         if SINKS:
-            total += tl.exp2(tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E - top)
+            total += tl.exp2(tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E - tl.where(real, top, 0.0))
         out_places = rows.to(tl.int64) * OUT_STRIDE + heads * OUT_HEAD
         tl.store(out + out_places[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
     else:

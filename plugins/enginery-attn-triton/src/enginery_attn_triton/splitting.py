@@ -1,0 +1,234 @@
+"""How the keys of decoding requests are cut into items, for programs of about the same length.
+
+B requests, P columns of the page table, R rows of keys that are cut, I items.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from enginery.kv.shared_prefixes import Ints, SharedPrefix, shared_prefixes
+from enginery_attn_triton.tiling import MAX_WAVES, TALL_WAVES, DecodeCut
+
+MIN_SHARED_TOKENS: Final = 256  # that requests begin with, for them to be read once
+MIN_SHARING: Final = 2  # requests
+MIN_SPLIT_KEYS: Final = 64
+WAVE_KEYS: Final = 1024  # of an item, where there is more than one wave of items
+ITEM_TILES: Final = 2  # what an item costs besides its keys, as so many tiles
+MIN_SHARED_KEYS: Final = 512  # of an item for several requests: it writes a part for each of them
+RECUT_KEYS: Final = 32  # a captured step is cut anew when a request has so many keys more
+
+
+class Rows(NamedTuple):
+    """What items are cut from: keys [first, end) of requests [request, request + size). [R] each, int32."""
+
+    request: Ints
+    size: Ints
+    first: Ints
+    end: Ints
+
+
+class Cutting(NamedTuple):
+    """Items [I, 8] and splits [B, 2]. num_tall: of the items, the first, which are for tall tiles."""
+
+    items: Ints
+    splits: Ints
+    num_tall: int
+
+
+def sharing(table: Ints, kv_lens: Ints, *, page_size: int) -> list[SharedPrefix]:
+    """Runs of requests that begin alike, long enough to be worth items of their own. table: [B, P], kv_lens: [B]."""
+    return shared_prefixes(table, kv_lens, page_size=page_size, min_tokens=MIN_SHARED_TOKENS, min_requests=MIN_SHARING)
+
+
+def rows_of(kv_lens: Ints, cut: DecodeCut, shared: Sequence[SharedPrefix], *, page_size: int, together: int) -> Rows:
+    """First the keys that are shared, each row for `together` requests at the most; then the rest of each request's keys."""
+    num = len(kv_lens)
+    request, size = np.arange(num, dtype=np.int32), np.ones(num, dtype=np.int32)
+    first: Ints = np.zeros(num, dtype=np.int32) if cut.window is None else np.maximum(kv_lens - cut.window, 0)
+    if not shared:
+        return Rows(request, size, first, kv_lens)
+    chunks = []
+    for prefix in shared:
+        keys, count = prefix.num_pages * page_size, -(-prefix.count // together)
+        first[prefix.first : prefix.first + prefix.count] = keys
+        bounds = [prefix.first + prefix.count * number // count for number in range(count + 1)]
+        chunks += [(low, high - low, 0, keys) for low, high in itertools.pairwise(bounds)]
+    own = np.stack((request, size, first, kv_lens))
+    return Rows(*np.concatenate((np.array(chunks, dtype=np.int32).T, own), axis=1))
+
+
+def affordable(
+    shared: Sequence[SharedPrefix], cut: DecodeCut, num_requests: int, *, room: int, together: int
+) -> list[SharedPrefix]:
+    """Those that save the most, and as many of their requests, as there is room for items and parts."""
+    kept: list[SharedPrefix] = []
+    parts = cut.parts - num_requests - 2 * cut.extra
+    for prefix in sorted(shared, key=lambda prefix: -prefix.saved_pages) if together > 1 else ():
+        count = min(prefix.count, room * together, parts)
+        if count > 1:
+            kept.append(SharedPrefix(prefix.first, count, prefix.num_pages))
+            room, parts = room - -(-count // together), parts - count
+    return kept
+
+
+def tiles_per_item(tiles: Ints, *, most: int, least: int | Ints) -> int | Ints:
+    """Of rows of so many tiles, the fewest for an item with which there are no more than `most` items; not fewer than `least`.
+
+    tiles: [R], no more rows than `most`. least and the result: for all rows, or [R].
+    """
+    total = int(np.add.reduce(tiles))
+    low, high = max(1, total // most), max(1, int(tiles.max(initial=1)))
+    if most > len(tiles):
+        high = min(high, max(1, -(-total // (most - len(tiles)))))
+    while low < high:
+        middle = (low + high) // 2
+        if int(np.add.reduce(_num_items(tiles, _at_least(middle, least)))) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return _at_least(low, least)
+
+
+def _at_least(number: int, least: int | Ints) -> int | Ints:
+    """Plain numbers stay plain: numpy divides by them three times as fast."""
+    if isinstance(least, int):
+        return max(number, least)
+    larger: Ints = np.maximum(number, least)
+    return larger
+
+
+def _num_items(tiles: Ints, per_item: int | Ints) -> Ints:
+    counts: Ints = (tiles + (per_item - 1)) // per_item
+    return counts
+
+
+def split_decoding(
+    kv_lens: Ints, cut: DecodeCut, *, columns: int, page_size: int = 1, shared: Sequence[SharedPrefix] = ()
+) -> Cutting:
+    """Of requests of one row each, the i-th of which has row i of a page table of `columns`.
+
+    shared: disjoint; what there is no room for is read by each request.
+    """
+    num = len(kv_lens)
+    tall = cut.tall_room(num)
+    together, room = (cut.tall_together, tall) if tall else (cut.together, cut.room(num, waves=1))
+    shared = affordable(shared, cut, num, room=room, together=together) if shared else ()
+    rows = rows_of(kv_lens, cut, shared, page_size=page_size, together=together)
+    return _split(rows, cut, num=num, columns=columns, tall=bool(tall))
+
+
+def split_verifying(kv_lens: Ints, cut: DecodeCut, *, columns: int) -> Cutting:
+    """Of requests of cut.length rows each, of which cut.together share an item.
+
+    The i-th request has row i of a page table of `columns`.
+    """
+    each = -(-cut.length // cut.together)
+    request = np.arange(len(kv_lens), dtype=np.int32).repeat(each)
+    above = np.tile(np.arange(each, dtype=np.int32) * np.int32(cut.together), len(kv_lens))  # rows of the request before these
+    size = np.minimum(cut.length - above, cut.together)
+    position = kv_lens[request] - cut.length + above
+    first = np.zeros_like(position) if cut.window is None else np.maximum(position + 1 - cut.window, 0)
+    rows = Rows(np.arange(len(request), dtype=np.int32), np.ones(len(request), dtype=np.int32), first, position + size)
+    items, splits, num_tall = _split(rows, cut, num=len(request), columns=columns, tall=False)
+    of_item = items[:, 0]
+    items[:, 1], items[:, 5], items[:, 6] = request[of_item] * columns, size[of_item], position[of_item]
+    items[:, 0] = request[of_item] * cut.length + above[of_item]
+    counts = splits[:, 1].repeat(size)
+    return Cutting(items, np.stack((counts.cumsum(dtype=np.int32) - counts, counts), axis=1), num_tall)
+
+
+def _split(rows: Rows, cut: DecodeCut, *, num: int, columns: int, tall: bool) -> Cutting:
+    """Into items that all have about the same number of keys: the fewest with which they fill one wave, or some where they remain
+    long. rows: the last `num` are one for each request, those before of keys that requests share, in tall tiles or not."""
+    num_shared = len(rows.request) - num
+    tiles = (rows.end - rows.first + (cut.tile_keys - 1)) // cut.tile_keys  # [R]
+    counts = _num_items(tiles, _tiles_per_item(tiles, rows.size, cut, num_shared=num_shared, tall=tall))  # [R]
+    stops = counts.cumsum()
+    before = np.zeros(num, dtype=np.int32)  # parts of shared keys
+    for request, size, count in zip(rows.request[:num_shared], rows.size, counts[:num_shared], strict=False):
+        before[request : request + size] = count
+    parts = counts[num_shared:] + before
+    parts[parts == 1] = 0  # [B]
+    row = np.empty((len(counts), 8), dtype=np.int32)
+    row[:, 0], row[:, 1], row[:, 2], row[:, 3] = rows.request, rows.request * columns, rows.first, rows.end
+    row[:num_shared, 4], row[num_shared:, 4] = 0, np.where(parts > 0, before, -1)
+    row[:, 5], row[:, 6], row[:, 7] = rows.size, tiles, counts
+    items: Ints = row.repeat(counts, axis=0)  # [I, 8]; each has its row's range yet, and its row's first part
+    index = np.arange(len(items)) - (stops - counts).repeat(counts)
+    items[:, 2] += items[:, 6] * index // items[:, 7] * cut.tile_keys
+    items[:-1, 3] = items[1:, 2]
+    items[stops - 1, 3] = rows.end
+    items[:, 4] += index  # -1 has one item
+    num_tall = int(stops[num_shared - 1]) if num_shared and tall else 0
+    if cut.wave < len(items) - num_tall <= MAX_WAVES * cut.wave:  # the longest first, so that the last ones to run are short
+        usual = items[num_tall:]
+        lengths = (usual[:, 2] - usual[:, 3]) // cut.tile_keys  # negative
+        items[num_tall:] = usual.take(lengths.astype(np.int16).argsort(kind="stable"), axis=0)  # 16 bits are sorted by radix
+    splits = np.empty((num, 2), dtype=np.int32)
+    splits[:, 0], splits[:, 1] = parts.cumsum() - parts, parts
+    return Cutting(items, splits, num_tall)
+
+
+def _tiles_per_item(tiles: Ints, sizes: Ints, cut: DecodeCut, *, num_shared: int, tall: bool) -> int | Ints:
+    """`tiles_per_item` of all rows; of those that are shared and of the others apart, where they are launched apart."""
+    num, least = len(tiles) - num_shared, max(1, MIN_SPLIT_KEYS // cut.tile_keys)
+    if not num_shared:
+        return _filling_waves(tiles, cut, num_requests=num, least=least)
+    above, own = tiles[:num_shared], tiles[num_shared:]
+    above_least = max(1, MIN_SHARED_KEYS // cut.tile_keys)
+    if tall:
+        most = cut.tall_wave * _num_waves(above, cut.tall_wave, tile_keys=cut.tile_keys, most=TALL_WAVES)
+        first = tiles_per_item(above, most=max(num_shared, most), least=above_least)
+        rest = _filling_waves(own, cut, num_requests=num, least=least)
+    else:
+        leasts = np.where(sizes > 1, above_least, least)
+        first, rest = np.split(_filling_waves(tiles, cut, num_requests=num, least=leasts), [num_shared])
+    parts = cut.parts - num - 2 * cut.extra
+    while int((-(-above // first)) @ sizes[:num_shared]) > parts:
+        first = 2 * first
+    return np.concatenate((first * np.ones_like(above), rest * np.ones_like(own)))
+
+
+def _num_waves(tiles: Ints, wave: int, *, tile_keys: int, most: int) -> int:
+    return min(most, max(1, int(np.add.reduce(tiles)) * tile_keys // (wave * WAVE_KEYS)))
+
+
+def _filling_waves(tiles: Ints, cut: DecodeCut, *, num_requests: int, least: int | Ints) -> int | Ints:
+    """One wave where no item of it is much longer than the others; else as many items as there is room for."""
+    waves = _num_waves(tiles, cut.wave, tile_keys=cut.tile_keys, most=MAX_WAVES)
+    one = min(cut.wave, num_requests + cut.extra)
+    if waves == 1 and len(tiles) <= one:
+        per = tiles_per_item(tiles, most=one, least=least)
+        if int(np.max(per)) <= 1.5 * int(np.add.reduce(tiles)) / cut.wave + ITEM_TILES:
+            return per
+    return tiles_per_item(tiles, most=num_requests + cut.room(num_requests, waves=waves), least=least)
+
+
+class RecentCut:
+    """The cutting of a captured step, which serves the steps after it while they differ only by some more keys of each request."""
+
+    def __init__(self, kv_lens: Ints, cut: DecodeCut, *, columns: int, page_size: int, shared: Sequence[SharedPrefix]) -> None:
+        self.kv_lens = kv_lens.copy()
+        self.shared = shared
+        self.is_reusable = cut.window is None  # with a window the first keys change too
+        self.cutting = split_decoding(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
+        items = self.cutting.items
+        last = np.flatnonzero(items[:, 3] == kv_lens[items[:, 0]])  # shared keys end before the last
+        self.last_items = np.empty(len(kv_lens), dtype=np.int64)
+        self.last_items[items[last, 0]] = last
+
+    def followed_by(self, kv_lens: Ints, *, columns: int, shared: Sequence[SharedPrefix]) -> bool:
+        """Whether it serves these lengths, and if so, now has them."""
+        if not self.is_reusable or len(kv_lens) != len(self.kv_lens) or shared != self.shared:
+            return False
+        more = kv_lens - self.kv_lens
+        if int(more.min(initial=0)) < 0 or int(more.max(initial=0)) > RECUT_KEYS:
+            return False
+        items = self.cutting.items
+        items[:, 1], items[self.last_items, 3] = items[:, 0] * columns, kv_lens
+        return True

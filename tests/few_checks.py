@@ -1,64 +1,72 @@
-"""Fewer checks of the conformance kit where kernels are interpreted; on a CUDA device, and with ENGINERY_TESTS=full, all of them.
+"""Fewer checks of the conformance kit where kernels are interpreted or stood in for; on a CUDA device, and with
+ENGINERY_TESTS=full, all of them.
 
-On a CPU the rule about numbers is tried on cases in which each recurrence meets each claimed value, and not any two values. Of
-every other rule there is one case of each kernel: recurrences with a matrix for a state share one, and take turns.
+On a CPU the rule about numbers is tried on cases in which each kernel meets each recurrence and each claimed value, and not any two
+values. Of every other rule there is one case of each kernel: what is alike shares one, and takes turns.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pairwise import EVERYTHING
 
+from enginery.contracts.memory import RecurrentFacts
 from enginery.testing.cases import AttnCase
 from enginery.testing.conformance import Check
 
 Facet = tuple[object, ...]
 
 
-def few(checks: Sequence[Check], *, everything: bool = EVERYTHING) -> list[Check]:
-    """Some of the checks, in the order of all."""
+def few(checks: Sequence[Check], *, without: Collection[str] = (), everything: bool = EVERYTHING) -> list[Check]:
+    """Some of the checks, in the order of all. without: names of rules that are left out."""
     if everything:
         return list(checks)
     kept, turn = [], itertools.count()
     for name, group in itertools.groupby(checks, key=lambda check: check.rule.name):
-        of_rule = list(group)
-        recurrent = [check for check in of_rule if check.case is not None and check.case.facts.recurrent is not None]
-        if name == "numbers":
-            chosen = _meeting_each_value(recurrent)
-        else:
-            matrices = [check for check in recurrent if _kernel(check.case) == "matrix"]
-            chosen = [check for check in recurrent if _kernel(check.case) != "matrix"]
-            chosen += [matrices[next(turn) % len(matrices)]] if matrices else []
-        kept += [check for check in of_rule if check not in recurrent or check in chosen]
+        of_rule = list(group) if name not in without else []
+        chosen = []
+        for kernel in dict.fromkeys(_kernel(check.case) for check in of_rule if check.case is not None):
+            alike = [check for check in of_rule if check.case is not None and _kernel(check.case) == kernel]
+            chosen += _meeting_each_value(alike) if name == "numbers" else [alike[next(turn) % len(alike)]]
+        kept += [check for check in of_rule if check.case is None or check in chosen]
     return kept
 
 
-def _kernel(case: AttnCase | None) -> str:
-    assert case is not None
-    assert case.facts.recurrent is not None
+def _kernel(case: AttnCase) -> str:
+    if case.facts.recurrent is None:
+        return "softmax" if case.facts.latent is None else "latent"
     rule = case.facts.recurrent.rule
     return rule if rule in ("scan", "conv") else "matrix"
 
 
-def _facets(case: AttnCase | None) -> set[Facet]:
-    """What a case has of each factor, with its recurrence."""
-    assert case is not None
-    assert case.facts.recurrent is not None
-    facts = case.facts.recurrent
-    form = (facts.rule, facts.decay, facts.ssm, facts.gate_floor, facts.conv_silu)
-    values: list[object] = [form, facts.key_dim, facts.value_dim, facts.conv_kernel, case.dtype]
-    heads = (*form, facts.key_heads, facts.value_heads)
-    return {heads, *((facts.rule, facts.decay, place, value) for place, value in enumerate(values))}
+def _facets(case: AttnCase) -> set[Facet]:
+    """What a case has of each factor. Decays are computed for each head, so they have the numbers of heads with them."""
+    facts, rule = case.facts, case.facts.recurrent
+    if rule is None:
+        values = [(facts.num_heads, facts.num_kv_heads), facts.head_dim, facts.v_head_dim, facts.sliding_window, facts.softcap]
+        values += [facts.sinks, facts.latent, case.page_size, case.dtype, case.strategy]
+        return set(enumerate(values))
+    form = (rule.rule, rule.decay, rule.ssm, rule.gate_floor, rule.conv_silu)
+    values = [form, (rule.decay, rule.key_heads, rule.value_heads), rule.key_dim, rule.value_dim, rule.conv_kernel, case.dtype]
+    return set(enumerate(values))
+
+
+def _size(case: AttnCase) -> int:
+    """How much there is to compute, about."""
+    rule: RecurrentFacts | None = case.facts.recurrent
+    return rule.value_heads * rule.key_dim * rule.value_dim if rule is not None else case.facts.num_heads * case.facts.head_dim
 
 
 def _meeting_each_value(checks: Sequence[Check]) -> list[Check]:
-    """Greedy, the first first."""
-    missing = set[Facet]().union(*(_facets(check.case) for check in checks))
+    """Greedy; of those that add as much the smallest."""
+    facets = {index: _facets(check.case) for index, check in enumerate(checks) if check.case is not None}
+    sizes = {index: _size(check.case) for index, check in enumerate(checks) if check.case is not None}
+    missing = set[Facet]().union(*facets.values())
     chosen = []
     while missing:
-        best = max(checks, key=lambda check: len(_facets(check.case) & missing))
-        missing -= _facets(best.case)
-        chosen.append(best)
+        best = max(facets, key=lambda index: (len(facets[index] & missing), -sizes[index]))
+        missing -= facets[best]
+        chosen.append(checks[best])
     return chosen

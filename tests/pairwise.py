@@ -22,10 +22,16 @@ def pairwise(
     """Like one `parametrize` for each axis. An axis of several names has a tuple for each value. indirect: names of fixtures."""
     names = [name.strip() for together, _ in axes for name in together.split(",")]
     choices = [[value if "," in together else (value,) for value in values] for together, values in axes]
+    rows = [tuple(itertools.chain(*row)) for row in crossed(*choices, everything=everything)]
+    return pytest.mark.parametrize(names, rows, indirect=list(indirect))
+
+
+def crossed(*axes: Iterable[object], everything: bool = EVERYTHING) -> list[tuple[object, ...]]:
+    """All combinations of values, or such that any two values meet in one: together an axis of several names for `in_turn`."""
+    choices = [list(values) for values in axes]
     places = list(itertools.product(*(range(len(values)) for values in choices)))
     chosen = places if everything else covering(places)
-    rows = [tuple(itertools.chain(*(values[place] for values, place in zip(choices, row, strict=True)))) for row in chosen]
-    return pytest.mark.parametrize(names, rows, indirect=list(indirect))
+    return [tuple(values[place] for values, place in zip(choices, row, strict=True)) for row in chosen]
 
 
 def in_turn(

@@ -74,9 +74,17 @@ def assert_greedy(reference: GreedyReference, answers: list[list[int]], prompts:
 
 def last_logits(registry: Registry, asked: EngineOptions, prompt: list[int]) -> torch.Tensor:
     """What the engine computes after the prompt: [vocabulary] float32, host."""
+    return each_last_logits(registry, asked, [prompt])[0]
+
+
+def each_last_logits(registry: Registry, asked: EngineOptions, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
+    """The same for several prompts, one after the other in one engine."""
     parts = build_parts(asked, registry)
     recording = RecordingModel(parts.model)
     engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
-    engine.submit(greedy("a", prompt, max_tokens=1))
-    drain(engine, {})
-    return recording.recorded[-1][-1].float().cpu()
+    answers = []
+    for prompt in prompts:
+        engine.submit(greedy("a", prompt, max_tokens=1))
+        drain(engine, {})
+        answers.append(recording.recorded[-1][-1].float().cpu())
+    return answers

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pairwise import EVERYTHING
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
@@ -29,7 +30,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-NUM_GREEDY = 64
+NUM_GREEDY = 64 if EVERYTHING else 40  # more than a page, a window of 16, or what is kept free for a request that runs
 FIRST_ORDINARY_TOKEN = 8
 PROMPT_LENGTHS = (5, 33, 1, 16, 47, 64, 20)
 LLAMA3_ROPE = dict(

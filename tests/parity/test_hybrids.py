@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import EVERYTHING
-from parity.engine_driver import assert_greedy, generate, last_logits, options
+from parity.engine_driver import assert_greedy, each_last_logits, generate, last_logits, options
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
 from transformers import KimiLinearConfig, MiniMaxConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
@@ -75,8 +75,9 @@ def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) 
 
 
 def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
-    for prompt in oracle.prompts[:3]:
-        torch.testing.assert_close(last_logits(registry, options(oracle), prompt), oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    prompts = oracle.prompts[:3]
+    for prompt, answer in zip(prompts, each_last_logits(registry, options(oracle), prompts), strict=True):
+        torch.testing.assert_close(answer, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
 
 
 CUTS: list[dict[str, object]] = [

@@ -18,11 +18,11 @@ from transformers import LongcatFlashConfig
 
 from enginery.checkpoint.files import scan_checkpoint
 from enginery.config.schema import EngineOptions
-from enginery.engine.build import check_weights
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
+from enginery.worker.loading import check_weights
 
 FAMILY = "longcat-flash"
 YARN = dict(rope_type="yarn", rope_theta=1e5, factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9)

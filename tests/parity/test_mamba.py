@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pairwise import in_turn
-from parity.engine_driver import assert_greedy, generate, greedy, last_logits, options
+from pairwise import EVERYTHING, in_turn
+from parity.engine_driver import assert_greedy, each_last_logits, generate, greedy, options
 from parity.oracle import Oracle, shape
 from transformers import (
     BambaConfig,
@@ -92,6 +92,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 
+# One of each kind of state that a prompt goes on from.
+STATES = sorted(FAMILIES) if EVERYTHING else ["bamba", "falcon_h1", "jamba", "lfm2", "mamba2"]
+
+
 @pytest.fixture(scope="module")
 def registry() -> Registry:
     return Registry.load()
@@ -103,8 +107,9 @@ def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) 
 
 
 def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Registry) -> None:
-    for prompt in oracle.prompts[:3]:
-        torch.testing.assert_close(last_logits(registry, options(oracle), prompt), oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+    prompts = oracle.prompts[:3]
+    for prompt, answer in zip(prompts, each_last_logits(registry, options(oracle), prompts), strict=True):
+        torch.testing.assert_close(answer, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
 
 
 CUTS: list[dict[str, object]] = [{}, {"max_batch_tokens": 7, "page_size": 1}, {"num_pages": 16, "page_size": 16}]
@@ -118,6 +123,7 @@ def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     assert_greedy(oracle, generate(Engine.build(options(oracle, **changes), registry), prompts), prompts)
 
 
+@pytest.mark.parametrize("oracle", STATES, indirect=True)
 def test_a_prompt_seen_before_goes_on_from_its_states(oracle: Oracle, registry: Registry) -> None:
     engine, prompt = Engine.build(options(oracle, page_size=16), registry), oracle.prompts[4]
     answers, cached = [], []
@@ -132,7 +138,8 @@ def test_a_prompt_seen_before_goes_on_from_its_states(oracle: Oracle, registry: 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:
     errors = []
-    for prompt in oracle.prompts[:3]:
+    prompts = oracle.prompts[:3]
+    for prompt, answer in zip(prompts, each_last_logits(registry, options(oracle, dtype="bfloat16"), prompts), strict=True):
         expected = oracle.logits(prompt)[-1]
-        errors.append((last_logits(registry, options(oracle, dtype="bfloat16"), prompt) - expected).norm() / expected.norm())
+        errors.append((answer - expected).norm() / expected.norm())
     assert sum(errors) / len(errors) < 0.05

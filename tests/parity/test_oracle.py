@@ -40,7 +40,7 @@ class Counting(GreedyReference):
         return torch.nn.functional.one_hot(torch.tensor(ids) + 1, 100).float()
 
 
-@pytest.mark.parametrize("place", [0, 1, 40, 63])
+@pytest.mark.parametrize("place", [0, 1, NUM_GREEDY // 2, NUM_GREEDY - 1])
 def test_a_wrong_token_is_found_wherever_it_is(llama: Oracle, told: list[list[int]], place: int) -> None:
     prompts = llama.prompts[2:4]
     told += [] if told else [written_out(llama, prompt) for prompt in prompts]

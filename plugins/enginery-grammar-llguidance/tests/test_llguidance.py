@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import EVERYTHING
 
 from enginery.api import Grammar, GrammarKind, GrammarNeeds, GrammarTokens, Overloaded, RequestError, UnfinishedGrammar
 from enginery_grammar_llguidance.compiler import MAX_CHOICES, Compiled, Compiler, State
@@ -86,7 +87,7 @@ WORDS = st.text("abé", min_size=1, max_size=4)
 
 
 @given(st.lists(WORDS, max_size=8), st.lists(st.text("abé", max_size=5), min_size=1, max_size=5), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=25 if EVERYTHING else 10)
 def test_a_mask_is_what_a_search_over_all_texts_finds(texts: list[str], choices: list[str], seed: int) -> None:
     tokens, wanted = vocabulary(texts), [choice.encode() for choice in choices]
     state = compiled(tokens, Grammar(kind=GrammarKind.CHOICE, source=json.dumps(choices))).start()
@@ -155,6 +156,21 @@ def test_a_tokenizer_that_puts_a_space_first_is_understood() -> None:
 def test_a_token_that_is_not_allowed_is_not_accepted() -> None:
     state = compiled(vocabulary([]), Grammar(kind=GrammarKind.REGEX, source="a")).start()
     assert not state.accept(1 + ord("b"))
+
+
+@pytest.mark.parametrize("wrong", ["", "!", "bad", "cc!"])
+def test_a_state_goes_back_behind_what_it_took_and_what_it_refused(wrong: str) -> None:
+    tokens = vocabulary([])
+    state = compiled(tokens, Grammar(kind=GrammarKind.REGEX, source="[a-c]{1,3}d|xyz")).start()
+    assert state.accept(1 + ord("a"))
+    expected = allowed(state, tokens.vocab_size)
+    for _ in range(3):
+        state.rollback(sum(state.accept(1 + ord(letter)) for letter in wrong))
+        assert allowed(state, tokens.vocab_size) == expected
+    assert [state.accept(1 + ord(letter)) for letter in "cd"] == [True, True]
+    assert state.is_finished
+    state.rollback(1)
+    assert not state.is_finished
 
 
 def test_answers_to_one_grammar_are_independent() -> None:

@@ -5,6 +5,7 @@ Where no call is required, all other text is accepted too.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import EVERYTHING, in_turn
 
 from enginery.api import (
     ArgumentsText,
@@ -86,9 +88,22 @@ ONE = {
 def matcher(grammar: Grammar | None) -> llguidance.LLMatcher:
     assert grammar is not None
     assert grammar.kind is GrammarKind.GRAMMAR
-    found = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar.source))
+    return compiled_once(grammar.source).deep_copy()
+
+
+@functools.cache
+def compiled_once(source: str) -> llguidance.LLMatcher:
+    """Of a grammar in Lark."""
+    found = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(source))
     assert not found.get_error()
     return found
+
+
+@functools.cache
+def validator(schema: str) -> jsonschema.Draft202012Validator:
+    """The schema itself is checked once."""
+    jsonschema.Draft202012Validator.check_schema(json.loads(schema))
+    return jsonschema.Draft202012Validator(json.loads(schema))
 
 
 def accepts(grammar: Grammar | None, text: str) -> bool:
@@ -145,11 +160,10 @@ def test_a_named_function_is_the_only_one(name: str) -> None:
     assert SPECS[name].force((WEATHER, TIME), "fly", parallel=True, required=True) is None
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("parallel", [True, False])
+@in_turn(("name", SPECS), ("parallel", [True, False]))
 def test_what_the_grammar_allows_is_read_as_calls(name: str, *, parallel: bool) -> None:
     shapes = set()
-    for seed in range(30):
+    for seed in range(30 if EVERYTHING else 12):
         found, random_, text = (
             matcher(SPECS[name].force((WEATHER, TIME), None, parallel=parallel, required=True)),
             random.Random(seed),
@@ -201,7 +215,7 @@ def read_freely(name: str, text: str, *, reasons: bool = False, inside: bool = F
         found += parser.feed(event.text) if isinstance(event, ContentText) else [event]
     content, read = gathered([*found, *parser.finish()])
     for called, arguments in read:
-        jsonschema.validate(arguments, STRICT.parameters if called == STRICT.name else {"type": "object"})
+        validator(json.dumps(STRICT.parameters if called == STRICT.name else {"type": "object"})).validate(arguments)
     return content, read
 
 
@@ -330,10 +344,9 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("tags", [("", ""), TAGS, ("", TAGS[1])])
+@in_turn(("name", SPECS), ("tags", [("", ""), TAGS, ("", TAGS[1])]))
 @given(st.data())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=80 if EVERYTHING else 32)
 def test_no_text_that_is_accepted_has_a_call_against_its_schema(name: str, tags: tuple[str, str], data: st.DataObject) -> None:
     call = ONE[name].replace("DAYS", "3")
     around = st.lists(st.sampled_from([*PARTS, *BEGINS.get(name, [CALLS_BEGIN]), call, "<think>"]), max_size=4).map("".join)
@@ -453,12 +466,11 @@ def walk(state: Any, texts: list[bytes], seed: int, begins: list[str]) -> bytes 
 @pytest.mark.parametrize("name", SPECS)
 def test_walks_under_the_masks_write_free_text_and_valid_calls(name: str, compiler: Any) -> None:
     begins = BEGINS.get(name, [CALLS_BEGIN, CALL_BEGIN])
-    compiled, texts = (
-        compiler.compile(free(name)),
-        [b"", *(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS)],
-    )
+    found = compiler.compile(free(name))
+    compiled = found.finish() if isinstance(found, UnfinishedGrammar) else found
+    texts = [b"", *(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS)]
     shapes = []
-    for seed in range(60):
+    for seed in range(60 if EVERYTHING else 30):
         written = walk(compiled.start(), texts, seed, begins)
         if written is not None:
             content, read = read_freely(name, written.decode())
@@ -515,7 +527,7 @@ def one_call(name: str, tool: Tool, text: str) -> dict[str, Any]:
     """The arguments of the only call, which satisfy the schema."""
     parser = SPECS[name].make(ParserSetup(tools=(tool,), new_id=lambda: "call_0"))
     _, [(_, arguments)] = gathered([*parser.feed(text), *parser.finish()])
-    jsonschema.validate(arguments, tool.parameters)
+    validator(json.dumps(tool.parameters)).validate(arguments)
     return arguments
 
 

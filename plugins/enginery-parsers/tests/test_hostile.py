@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
+from pairwise import EVERYTHING
 
 from enginery.api import ArgumentsText, ContentText, ParserSetup, ParserSpec, ReasoningText, Tool, ToolCallBegun, ToolCallEnded
 from enginery_parsers.json_text import DEPTH_MAX
@@ -16,36 +17,44 @@ from enginery_parsers.spec import PARSERS
 SPECS = {spec.name: spec for spec in PARSERS}
 TOOLS = (Tool(name="f", parameters={"properties": {"s": {"type": "string"}}}),)
 MILLION = 1_000_000
-HOSTILE = {
-    "angles": "<" * MILLION,
-    "braces": "{" * MILLION,
-    "lines of braces": "\n{" * (MILLION // 20),
-    "line breaks": "\n" * MILLION,
-    "blanks": " " * MILLION,
-    "half markers": "<tool_cal" * (MILLION // 9),
-    "markers": "<tool_call>" * (MILLION // 11),
-    "markers of reasoning": "<think></think>" * (MILLION // 15),
-    "a long name": '<tool_call>{"name": "' + "f" * MILLION,
-    "a deep object": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * (MILLION // 5),
-    "a deep list": '{"name": "f", "arguments": {"a": ' + "[" * MILLION,
-    "a long number": '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * MILLION,
-    "a long string": '<tool_call>{"name": "f", "arguments": {"a": "' + "\\n" * (MILLION // 2),
-    "long arguments before the name": '<tool_call>{"arguments": {"a": "' + "x" * MILLION,
-    "a long value": "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<" * MILLION,
-    "a long string of GLM": "<tool_call>f<arg_key>s</arg_key><arg_value>" + '"' * MILLION,
-    "a long head": "<|tool_call_begin|>functions." + "f" * MILLION,
-    "many heads": "<|tool_call_begin|>functions.f:0" * (MILLION // 32),
-    "a long string of Python": "<|tool_call_start|>[f(a='" + "'" * MILLION,
-    "quotes of Python": "<|tool_call_start|>[f(a='" + "'                x" * (MILLION // 18),
-    "a deep list of Python": "<|tool_call_start|>[f(a=" + "[" * MILLION,
-    "a long number of Python": "<|tool_call_start|>[f(a=" + "1" * MILLION,
-    "escapes of Python": "<|tool_call_start|>[f(a='" + "\\x4" * (MILLION // 16),
-    "a long value of Qwen": "<tool_call>\n<function=f>\n<parameter=s>\n" + "\n" * MILLION,
-    "headers": "<|start|>" * (MILLION // 9),
-    "a long header": "<|start|>assistant to=functions." + "f" * MILLION,
-    "a long message": "<|channel|>commentary to=functions.f<|message|>" + '{"a": "' + "<|cal" * (MILLION // 5),
-    "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * (MILLION // 260),
-}
+LENGTH = MILLION if EVERYTHING else 400_000
+
+
+def hostile(length: int) -> dict[str, str]:
+    """By what they are about; each of about so many characters."""
+    return {
+        "angles": "<" * length,
+        "braces": "{" * length,
+        "lines of braces": "\n{" * (length // 20),
+        "line breaks": "\n" * length,
+        "blanks": " " * length,
+        "half markers": "<tool_cal" * (length // 9),
+        "markers": "<tool_call>" * (length // 11),
+        "markers of reasoning": "<think></think>" * (length // 15),
+        "a long name": '<tool_call>{"name": "' + "f" * length,
+        "a deep object": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * (length // 5),
+        "a deep list": '{"name": "f", "arguments": {"a": ' + "[" * length,
+        "a long number": '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * length,
+        "a long string": '<tool_call>{"name": "f", "arguments": {"a": "' + "\\n" * (length // 2),
+        "long arguments before the name": '<tool_call>{"arguments": {"a": "' + "x" * length,
+        "a long value": "<tool_call>f<arg_key>a</arg_key><arg_value>" + "<" * length,
+        "a long string of GLM": "<tool_call>f<arg_key>s</arg_key><arg_value>" + '"' * length,
+        "a long head": "<|tool_call_begin|>functions." + "f" * length,
+        "many heads": "<|tool_call_begin|>functions.f:0" * (length // 32),
+        "a long string of Python": "<|tool_call_start|>[f(a='" + "'" * length,
+        "quotes of Python": "<|tool_call_start|>[f(a='" + "'                x" * (length // 18),
+        "a deep list of Python": "<|tool_call_start|>[f(a=" + "[" * length,
+        "a long number of Python": "<|tool_call_start|>[f(a=" + "1" * length,
+        "escapes of Python": "<|tool_call_start|>[f(a='" + "\\x4" * (length // 16),
+        "a long value of Qwen": "<tool_call>\n<function=f>\n<parameter=s>\n" + "\n" * length,
+        "headers": "<|start|>" * (length // 9),
+        "a long header": "<|start|>assistant to=functions." + "f" * length,
+        "a long message": "<|channel|>commentary to=functions.f<|message|>" + '{"a": "' + "<|cal" * (length // 5),
+        "many calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * (length // 260),
+    }
+
+
+HOSTILE = hostile(LENGTH)
 
 
 HELD = [
@@ -87,14 +96,14 @@ def test_long_outputs_take_linear_time_and_give_the_same_however_they_are_cut(na
     began_s = time.process_time()
     whole = texts(SPECS[name], iter([text]))
     in_parts = texts(SPECS[name], in_pieces(text, 997))
-    assert time.process_time() - began_s < 8
+    assert time.process_time() - began_s < 8 * LENGTH / MILLION
     assert in_parts == whole
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("about", HELD)
 def test_what_is_kept_is_bounded(name: str, about: str) -> None:
-    text = HOSTILE[about]
+    text = hostile(MILLION)[about]
     parser = SPECS[name].make(ParserSetup(tools=TOOLS, new_id=lambda: "call_0"))
     tracemalloc.start()
     try:

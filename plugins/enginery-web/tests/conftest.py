@@ -28,6 +28,8 @@ vllm:num_requests_waiting{model_name="m"} 7.0
 vllm:kv_cache_usage_perc{model_name="m"} 0.425
 vllm:prefix_cache_queries_total{model_name="m"} GENERATED
 vllm:prefix_cache_hits_total{model_name="m"} 0.0
+vllm:spec_decode_num_drafts_total{model_name="m"} GENERATED
+enginery:spec_decode_told_tokens_total{model_name="m"} GENERATED_AND_HALF
 vllm:time_to_first_token_seconds_bucket{le="0.01",model_name="m"} 0.0
 vllm:time_to_first_token_seconds_bucket{le="0.03",model_name="m"} GENERATED
 vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="m"} GENERATED
@@ -102,7 +104,8 @@ class Fake:
         async def metrics():
             await released(self.look)
             self.generated += 100
-            found = self.metrics and self.metrics.replace("GENERATED", str(self.generated))
+            half = str(self.generated + self.generated // 2)
+            found = self.metrics and self.metrics.replace("GENERATED_AND_HALF", half).replace("GENERATED", str(self.generated))
             return PlainTextResponse(found) if found else PlainTextResponse("", status_code=404)
 
         @app.get("/server_info")

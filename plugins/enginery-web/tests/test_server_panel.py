@@ -41,6 +41,7 @@ def test_live_figures_are_the_server_s(page) -> None:
     assert tile(page, "To the first token") == "20 ms"
     assert tile(page, "Between tokens") == GAP
     assert tile(page, "Prefix cache hits") == "0.0 %"
+    assert tile(page, "Tokens a verification") == "1.50"
     assert len(page.locator("#tiles polyline").first.get_attribute("points").split()) >= 2
 
 
@@ -72,7 +73,7 @@ def test_metrics_of_another_server_leave_gaps(tab, fake) -> None:
     tab.goto(fake.url)
     tab.wait_for_selector("#state.good")
     assert tile(tab, "Requests running") == "4"
-    assert tile(tab, "Output tokens") == tile(tab, "KV cache held") == GAP
+    assert tile(tab, "Output tokens") == tile(tab, "KV cache held") == tile(tab, "Tokens a verification") == GAP
 
 
 def test_backends_and_plugins_are_listed(page) -> None:

@@ -79,14 +79,16 @@ class Compiled:
 
     def start(self) -> State:
         """A copy, which shares what does not change."""
-        return State(self._matcher.deep_copy())
+        return State(self._matcher)
 
 
 class State:
-    """How far one answer has come."""
+    """How far one answer has come. beginning: of its grammar; not changed."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, beginning: LLMatcher) -> None:
+        self._beginning = beginning
+        self._matcher = beginning.deep_copy()
+        self._taken: list[int] = []
 
     def fill_mask(self, row: np.ndarray) -> None:
         """Raises `RequestError` when a limit is exceeded here."""
@@ -96,7 +98,24 @@ class State:
 
     def accept(self, token_id: int) -> bool:
         """Takes the end-of-sequence token too, where the grammar may end."""
-        return self._matcher.consume_token(token_id)
+        is_taken = self._matcher.consume_token(token_id)
+        if is_taken:
+            self._taken.append(token_id)
+        return is_taken
+
+    def rollback(self, count: int) -> None:
+        """A matcher does not go back behind an error, so then the answer is read again.
+
+        Raises `RequestError` if that fails. Lexer states that were made stay made: their limit is one for all answers to a grammar.
+        """
+        del self._taken[len(self._taken) - count :]
+        if self._matcher.is_error():
+            self._matcher = self._beginning.deep_copy()
+            self._matcher.consume_tokens(self._taken)
+        elif count:
+            self._matcher.rollback(count)
+        if self._matcher.is_error():
+            raise RequestError(f"the answer's grammar cannot go back: {_short(self._matcher.get_error())}", param="grammar")
 
     @property
     def is_finished(self) -> bool:

@@ -49,6 +49,7 @@ from enginery.contracts.batch import (
     StateView,
     View,
 )
+from enginery.contracts.drafting import CARRIED, FEATURES, DraftAsk, DraftContext, DrafterSpec, HostDrafter, MappedVocabulary
 from enginery.contracts.engine import EngineFacts, EngineHandle, EngineStats
 from enginery.contracts.grammars import (
     CompiledGrammar,
@@ -59,6 +60,7 @@ from enginery.contracts.grammars import (
     GrammarSpec,
     GrammarState,
     GrammarTokens,
+    RevocableGrammarState,
     UnfinishedGrammar,
 )
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy, RaggedAttendFn
@@ -67,11 +69,14 @@ from enginery.contracts.model import (
     AdvanceFn,
     AttendFn,
     CheckpointSpec,
+    DraftTarget,
+    Feature,
     Model,
     ModelContext,
     ModelFacts,
     ModelSpec,
     StageLayers,
+    Tapped,
     WeightSource,
 )
 from enginery.contracts.ops import (
@@ -149,7 +154,9 @@ from enginery.errors import (
 from enginery.plugin.hookspecs import hookimpl
 
 __all__ = [
+    "CARRIED",
     "CONTRACT_VERSIONS",
+    "FEATURES",
     "FULL",
     "LEAST_TEMPERATURE",
     "SILU",
@@ -182,6 +189,10 @@ __all__ = [
     "Cut",
     "DecoderShape",
     "Denied",
+    "DraftAsk",
+    "DraftContext",
+    "DraftTarget",
+    "DrafterSpec",
     "EnginError",
     "EngineDied",
     "EngineFacts",
@@ -192,6 +203,7 @@ __all__ = [
     "Experts",
     "ExpertsFn",
     "ExpertsShape",
+    "Feature",
     "Fill",
     "FinishReason",
     "ForceFn",
@@ -208,6 +220,7 @@ __all__ = [
     "GrammarState",
     "GrammarTokens",
     "HookGroup",
+    "HostDrafter",
     "IndexerPart",
     "IndexerPlan",
     "KVGeometry",
@@ -221,6 +234,7 @@ __all__ = [
     "LinearFn",
     "LinearShape",
     "LocalLayerId",
+    "MappedVocabulary",
     "MaskPart",
     "MemoryKind",
     "MixtureShape",
@@ -256,6 +270,7 @@ __all__ = [
     "RecurrentWeights",
     "RequestError",
     "RequestOutput",
+    "RevocableGrammarState",
     "RopeShape",
     "Routed",
     "Routing",
@@ -276,6 +291,7 @@ __all__ = [
     "StepReport",
     "StoredPart",
     "StoredWeight",
+    "Tapped",
     "TokenLogprob",
     "Tool",
     "ToolCallBegun",

@@ -118,6 +118,11 @@ class Cut(NamedTuple):
     batch: ForwardBatch
 
 
+def decoding_phase(batch: ForwardBatch) -> Phase:
+    """What the leading requests of a mixed batch do."""
+    return Phase.DECODE if batch.decode_len == 1 else Phase.VERIFY
+
+
 def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase, Phase]) -> list[Cut]:
     """The first `count` requests, which have `num_tokens` tokens, and the rest, each in its phase; those that there are; unplanned.
 

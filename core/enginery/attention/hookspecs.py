@@ -55,7 +55,12 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool | None:
-        """Keep the states after the accepted tokens of a verification; True when done. Absent: there is no such state."""
+        """Move the states of requests that verified drafts on by their first row and the accepted ones; True when done.
+
+        Once for each plan, after all layers have advanced; what they were given is kept until then. A second time raises
+        `StalePlan`. Afterwards whoever reads the pages that the batch's `StateView` names for writing, and for checkpoints, finds
+        the states there. Device work alone. Absent: the backend keeps no states, or does not claim `Phase.VERIFY`.
+        """
 
     @hookspec(firstresult=True)
     def indexer_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> IndexerPlan | None:

@@ -72,6 +72,10 @@ class BackendRelay:
         bound = self._bound.get(hook)
         return None if bound is None else bound(arguments)
 
+    def has(self, hook: str) -> bool:
+        """Whether the backend has the hook of that name. A composite has all of them, for what its children answer."""
+        return hook in self._bound
+
     def plan(self, batch: ForwardBatch, *, capture: bool = False) -> ForwardBatch:
         """The same batch with a plan of this backend; the one it has, if that covers it."""
         plan = batch.plan

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from enginery.contracts.attention import AttnLayerFacts, LatentFacts
@@ -139,6 +139,13 @@ class DecoderShape:
         """Values that the larger of MLP and experts keeps alive per token."""
         dense = 3 * self.intermediate_size
         return dense if self.experts is None else max(dense, self.experts.width(self.hidden_size))
+
+    def one_more(self) -> DecoderShape:
+        """Of a single layer like the last one: what a module for multi-token prediction has."""
+        experts, last = self.experts, len(self.windows) - 1
+        if experts is not None:
+            experts = replace(experts, layers=frozenset({0} if last in experts.layers else ()))
+        return replace(self, windows=self.windows[-1:], experts=experts)
 
     def facts(self) -> ModelFacts:
         """The part that the core needs."""

@@ -38,6 +38,13 @@ def offline(
         ),
     ],
     repeats: _Repeats = 3,
+    force_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES",
+            help="With --drafter: how often each guess is to be right, as 0.78,0.74, whatever it is. Answers mean nothing.",
+        ),
+    ] = None,
 ) -> Report:
     """Run workloads with random weights and without a tokenizer, and print how near they come to what the device can do."""
     from enginery.bench.offline import bench_offline
@@ -47,7 +54,12 @@ def offline(
         raise ConfigError(
             f"a workload has a shape of its own; leave out the model {options.model} (--model, ENGINERY_MODEL, --config)"
         )
-    return bench_offline([find_workload(name) for name in workload], options, repeats=repeats)
+    workloads = [find_workload(name) for name in workload]
+    if force_acceptance is not None:
+        from enginery.bench.forced import bench_forced, parse_rates
+
+        return bench_forced(workloads, options, parse_rates(force_acceptance), repeats=repeats)
+    return bench_offline(workloads, options, repeats=repeats)
 
 
 @bench_app.command()

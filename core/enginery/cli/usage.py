@@ -17,7 +17,7 @@ _ONE_PROCESS: Final = "one process serves one model on one device; run several b
 _QUANTIZED: Final = (
     "float8 in blocks is known by a checkpoint's config.json; other methods, and quantising at the start, are not there yet"
 )
-_NO_SPECULATION: Final = "speculative decoding is not there yet"
+_DRAFTER: Final = "--drafter NAME, with --draft-model and --draft-length"
 _NO_ADAPTERS: Final = "LoRA adapters are not there yet; merge one into its model (peft: merge_and_unload) and serve that"
 _NO_OFFLOADING: Final = "weights and KV cache stay on the device; offloading is not there yet"
 _ALWAYS: Final = "that is always so here; leave it out"
@@ -45,7 +45,9 @@ FOREIGN: Final = {
     **dict.fromkeys(("--enable-auto-tool-choice", "--enable-reasoning"), _NOT_NAMED),
     "--tool-call-parser": "--tool-parser",
     **dict.fromkeys(("--random-seed",), "--seed"),
-    **dict.fromkeys(("--speculative-config", "--speculative-algorithm", "--speculative-draft-model-path"), _NO_SPECULATION),
+    **dict.fromkeys(("--speculative-config", "--speculative-algorithm"), _DRAFTER),
+    **dict.fromkeys(("--speculative-draft-model-path", "--model-draft"), "--draft-model, with --drafter standalone or eagle"),
+    **dict.fromkeys(("--speculative-num-steps", "--speculative-num-draft-tokens", "--draft-max"), "--draft-length"),
     **dict.fromkeys(("--enable-lora", "--lora-modules", "--lora-paths", "--lora"), _NO_ADAPTERS),
     **dict.fromkeys(("--swap-space", "--cpu-offload-gb", "--n-gpu-layers", "--gpu-layers", "-ngl"), _NO_OFFLOADING),
     "--download-dir": "the variable HF_HUB_CACHE",

@@ -116,8 +116,19 @@ def _check(asked: EngineOptions) -> None:
     _check_numbers(asked)
     if asked.mla_prefill not in ("auto", *PrefillStrategy):
         raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
+    _check_drafts(asked)
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
+
+
+def _check_drafts(asked: EngineOptions) -> None:
+    length = asked.draft_length
+    if length != "auto" and not length.isdecimal():
+        raise ConfigError(f"draft_length is {length!r}, but must be auto or a number of tokens")
+    given = {"draft_length": None if length == "auto" else length, "draft_model": asked.draft_model}
+    for name, value in given.items():
+        if asked.drafter == "off" and value is not None:
+            raise ConfigError(f"{name} is {value}, but nothing drafts; name a drafter with --drafter, or leave it out")
 
 
 def _check_numbers(asked: EngineOptions) -> None:

@@ -31,6 +31,9 @@ class EngineOptions:
     num_pages: KV pages, instead of what memory_fraction leaves. expected_tokens: of a typical request, prompt and answer; how
     memory is divided among the kinds that a model has follows from it. memory_fraction: share of the device's free memory (of the
     host's available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.
+    drafter: off, or the name of what guesses next tokens, which are then verified; auto takes the draft model that comes with the
+    model, if any. draft_model: folder, installed checkpoint or hub id of a drafter that is a model. draft_length: tokens that are
+    guessed of a request in a step, or auto: as many as pay.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """
@@ -54,6 +57,9 @@ class EngineOptions:
     check_attention: bool = False
     mla_prefill: str = "auto"
     mla_chunk_tokens: int | None = None
+    drafter: str = "off"
+    draft_model: str | None = None
+    draft_length: str = "auto"
     schedule_policy: str = "auto"
     page_size: int = 16
     num_pages: int | None = None

@@ -150,10 +150,14 @@ class StateView(Cuttable):
     """The pages that each request's recurrent state is read from and written to: often the same one.
 
     A request whose tokens are all of this step begins from zero: it reads the page of zeros, which nobody writes to, or none.
+    checkpoints_cpu: of requests that verify drafts, a page that also gets the state after the first `checkpoint_rows_cpu` rows, if
+    these stand (`commit_state`); none where that is 0. Both are None where no request has one.
     """
 
     reads_cpu: torch.Tensor = along(Axis.REQUEST, fill=Fill.SCRATCH_PAGE)  # [B] int32
     writes_cpu: torch.Tensor = along(Axis.REQUEST, fill=Fill.SCRATCH_PAGE)  # [B] int32
+    checkpoints_cpu: torch.Tensor | None = along(Axis.REQUEST, fill=Fill.SCRATCH_PAGE, default=None)  # [B] int32
+    checkpoint_rows_cpu: torch.Tensor | None = along(Axis.REQUEST, fill=Fill.ZERO, default=None)  # [B] int32
 
 
 ViewT = TypeVar("ViewT", View, StateView)

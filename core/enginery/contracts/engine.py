@@ -71,6 +71,27 @@ STEP_SIZES: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftCounts:
+    """Of speculation, since the start.
+
+    verifications: one for each request whose drafts a step verified. told: tokens that these told; one that ends a request amid
+    right guesses tells no token beside them. drafted: tokens that were guessed. accepted: those of them that were told.
+    by_position: of these, how many were at each place of a draft, the first place first.
+    """
+
+    verifications: int = 0
+    told: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a verification told on average; 0 before the first."""
+        return self.told / self.verifications if self.verifications else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """How an engine does: what is so now, and after `free_pages` totals since it was built.
 
@@ -99,6 +120,7 @@ class EngineStats:
     steps_by_backend: Mapping[str, int] = field(default_factory=dict)
     kernels: KernelState = field(default_factory=KernelState)
     pages: Mapping[str, PageCounts] = field(default_factory=dict)
+    drafts: DraftCounts = DraftCounts()
 
 
 class EngineMeter(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from enginery.contracts.versions import ApiVersion
 from enginery.errors import RequestError
@@ -97,6 +97,18 @@ class GrammarState(Protocol):
     @property
     def is_finished(self) -> bool:
         """Whether nothing may follow but the end."""
+        ...
+
+
+@runtime_checkable
+class RevocableGrammarState(GrammarState, Protocol):
+    """A state that can go back: it may be asked about tokens that are only guessed. Requests with others are not drafted."""
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` tokens that were accepted, and what went wrong since: nothing of them remains.
+
+        count: may be 0. A token that `accept` refused and a `fill_mask` that raised behind these tokens are forgotten, too.
+        """
         ...
 
 

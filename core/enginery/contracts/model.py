@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from enginery.contracts.attention import AttnLayerFacts, GlobalLayerId, LayerSpec, LocalLayerId, Reason
 from enginery.contracts.batch import NamedTensor
@@ -63,6 +63,20 @@ class ModelFacts:
     def has_states(self) -> bool:
         """Whether it has recurrent layers."""
         return any(layer.recurrent is not None for layer in self.layers)
+
+
+Point = Literal["input", "final"]
+
+
+class Feature(NamedTuple):
+    """Hidden states of the model that verifies, which a draft model takes: [T, C].
+
+    point: "input", the residual stream into decoder layer `layer`. Where `layer` is the number of layers, that is what the last
+    norm is given, and "final" is what it returns.
+    """
+
+    layer: int
+    point: Point = "input"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +147,13 @@ class WeightSource(Protocol):
         """
         ...
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name, for layouts that config.json does not tell apart.
+
+        Both builds get the same answer. It is no for random weights.
+        """
+        ...
+
 
 class AttendFn(Protocol):
     """A backend's `attend`, as a model calls it: the core adds the batch's plan."""
@@ -150,12 +171,36 @@ class AdvanceFn(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
+class DraftTarget(Protocol):
+    """What a draft model may use of the model that verifies. C: its hidden size, V: its vocabulary."""
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """[N] int64 -> [N, C], what the first layer is given for these tokens."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C], as after the last norm, -> [N, V]."""
+        ...
+
+
+@runtime_checkable
+class Tapped(Protocol):
+    """A model that writes hidden states for a draft model, side by side, to the named output `FEATURES`: [T, F * C].
+
+    taps: which it writes, `ModelContext.taps`.
+    """
+
+    taps: tuple[Feature, ...]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelContext:
     """All that a model is built from. config is the checkpoint's config.json. pool: where keys and values go.
 
     stage: the layers to build, and whether embedding and head belong to them. comm: what is exchanged with other ranks.
-    max_positions: the longest context that is served.
+    max_positions: the longest context that is served. target: of a draft model, what verifies its guesses; None elsewhere, and in
+    the build that only records. taps: hidden states that a draft model takes from this one, see `Tapped`.
     """
 
     config: Mapping[str, Any]
@@ -170,6 +215,8 @@ class ModelContext:
     max_positions: int
     stage: StageLayers
     comm: Collectives
+    target: DraftTarget | None = None
+    taps: tuple[Feature, ...] = ()
 
 
 class Model(Protocol):
@@ -202,8 +249,9 @@ class ModelSpec:
     architectures: entries of config.json's `architectures` it serves. priority: of several families for one architecture the
     highest is taken that refuses nothing. refuse: reasons to leave a config.json to another family. describe: config.json ->
     facts, without torch; raises `CheckpointError` for what it cannot serve. build: imports what is heavy. ignored_weights: fnmatch
-    patterns of tensors that checkpoints carry and the model does not need. stacked_weights: by the end of a tensor's name, the
-    ends of those that are stacked in it, with `{}` for the index along its first dimension, see `unstack`.
+    patterns of tensors that checkpoints carry and the model does not need, with `{key}` for a value of config.json.
+    stacked_weights: by the end of a tensor's name, the ends of those that are stacked in it, with `{}` for the index along its
+    first dimension, see `unstack`.
     """
 
     name: str
@@ -221,7 +269,8 @@ class ModelSpec:
 class CheckpointSpec:
     """A checkpoint that ships inside a plugin. The one of highest priority is used when no model is named.
 
-    folder: Hugging Face layout. note: said at start, for instance how to name a larger model.
+    folder: Hugging Face layout. note: said at start, for instance how to name a larger model. drafters: folders of draft models
+    that were trained for it, by the drafter that runs them.
     """
 
     name: str
@@ -229,3 +278,4 @@ class CheckpointSpec:
     priority: int
     folder: Path
     note: str
+    drafters: Mapping[str, Path] = field(default_factory=dict)

@@ -62,7 +62,10 @@ class ForwardPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Accepted:
-    """What became of a verification. counts: [B] int64, device: how many drafts of each request were accepted."""
+    """What became of a verification. counts: [B] int64, device: how many rows of each request behind its first one stand.
+
+    Of a request that verifies drafts these are the accepted ones; of any other all of its rows, whose states have moved already.
+    """
 
     counts: torch.Tensor
 
@@ -156,5 +159,8 @@ class Advances(Protocol):
         mixed: [T, C], gates: [T, G], see `RecurrentFacts`, as they leave the layer's products: convolution, norms of q and k, and
         what becomes of gates are computed here. A row may have a stride. out: [T, HV, value_dim], contiguous. All are in the
         model's dtype, on the device. To advance one batch twice moves states on twice. Raises `StalePlan` as `attend` does.
+
+        Where `batch.decode_len` is above 1, the leading `num_decode_requests` verify drafts: their rows are computed from the
+        state, which does not move before the `commit_state` hook says how many of them stand.
         """
         ...

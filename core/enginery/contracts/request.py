@@ -41,6 +41,7 @@ class SamplingParams:
     prompt's tokens. seed: the same seed gives the same tokens; whatever else runs in float32 only, as in bfloat16 the sums of a
     larger batch round otherwise, for greedy tokens too; None draws one. grammar: what the answer must be. It wins: `logit_bias`,
     `min_tokens` and `ignore_eos` choose among what it allows, and where that is nothing but the end, the answer has ended.
+    speculation: whether its next tokens may be guessed by the engine's drafter; they are the same either way.
     """
 
     max_tokens: int = 128
@@ -63,6 +64,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -84,6 +86,8 @@ class SamplingParams:
             _check_range(f"logit_bias[{token}]", bias, -100, 100)
         if not isinstance(self.grammar, Grammar | None):
             raise RequestError(f"grammar is {self.grammar!r}, but must be a Grammar", param="grammar")
+        if not isinstance(self.speculation, bool):
+            raise RequestError(f"speculation is {self.speculation!r}, but must be True or False", param="speculation")
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty string, which would end every completion at once; leave it out", param="stop")
 
@@ -198,9 +202,10 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     A struct, because a step makes hundreds, and a frozen dataclass takes twenty times as long to make.
 
     prompt_logprobs: complete, on the first output only; its first entry is None, as nothing precedes the first token. queued_s: how
-    long the request waited before it ran. is_answer: to a request that was put aside to compile its grammar: it is queued now or,
-    with `error`, refused for its field `param` or, with `is_overload`, for want of a thread. embedding: of a request with `embed`,
-    [hidden size], with its first token.
+    long the request waited before it ran. num_drafted: guesses at its tokens that the step verified; num_accepted: those that it
+    tells. is_answer: to a request that was put aside to compile its grammar: it is queued now or, with `error`, refused for its
+    field `param` or, with `is_overload`, for want of a thread. embedding: of a request with `embed`, [hidden size], with its first
+    token.
     """
 
     request_id: str
@@ -210,6 +215,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     queued_s: float = 0.0
     error: str | None = None
     param: str | None = None

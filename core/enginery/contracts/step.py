@@ -108,9 +108,11 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     number: consecutive; a worker refuses any other. padded: requests and tokens that the step is padded to. num_decode: leading
     items that decode, the others are at their prompts. items: [B, 9], see `Item`. input_ids: the tokens that the host knows, of all
     items, one after the other. pages: by kind of memory. states: [B, 4], of recurrent layers: page read, page written, page of a
-    checkpoint or -1, and after how many rows it is made; empty: each request's state is at its seat. released: seats whose requests
-    have left. embedding: items whose last hidden state is asked for. parents: of drafts that form a tree. inputs: what only one
-    model or plugin knows, by the name of its `NamedTensor`, in its dtype; what is not there is zeros.
+    checkpoint or -1, and after how many rows it is made, of items that verify drafts; empty: each request's state is at its seat.
+    released: seats whose requests have left. embedding: items whose last hidden state is asked for. parents: of drafts that form a
+    tree. inputs: what only one model or plugin knows, by the name of its `NamedTensor`, in its dtype; what is not there is zeros.
+    decode_len: rows of each of the leading items in a step that verifies drafts; what an item has fewer is padding behind its
+    tokens, in scratch memory. draft_len: how many tokens a draft model guesses to follow.
     """
 
     number: int
@@ -126,6 +128,8 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     embedding: bytes = b""
     parents: bytes = b""
     inputs: dict[str, bytes] = {}
+    decode_len: int = 1
+    draft_len: int = 0
 
     @property
     def num_items(self) -> int:
@@ -139,8 +143,18 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
 
     @functools.cached_property
     def sampling(self) -> np.ndarray:
-        """The items whose last row yields a token: [S] int64."""
+        """The items whose last row yields a token, or rows if they have drafts: [S] int64."""
         return np.flatnonzero(self.columns().samples)
+
+    @functools.cached_property
+    def sampled_rows(self) -> np.ndarray:
+        """How many rows of each of these items are sampled, those of padding too: [S] int64."""
+        return np.where(self.sampling < self.num_decode, self.decode_len, 1)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether it has drafts."""
+        return self.decode_len > 1
 
     def columns(self) -> Items:
         """Its items by column, read once; not to be written to."""
@@ -238,7 +252,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     token_ids: none after a chunk that does not end the prompt, one, or several. logprobs: of these tokens, where they are asked
     for; empty if no item asks. prompt_logprobs: by item, of the tokens that follow the rows of its chunk. embeddings: by item,
-    [hidden size]. failed: items whose tokens mean nothing, and why.
+    [hidden size]. failed: items whose tokens mean nothing, and why. drafts: by item, what a draft model guesses to come next.
     """
 
     number: int
@@ -249,3 +263,4 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     failed: dict[int, str]
     captured: bool
     times: StepTimes
+    drafts: dict[int, tuple[int, ...]] = {}

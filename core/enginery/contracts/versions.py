@@ -23,6 +23,7 @@ class HookGroup(StrEnum):
     OP = "op"
     WEIGHT_FORMAT = "weight-format"
     GRAMMAR = "grammar"
+    DRAFTER = "drafter"
     SCHEDULE_POLICY = "schedule-policy"
     PARSER = "parser"
 

@@ -15,32 +15,30 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
-from enginery.checkpoint.files import StoredTensor, scan_checkpoint, unstack
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
-from enginery.contracts.model import Model, ModelContext
+from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import ParallelFacts
 from enginery.engine.changeover import Changeover
-from enginery.engine.geometry import largest_window, no_pages, with_pages
 from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import RecurrentStatePool, state_bytes
-from enginery.nn.parallel import SingleRank
-from enginery.nn.reference_ops import reference_ops
-from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
+from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
+from enginery.worker.geometry import largest_window, no_pages, with_pages
+from enginery.worker.loading import PARALLEL, NeededWeights, build_model, check_weights, load_weights
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
@@ -48,15 +46,8 @@ from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.token_feed import TokenFeed
 from enginery.worker.warm_up import warm_up
-from enginery.worker.weights.formats import FormatReader, kept_schemes, stated_quantization
-from enginery.worker.weights.load import load, random_weights
-from enginery.worker.weights.matrices import Matrices, RankSetting
-from enginery.worker.weights.rank import RankWeights
-from enginery.worker.weights.shares import stage_of
-from enginery.worker.weights.store import LoadedWeights, PieceStore, WeightRecord, check
 
 log = logging.getLogger(__name__)
-PARALLEL: Final = ParallelFacts()  # one process has the whole model
 
 StartPhase = Literal[
     "choice", "ops", "needed weights", "memory", "weights", "pool", "attention", "model", "warm up", "graphs", "pieces"
@@ -78,16 +69,8 @@ class BuiltParts:
     graphs: DecodeGraphs | None
     pieces: PiecewiseGraphs | None
     changeover: Changeover | None
+    draft_model: DraftModel | None
     phases_s: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NeededWeights:
-    """What the model will ask for, and where the checkpoint has it; None for random weights. reader: of its format."""
-
-    record: WeightRecord
-    stored: Mapping[str, StoredTensor] | None
-    reader: FormatReader | None
 
 
 class Phases:
@@ -124,8 +107,10 @@ def build_parts(
         ops = load_ops(asked, chosen)
     with phases("needed weights"):
         needed = check_weights(chosen)
+        draft = find_draft_needs(asked, registry, chosen)
+        chosen = chosen if draft is None else dataclasses.replace(chosen, taps=draft.taps)
     with phases("memory"):
-        memory = plan_sizes(asked, chosen, needed)
+        memory = plan_sizes(asked, chosen, needed, draft)
         choice = fit_context(chosen, memory)
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
@@ -140,18 +125,12 @@ def build_parts(
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket)
+        count = geometry.pages[FULL]
+        draft_model = build_draft_model(asked, registry, draft, target=choice, verifier=model, ops=ops, num_pages=count)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice))
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
-    with phases("graphs"):
-        capture = CudaCapture(choice.device) if choice.settings.max_graph_requests else None
-        graphs = None
-        if capture is not None:
-            graphs = decode_graphs(choice, model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture)
-    with phases("pieces"):
-        pieces = None
-        if capture is not None and graphs is not None:
-            pieces = piecewise_graphs(choice, model, relay, socket=socket, feed=feed, geometry=geometry, capture=capture)
+    graphs, pieces = capture_graphs(phases, choice, model, relay, ops=ops, socket=socket, feed=feed, geometry=geometry)
     return BuiltParts(
         choice=choice,
         memory=memory,
@@ -164,8 +143,32 @@ def build_parts(
         graphs=graphs,
         pieces=pieces,
         changeover=changeover,
+        draft_model=draft_model,
         phases_s={phase: seconds for phase, seconds in phases.seconds.items() if seconds > 0.001},
     )
+
+
+def capture_graphs(
+    phases: Phases,
+    choice: Choice,
+    model: Model,
+    relay: BackendRelay,
+    *,
+    ops: OpTable,
+    socket: LayerSocket,
+    feed: TokenFeed,
+    geometry: KVGeometry,
+) -> tuple[DecodeGraphs | None, PiecewiseGraphs | None]:
+    """Of decoding steps, and of the others. None: these steps run eagerly."""
+    graphs = pieces = None
+    with phases("graphs"):
+        capture = CudaCapture(choice.device) if choice.settings.max_graph_requests else None
+        if capture is not None:
+            graphs = decode_graphs(choice, model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture)
+    with phases("pieces"):
+        if capture is not None and graphs is not None:
+            pieces = piecewise_graphs(choice, model, relay, socket=socket, feed=feed, geometry=geometry, capture=capture)
+    return graphs, pieces
 
 
 def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
@@ -175,40 +178,19 @@ def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
     return load_table(choice.ops, choice.op_needs, choice.device)
 
 
-def check_weights(choice: Choice) -> NeededWeights:
-    """Compare what the model will ask for with what the checkpoint has. Reads headers only."""
-    family, checkpoint = choice.family, choice.checkpoint
-    stored: Mapping[str, StoredTensor] | None = None
-    if not checkpoint.random:
-        stored = unstack(scan_checkpoint(checkpoint.folder), family.spec.stacked_weights)
-    reader = None
-    if choice.weight_format is not None:
-        reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
-    record = WeightRecord(choice.dtype)
-    device = torch.device("meta")
-    pool = PagedKVPool(no_pages(choice, PARALLEL), device)
-    context = model_context(choice, record, reader=reader, ops=reference_ops(), socket=LayerSocket(None), pool=pool, device=device)
-    with inside(family, "build the model"):
-        family.spec.build(context)
-    if stored is not None:
-        tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
-        check(record, stored, (*family.spec.ignored_weights, *tied), folder=checkpoint.folder)
-    return NeededWeights(record=record, stored=stored, reader=reader)
-
-
 def named_tensors(choice: Choice) -> NamedTensors:
     """Room for the inputs and outputs that only this model knows."""
     settings, facts = choice.settings, choice.facts
     return NamedTensors(
         facts.inputs,
-        facts.outputs,
+        (*facts.outputs, *tapped_outputs(choice)),
         max_tokens=max(settings.max_batch_tokens, settings.max_graph_requests, settings.max_piece_tokens),
         max_requests=settings.max_batch_requests,
         device=choice.device,
     )
 
 
-def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> MemoryPlan:
+def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draft: DraftNeeds | None) -> MemoryPlan:
     """How many pages fit beside everything else."""
     facts, settings = choice.facts, choice.settings
     geometry = no_pages(choice, PARALLEL)
@@ -219,21 +201,28 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights) -> M
         asked,
         settings,
         choice.device_facts,
-        weights=needed.record.num_bytes(),
-        workspace=workspace_bytes(
+        weights=needed.record.num_bytes() + (0 if draft is None else draft.needed.record.num_bytes()),
+        workspace=(0 if draft is None else draft.workspace_bytes)
+        + workspace_bytes(
             settings,
             facts,
-            backend_bytes=_backend_bytes(choice),
+            backend_bytes=_backend_bytes(choice) + _kept_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
         ),
-        page_bytes=page_bytes(geometry),
+        page_bytes=page_bytes(geometry) + (0 if draft is None else draft.page_bytes),
         others=OtherKinds(
             window=largest_window(choice), window_page_bytes=page_bytes(geometry, WINDOW), state_bytes=state_bytes(geometry)
         ),
     )
     log.debug("memory plan: %s", memory)
     return memory
+
+
+def _kept_bytes(choice: Choice) -> int:
+    """What recurrent layers keep, in float32, of the rows that verify drafts, until it is known how many of them stand."""
+    layers = [layer.recurrent for layer in choice.facts.layers if layer.recurrent is not None and choice.drafter is not None]
+    return choice.settings.max_batch_requests * sum(4 * (layer.mixed_width + layer.gates_width) for layer in layers)
 
 
 def _backend_bytes(choice: Choice) -> int:
@@ -253,17 +242,6 @@ def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:
     kept = tuple(made for made in choice.decisions if made.setting != decision.setting)
     settings = dataclasses.replace(choice.settings, max_model_len=held)
     return dataclasses.replace(choice, settings=settings, decisions=(*kept, decision))
-
-
-def load_weights(asked: EngineOptions, choice: Choice, needed: NeededWeights, report: ReportProgress) -> LoadedWeights:
-    """Read them, and say how far that is; or draw them."""
-    if needed.stored is None:
-        return random_weights(needed.record, choice.device, seed=asked.seed)
-
-    def tell(done_bytes: int, total_bytes: int) -> None:
-        report(BuildProgress(phase="weights", done_bytes=done_bytes, total_bytes=total_bytes))
-
-    return load(needed.record, needed.stored, choice.device, reader=needed.reader, tell=tell)
 
 
 def attention_parts(
@@ -303,15 +281,6 @@ def begin_changeover(asked: EngineOptions, attention: AttentionParts, socket: La
             return build_backend(attention, choice.attention, micro_batches=asked.micro_batches)
 
     return Changeover(attention.registry, choice, build=build, socket=socket, geometry=attention.pool.geometry)
-
-
-def build_model(
-    choice: Choice, weights: LoadedWeights, *, reader: FormatReader | None, ops: OpTable, pool: PagedKVPool, socket: LayerSocket
-) -> Model:
-    """The model a second time, bound to its weights and its backend."""
-    context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device)
-    with torch.inference_mode(), inside(choice.family, "build the model"):
-        return choice.family.spec.build(context)
 
 
 def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model, geometry: KVGeometry, named: NamedTensors) -> None:
@@ -358,33 +327,4 @@ def piecewise_graphs(
     piecewise = CudaPiecewiseCapture(capture)
     return PiecewiseGraphs(
         model, relay, socket, feed=feed, geometry=geometry, capture=piecewise, hidden=hidden, results=choice.results
-    )
-
-
-def model_context(
-    choice: Choice,
-    store: PieceStore,
-    *,
-    reader: FormatReader | None,
-    ops: OpTable,
-    socket: LayerSocket,
-    pool: PagedKVPool,
-    device: torch.device,
-) -> ModelContext:
-    """What the model is built from, for the recording build and for the real one."""
-    comm = SingleRank(ops)
-    setting = RankSetting(ops=ops, comm=comm, parallel=PARALLEL, reader=reader, kept=kept_schemes(choice.ops))
-    return ModelContext(
-        config=choice.checkpoint.config,
-        facts=choice.facts,
-        weights=RankWeights(Matrices(store, setting)),
-        ops=ops,
-        attend=socket.attend,
-        advance=socket.advance,
-        pool=pool,
-        device=device,
-        dtype=choice.dtype,
-        max_positions=choice.settings.max_model_len,
-        stage=stage_of(choice.facts, PARALLEL),
-        comm=comm,
     )

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -23,7 +23,7 @@ from enginery.engine.changeover import Changeover
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
 from enginery.engine.recording import recorder_of
-from enginery.engine.sampling_input import prepare_sampling
+from enginery.engine.sampling_input import GrammarFailures, prepare_sampling
 from enginery.errors import Overloaded, RequestError
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.kinds import WindowKind
@@ -34,19 +34,23 @@ from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
 from enginery.schedule.scheduler import Scheduler
+from enginery.speculate.drafting import Drafting
+from enginery.speculate.length import DraftLength
+from enginery.speculate.made_drafts import Made, MadeDrafts
+from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.page_tables import PageTables
-from enginery.worker.runner import Launched, Runner, RunningStep
+from enginery.worker.runner import Captured, Launched, Runner, RunningStep, Speculation
 
 MAX_FAILED_STEPS: Final = 3
 
 
 class _InFlight(NamedTuple):
-    """A step whose tokens have not come. refused: items whose grammars could not go on, and why."""
+    """A step whose tokens have not come."""
 
     step: StepInput
     requests: Sequence[Request]
     running: RunningStep
-    refused: Mapping[int, str]
+    failures: GrammarFailures
     at: SteppedAt
 
 
@@ -60,13 +64,18 @@ class _Failure(NamedTuple):
 class Engine:
     """Built once, then `submit`, `abort` and `step` until there is no work."""
 
-    def __init__(self, parts: BuiltParts, registry: Registry, asked: EngineOptions) -> None:
+    def __init__(
+        self, parts: BuiltParts, registry: Registry, asked: EngineOptions, *, forced: ForcedAcceptance | None = None
+    ) -> None:
+        """forced: for benchmarks, see `ForcedAcceptance`."""
         choice, memory = parts.choice, parts.memory
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = _facts(parts)
         self._seeds = random.Random(asked.seed)
         self._cache, allocator, finite = _page_owners(parts)
+        self._made = MadeDrafts()
+        self._drafting = _drafting_of(asked, parts, registry, self._made)
         self._scheduler = Scheduler(
             ScheduleSettings(
                 page_size=asked.page_size,
@@ -83,6 +92,7 @@ class Engine:
             allocator=allocator,
             finite=finite,
             eos_token_ids=eos_token_ids,
+            drafting=self._drafting,
         )
         folder = choice.checkpoint.tokenizer_folder
         vocabulary = Vocabulary(folder=folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)
@@ -108,15 +118,27 @@ class Engine:
             ops=parts.ops,
             tables=PageTables.of_geometry(parts.geometry),
             feed=parts.feed,
-            graphs=parts.graphs,
-            pieces=parts.pieces,
+            captured=Captured(parts.graphs, parts.pieces),
             results=parts.choice.results,
+            speculation=Speculation(parts.draft_model, forced),
         )
 
     @classmethod
-    def build(cls, asked: EngineOptions, registry: Registry, report: ReportProgress = report_to_nobody) -> Engine:
-        """Load the checkpoint and bind everything. Raises `EnginError` before anything is served."""
-        return cls(build_parts(asked, registry, report), registry, asked)
+    def build(
+        cls,
+        asked: EngineOptions,
+        registry: Registry,
+        report: ReportProgress = report_to_nobody,
+        *,
+        forced_rates: Sequence[float] = (),
+    ) -> Engine:
+        """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
+
+        forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`.
+        """
+        parts = build_parts(asked, registry, report)
+        forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
+        return cls(parts, registry, asked, forced=forced)
 
     @property
     def has_work(self) -> bool:
@@ -153,9 +175,10 @@ class Engine:
         """
         self._told = outputs = self._release_compiled()  # one list: should a launch fail, `recover` has what came before
         if changeover := _ready(self._changeover):
-            while self._in_flight:
-                outputs += self._publish_first()
+            self._publish_all(outputs)
             changeover.change(self._runner)
+        if self._drafting is not None:
+            self._publish_all(outputs)  # what is guessed follows what was told
         began_s = time.perf_counter()
         step = self._scheduler.next_step(self._runner.sizes)
         if step.items:
@@ -213,20 +236,34 @@ class Engine:
         """Have the tokens chosen of a step whose forward is on its way."""
         step, vocab_size = launched.step, self.facts.vocab_size
         _note_first_turns(requests[step.num_decode :])
-        sampling, refused = prepare_sampling(step, requests, self._eos_token_ids, vocab_size=vocab_size)
-        return _InFlight(step, requests, self._runner.sample(launched, sampling), refused, at)
+        sampling, failures = prepare_sampling(step, requests, self._eos_token_ids, vocab_size=vocab_size)
+        return _InFlight(step, requests, self._runner.sample(launched, sampling, failures.cuts), failures, at)
+
+    def _publish_all(self, outputs: list[RequestOutput]) -> None:
+        """Take the tokens of all steps in flight in, and append what they add to `outputs`."""
+        while self._in_flight:
+            outputs += self._publish_first()
 
     def _publish_first(self) -> list[RequestOutput]:
         """Wait for the step that was launched first of those in flight, and take its tokens in."""
-        (step, requests, running, refused, at), waited_from = self._in_flight[0], time.perf_counter()
+        (step, requests, running, (refused, cuts), at), waited_from = self._in_flight[0], time.perf_counter()
         with self._naming(step):
             output = running.wait()
         self._in_flight.popleft()
         self.meter.arrived(step, output, at, waited_from_s=waited_from)
         if self._recorder is not None:
             self._recorder.add(step, requests, output)
+        if cuts and self._drafting is not None:
+            self._drafting.stop(requests[index].request_id for index in cuts)
         outputs = self._scheduler.complete(step, output, refused)
+        self._made.keep(
+            {requests[index].request_id: Made(len(requests[index].token_ids), made) for index, made in output.drafts.items()}
+        )
+        if self._drafting is not None:
+            self._drafting.published(step, outputs)
         self.meter.completed(step, output, at)
+        if step.verifies:
+            self.meter.verified(outputs)
         return outputs
 
     @contextmanager
@@ -284,6 +321,17 @@ def _page_owners(parts: BuiltParts) -> tuple[PrefixCache, PageAllocator, FiniteM
         cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None)
     finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
     return cache, allocator, finite
+
+
+def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, made: MadeDrafts) -> Drafting | None:
+    """Who is asked for guesses: a drafter of the host, or for what a draft model has made."""
+    offer, most, vocab_size = parts.choice.drafter, parts.choice.draft_length, parts.choice.facts.vocab_size
+    if offer is None:
+        return None
+    if parts.draft_model is None:
+        return Drafting.of_host(offer, registry, length=DraftLength(most, fixed=most), vocab_size=vocab_size)
+    length = DraftLength(most, fixed=None if asked.draft_length == "auto" else most)
+    return Drafting(made, offer, length=length, vocab_size=vocab_size)
 
 
 def _ready(changeover: Changeover | None) -> Changeover | None:

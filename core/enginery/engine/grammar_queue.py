@@ -177,7 +177,7 @@ class GrammarQueue:
             found = _late(job, since_s) if job.outcome is None else job.outcome
             if found is not None:
                 self.drop(request_id)
-                yield request_id, found if isinstance(found, RequestError) else BoundedState(found.start())
+                yield request_id, found if isinstance(found, RequestError) else BoundedState.of(found.start())
 
     def _wait_a_moment(self) -> None:
         """Let the threads work, if requests wait and nothing of theirs is done yet."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from enginery.contracts.engine import STEP_SIZES, EngineFacts, EngineStats, KernelState
+from enginery.contracts.engine import STEP_SIZES, DraftCounts, EngineFacts, EngineStats, KernelState
+from enginery.contracts.request import RequestOutput
 from enginery.contracts.schedule import StepReport
 from enginery.contracts.step import StepInput, StepOutput
 from enginery.engine.changeover import Changeover
 from enginery.engine.step_trace import StepTrace
 from enginery.plugin.registry import Registry
 from enginery.schedule.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_ENOUGH_VERIFICATIONS: Final = 256
+_USEFUL: Final = 1.1  # tokens a verification; a draft model that lacks weights, or was made for another target, is near 1
 
 
 class SteppedAt(NamedTuple):
@@ -53,6 +61,9 @@ class StepMeter:
         self._num_tokens = 0
         self._num_preempted = 0
         self._num_nan = 0
+        self._verifications = self._told = self._drafted = 0
+        self._has_warned = False
+        self._accepted_at: Counter[int] = Counter()
         self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._host_s = self._plan_s = self._run_s = 0.0
 
@@ -77,6 +88,22 @@ class StepMeter:
         self._host_s += times.launched_s - at.began_s
         self._plan_s += times.planned_s - at.scheduled_s
         self._run_s += times.arrived_s - times.planned_s
+
+    def verified(self, outputs: Sequence[RequestOutput]) -> None:
+        """What a step that verified drafts has told."""
+        for output in outputs:
+            if output.num_drafted:
+                self._verifications += 1
+                self._told += len(output.token_ids)
+                self._drafted += output.num_drafted
+                self._accepted_at.update(range(output.num_accepted))
+        if self._verifications >= _ENOUGH_VERIFICATIONS and not self._has_warned and self._told < _USEFUL * self._verifications:
+            self._has_warned, told, most = True, self._told / self._verifications, 1 + self._drafted / self._verifications
+            log.warning(
+                "guesses are seldom right: a verification told %.2f tokens on average, of at most %.1f, in the first %d; was the "
+                "draft model made for this model? --drafter off does without",
+                *(told, most, self._verifications),
+            )
 
     def failed(self) -> int:
         """A step was given up. Returns how many were, since one completed."""
@@ -105,7 +132,19 @@ class StepMeter:
             run_s=self._run_s,
             attn_backend=self._attn_backend,
             steps_by_backend=dict(self._steps_by_backend),
+            drafts=self._draft_counts(),
             kernels=KernelState() if self._changeover is None else self._changeover.state,
+        )
+
+    def _draft_counts(self) -> DraftCounts:
+        at = self._accepted_at
+        by_position = tuple(at[place] for place in range(max(at, default=-1) + 1))
+        return DraftCounts(
+            verifications=self._verifications,
+            told=self._told,
+            drafted=self._drafted,
+            accepted=sum(by_position),
+            by_position=by_position,
         )
 
     @property

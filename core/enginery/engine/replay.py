@@ -26,7 +26,7 @@ from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 from enginery.worker.layout import sampled_seats
 from enginery.worker.page_tables import PageTables
-from enginery.worker.runner import Runner
+from enginery.worker.runner import Captured, Runner
 
 TOLERANCES: Final = {"float32": 1e-3}  # of attention and logits, as a part of the largest value
 ROUNDED: Final = 0.1  # where activations have 8 or 11 bits, whose rounding adds up over the layers
@@ -84,8 +84,7 @@ class Replica:
             ops=parts.ops,
             tables=PageTables.of_geometry(parts.geometry),
             feed=parts.feed,
-            graphs=None,
-            pieces=None,
+            captured=Captured(),
             results=parts.choice.results,
         )
         self._calls: list[Wrote] = []

@@ -6,15 +6,18 @@ S rows that sample, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import SamplingParams
 from enginery.contracts.step import Entries, Items, PromptTargets, SamplingInput, StepInput, pack_params, unpack_params
+from enginery.engine.grammar_budget import RevocableBoundedState
+from enginery.engine.grammars_ahead import DraftMasks, GrammarAhead
 from enginery.engine.token_masks import fill_masks
 from enginery.schedule.request import Request, RequestStatus
+from enginery.worker.layout import drafts_of_items
 
 
 class SamplingRow(NamedTuple):
@@ -47,19 +50,45 @@ class Prepared(NamedTuple):
     refused: Mapping[int, str]
 
 
-def prepare_sampling(step: StepInput, requests: Sequence[Request], eos_token_ids: frozenset[int], *, vocab_size: int) -> Prepared:
-    """Of a step whose forward is on its way: grammars are asked while the device works. refused: by item."""
+class GrammarFailures(NamedTuple):
+    """What grammars could not say of a step, by item. refused: what comes next, and why; these requests end.
+
+    cuts: what comes behind a draft: how many tokens the step may tell of the item. The row behind these was sampled without a mask.
+    If the request gets there, it is a decoding row of the next step, and then the grammar answers for it.
+    """
+
+    refused: Mapping[int, str]
+    cuts: Mapping[int, int]
+
+
+NO_FAILURES = GrammarFailures({}, {})
+
+
+def prepare_sampling(
+    step: StepInput, requests: Sequence[Request], eos_token_ids: frozenset[int], *, vocab_size: int
+) -> tuple[SamplingInput | None, GrammarFailures]:
+    """Of a step whose forward is on its way: grammars are asked while the device works. None: see `Prepared`."""
     if step.run.greedy and not any(request.reports_logprobs for request in requests):
-        return Prepared(None, {})
-    items, places = step.columns(), step.sampling.tolist()
+        return None, NO_FAILURES
+    items, places = step.columns(), step.sampling.repeat(step.sampled_rows).tolist()
     asked = [requests[index] for index in places]
-    positions = (items.start + items.num_tokens)[step.sampling].astype(np.uint64)
+    ahead = _rows_ahead(step)
+    positions = ((items.start + items.num_tokens - items.num_drafts)[places] + ahead).astype(np.uint64)
     prompts = _prompt_targets(items, requests)
     if any(request.adjusts or request.grammar is not None for request in asked):
-        rows = [_row_of(request, position) for request, position in zip(asked, positions.tolist(), strict=True)]
-        values, refused = sampling_input(rows, eos_token_ids, vocab_size=vocab_size, prompts=prompts)
-        return Prepared(values, {places[row]: why for row, why in refused.items()})
-    return Prepared(_unadjusted(asked, positions, prompts), {})
+        rows = _rows(step, requests, positions.tolist())
+        values, failed = sampling_input(rows, eos_token_ids, vocab_size=vocab_size, prompts=prompts)
+        return values, _failures_by_item(failed, places, ahead)
+    return _unadjusted(asked, positions, prompts), NO_FAILURES
+
+
+def _failures_by_item(failed: Mapping[int, str], places: Sequence[int], ahead: np.ndarray) -> GrammarFailures:
+    """failed: by row. places, ahead: the item of each row, and how many rows of it lie before."""
+    cuts: dict[int, int] = {}
+    for row in sorted(failed):
+        cuts.setdefault(places[row], int(ahead[row]))
+    refused = {places[row]: why for row, why in failed.items() if not ahead[row]}
+    return GrammarFailures(refused, {item: most for item, most in cuts.items() if most})
 
 
 def _unadjusted(asked: Sequence[Request], positions: np.ndarray, prompts: Mapping[int, PromptTargets]) -> SamplingInput:
@@ -98,6 +127,38 @@ def _num_top(asked: Sequence[int | None]) -> tuple[int, ...]:
     return () if asked.count(None) == len(asked) else tuple(-1 if count is None else count for count in asked)
 
 
+def _rows_ahead(step: StepInput) -> np.ndarray:
+    """Of each row that is sampled, how many rows of its item lie before it: [R] int64."""
+    counts = step.sampled_rows
+    ahead: np.ndarray = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
+    return ahead
+
+
+def _rows(step: StepInput, requests: Sequence[Request], positions: Sequence[int]) -> list[SamplingRow]:
+    """Each row that is sampled; those of drafts as if the drafts before them had been told."""
+    drafts, rows = drafts_of_items(step), list[SamplingRow]()
+    for index, count in zip(step.sampling.tolist(), step.sampled_rows.tolist(), strict=True):
+        row = _row_of(requests[index], positions[len(rows)])
+        rows.append(row)
+        if count > 1:
+            rows += _rows_behind(row, drafts[index], count - 1)
+    return rows
+
+
+def _rows_behind(row: SamplingRow, drafts: Sequence[int], count: int) -> list[SamplingRow]:
+    """`count` rows: behind each draft one, then padding."""
+    masks = None if row.grammar is None else DraftMasks(cast("RevocableBoundedState", row.grammar), drafts)
+    behind = [
+        row._replace(
+            token_ids=(*row.token_ids, *drafts[:ahead]),
+            position=row.position + ahead,
+            grammar=None if masks is None else GrammarAhead(masks, ahead),
+        )
+        for ahead in range(1, 1 + len(drafts))
+    ]
+    return [*behind, *(row._replace(position=row.position + 1 + ahead, grammar=None) for ahead in range(len(drafts), count))]
+
+
 def _row_of(request: Request, position: int) -> SamplingRow:
     grammar = None if request.status is RequestStatus.FINISHED else request.grammar  # its end may be new since it was scheduled
     return SamplingRow(request.asked.params, request.token_ids, request.num_prompt_tokens, position, grammar)
@@ -108,7 +169,7 @@ def _prompt_targets(items: Items, requests: Sequence[Request]) -> dict[int, Prom
     ends = items.start + items.num_tokens
     return {
         index: _targets(requests[index], int(ends[index] - items.num_logits[index]), int(ends[index]))
-        for index in np.flatnonzero(items.num_logits > items.samples).tolist()
+        for index in np.flatnonzero(items.num_logits > items.samples + items.num_drafts).tolist()
     }
 
 

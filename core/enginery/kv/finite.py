@@ -51,7 +51,7 @@ class FiniteMemory:
         self.points = PointMaker(page_size, cache, window=window, has_states=states is not None)
         self._cache = cache
         self._largest_chunk = largest_chunk
-        self.read: list[int] = []  # state pages that the step in the making reads, and nobody may write to in it
+        self.read: list[int] = []  # state pages that the step in the making reads, or keeps, and nobody else may write to in it
 
     @property
     def available(self) -> Demand:
@@ -80,7 +80,7 @@ class FiniteMemory:
     def begin(self, kv: SequenceKV, point: ResumePoint | None, *, num_matched: int) -> None:
         """It enters: a page for its state, and where points are to be made. num_matched: tokens whose pages are in the tree."""
         if self.states is not None:
-            self._make_free(STATE, 1)
+            _make_free(self._cache, STATE, 1)
             (kv.states.spare,) = self.states.take(1)
         self.points.begin(kv, point, num_matched=num_matched)
 
@@ -114,13 +114,15 @@ class FiniteMemory:
     def prepare(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> None:
         """Take the pages for its next item, which must be available, and make the points that it leads to.
 
-        num_known: tokens that it has, known or sampled by a step in flight.
+        num_known: tokens that it has, known or sampled by a step in flight; what lies behind are drafts.
         """
         if self.window is not None and (lacking := -(-stop // self.page_size) - kv.window.stop) > 0:
-            self._make_free(WINDOW, lacking)
+            _make_free(self._cache, WINDOW, lacking)
             kv.window.pages.extend(self.window.allocator.take(lacking))
         if self.states is not None:
             self._move_state(kv.states, self.states)
+            if stop > num_known:
+                self._take_checkpoint(kv.states, self.states, start, stop)
         self.points.make(kv, start, stop, num_known=num_known)
 
     def prepared_until(self, stop: int) -> int:
@@ -144,10 +146,6 @@ class FiniteMemory:
             self.states.give_back(kv.states.owned())
         kv.window, kv.states, kv.points, kv.marks = WindowPages(), StatePages(), [], []
 
-    def _make_free(self, kind: MemoryKind, count: int) -> None:
-        if self._cache.points is not None:
-            self._cache.points.evict(kind, count)
-
     def _move_state(self, own: StatePages, states: PageAllocator) -> None:
         """Where its next item reads its state, and where it writes it."""
         page = own.current
@@ -158,7 +156,7 @@ class FiniteMemory:
         if states.users(page) == 1 and not states.shares(page):
             return
         if own.spare == NO_STATE and states.available:
-            self._make_free(STATE, 1)
+            _make_free(self._cache, STATE, 1)
             (own.spare,) = states.take(1)
         if own.spare == NO_STATE:
             assert self._cache.points is not None, "a state that one sequence uses is shared with resume points alone"
@@ -166,6 +164,20 @@ class FiniteMemory:
             return
         own.current, own.spare = own.spare, NO_STATE
         self.read.append(page)
+
+    def _take_checkpoint(self, own: StatePages, states: PageAllocator, start: int, stop: int) -> None:
+        """A page for the state at the first page's end amid drafts: its own page goes on to wherever they are right."""
+        rows = self.page_size - start % self.page_size
+        if self._cache.points is not None and start + rows < stop and states.available:
+            _make_free(self._cache, STATE, 1)
+            (own.checkpoint,) = states.take(1)
+            own.checkpoint_rows = rows
+            self.read.append(own.checkpoint)
+
+
+def _make_free(cache: PrefixCache, kind: MemoryKind, count: int) -> None:
+    if cache.points is not None:
+        cache.points.evict(kind, count)
 
 
 def check_integrity(finite: FiniteMemory, resident: list[SequenceKV]) -> None:

@@ -112,12 +112,20 @@ class StatePages:
     """The state pages of one sequence.
 
     current: has its state after its scheduled tokens; `NO_STATE` before the first. spare: to be written to next, because the
-    current one is another's or there is none. read: what its next item reads.
+    current one is another's or there is none. read: what its next item reads. checkpoint: a resume point's page, that its next item
+    also writes to, after `checkpoint_rows` of its tokens.
     """
 
     current: int = NO_STATE
     spare: int = NO_STATE
     read: int = NO_STATE
+    checkpoint: int = NO_STATE
+    checkpoint_rows: int = 0
+
+    def kept(self, start: int, stop: int) -> dict[int, int]:
+        """By position, the page that has the state there once its next item, from `start` to `stop`, is computed."""
+        checkpoint = {start + self.checkpoint_rows: self.checkpoint} if self.checkpoint_rows else {}
+        return {**checkpoint, stop: self.current}
 
     def owned(self) -> list[int]:
         """Each page that it is a user of."""

@@ -2,11 +2,13 @@
 
 Points are made where the last page ends before a prompt's last token; where more of its pages were in the prefix tree than of what
 one can go on from, which proves a branch (arXiv:2411.19379); at ends of chunks, which go first; and at the last page's end that a
-sequence passed while it decoded, which moves along with it.
+sequence passed while it decoded, which moves along with it. Drafts may lead over one: then its state goes to a page of its own, and
+the point is given up if they were wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from enginery.contracts.batch import STATE, WINDOW, MemoryKind
@@ -69,6 +71,14 @@ class PointMaker:
         is_done = point.position <= kv.num_written and (leaves or not point.trails)
         return is_done and self._cache.attach(point, kv.token_ids, kv.salt)
 
+    def take_back(self, kv: SequenceKV) -> None:
+        """Give up the points behind what is written, where no step is in flight: drafts led to them that were wrong."""
+        if self._cache.points is not None:
+            for point in kv.points:
+                if point.position > kv.num_written:
+                    self._cache.points.drop(point)
+            kv.points = [point for point in kv.points if not point.is_dropped]
+
     def leave(self, kv: SequenceKV) -> None:
         """Leave behind where its last page ended, and give up what is not in the tree. Its written pages are."""
         if self._cache.points is not None:
@@ -80,18 +90,26 @@ class PointMaker:
     def _make_points(self, points: ResumePoints, kv: SequenceKV, start: int, stop: int, num_known: int) -> None:
         ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
         marked = set[int]()
+        kept = kv.states.kept(start, stop)
         while kv.marks and kv.marks[0] <= stop:
-            if self._point(points, kv, mark := kv.marks.pop(0), stop=stop):
+            if self._point(points, kv, mark := kv.marks.pop(0), kept):
                 marked.add(mark)
         if is_chunk and ends_page > start and ends_page not in marked:
-            self._point(points, kv, ends_page, stop=stop, passing=True)
-        elif not is_chunk and self._has_states and stop == ends_page:
-            self._point(points, kv, stop, stop=stop, trails=True)
+            self._point(points, kv, ends_page, kept, passing=True)
+        elif not is_chunk and self._has_states and (position := min(kept)) % self.page_size == 0:
+            self._point(points, kv, position, kept, trails=True)
 
     def _point(
-        self, points: ResumePoints, kv: SequenceKV, position: int, *, stop: int, passing: bool = False, trails: bool = False
+        self,
+        points: ResumePoints,
+        kv: SequenceKV,
+        position: int,
+        kept: Mapping[int, int],
+        *,
+        passing: bool = False,
+        trails: bool = False,
     ) -> bool:
-        """Make one, if what it needs is there still."""
+        """Make one, if what it needs is there still. kept: which page has the state at a position."""
         pages: dict[MemoryKind, tuple[int, ...]] = {}
         if self._window is not None:
             in_reach = kv.window.ending_at(position // self.page_size, self._window.reach)
@@ -99,9 +117,9 @@ class PointMaker:
                 return False
             pages[WINDOW] = in_reach
         if self._has_states:
-            if position != stop:
+            if position not in kept:
                 return False
-            pages[STATE] = (kv.states.current,)
+            pages[STATE] = (kept[position],)
         kv.points.append(points.make(position, pages, passing=passing, trails=trails))
         return True
 
@@ -110,4 +128,4 @@ class PointMaker:
         position = kv.num_written - kv.num_written % self.page_size
         if self._has_states or not position or any(point.position == position for point in kv.points):
             return
-        self._point(points, kv, position, stop=position, trails=True)
+        self._point(points, kv, position, {}, trails=True)

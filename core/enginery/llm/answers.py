@@ -52,11 +52,16 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens of one completion so far. num_cached_tokens: of the prompt, that were found in the prefix cache."""
+    """Tokens of one completion so far. num_cached_tokens: of the prompt, that were found in the prefix cache.
+
+    num_drafted_tokens: guesses at its tokens that were verified. num_accepted_tokens: those that are among its tokens.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,8 @@ class GrowingCompletion:
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     error: RequestError | None = None
     _taken: tuple[int, int] = (0, 0)  # tokens and pieces that are in deltas
 
@@ -117,6 +124,8 @@ class GrowingCompletion:
         self.logprobs += (output.logprobs or ())[:count]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.num_cached_tokens = output.num_cached_tokens
+        self.num_drafted_tokens += output.num_drafted
+        self.num_accepted_tokens += min(output.num_accepted, count)
         self.finish_reason = FinishReason.STOP if stopped_by is not None else output.finish_reason
 
     def take(self) -> GenerationDelta | None:
@@ -133,6 +142,8 @@ class GrowingCompletion:
                 num_prompt_tokens=self.num_prompt_tokens,
                 num_output_tokens=len(self.token_ids),
                 num_cached_tokens=self.num_cached_tokens,
+                num_drafted_tokens=self.num_drafted_tokens,
+                num_accepted_tokens=self.num_accepted_tokens,
             ),
             logprobs=tuple(self.logprobs[tokens:]) if self.logprobs else None,
             prompt_logprobs=None if tokens else self.prompt_logprobs,

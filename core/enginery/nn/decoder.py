@@ -12,7 +12,8 @@ import torch
 
 from enginery.checkpoint.decoder_shape import DecoderShape
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import ModelContext, WeightSource
+from enginery.contracts.drafting import FEATURES
+from enginery.contracts.model import ModelContext, Point, WeightSource
 from enginery.contracts.parallel import Cut, StageTensors
 from enginery.contracts.weights import SILU, Activation, Linear, LinearShape
 from enginery.nn.activation import gate_function
@@ -150,13 +151,13 @@ def dense_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderS
 
 
 class Decoder:
-    """Embedding, layers, last norm, head: those of one pipeline stage. Implements `enginery.contracts.model.Model`."""
+    """Embedding, layers, last norm, head: those of one pipeline stage. Implements `enginery.contracts.model.Model` and `Tapped`."""
 
     def __init__(self, context: ModelContext, shape: DecoderShape, *, layer: LayerFactory = dense_layer) -> None:
         weights, stage = context.weights, context.stage
         embedding = f"{shape.stem}.{shape.embedding}"
         self.eps, self.embed, self.stage, self.comm = shape.rms_eps, context.ops.embed, stage, context.comm
-        self.logit_cap, self.embedding_scale = shape.logit_cap, 1.0
+        self.logit_cap, self.embedding_scale, self.taps = shape.logit_cap, 1.0, context.taps
         if shape.embedding_scale is not None:  # rounded, as transformers rounds it
             self.embedding_scale = torch.tensor(shape.embedding_scale, dtype=context.dtype).item()
         self.embedding: torch.Tensor | None = None
@@ -189,8 +190,10 @@ class Decoder:
         delta, residual = self._begin(batch, arrived)
         cos_sin = [self.embed(table, batch.positions) for table in self.rotary]  # each [T, R]
         narrows = self.stage.is_last and batch.logits_rows is not None
-        for layer, rotary in zip(self.layers, self.rotary_of, strict=True):
-            delta = layer.attention(layer.attention_input(delta, residual), cos_sin[rotary], batch)
+        for index, layer, rotary in zip(self.stage.layers, self.layers, self.rotary_of, strict=True):
+            x = layer.attention_input(delta, residual)
+            self.tap(batch, residual, index)
+            delta = layer.attention(x, cos_sin[rotary], batch)
             if narrows and layer is self.layers[-1]:
                 assert batch.logits_rows is not None
                 delta, residual = delta.index_select(0, batch.logits_rows), residual.index_select(0, batch.logits_rows)
@@ -198,15 +201,29 @@ class Decoder:
         assert delta is not None, "a stage has layers"
         if self.norm is None:
             return {"delta": delta, "residual": residual}
-        return self.layers[-1].add_mlp_output(delta, residual, self.norm)
+        hidden = self.layers[-1].add_mlp_output(delta, residual, self.norm)
+        self.tap(batch, residual, self.stage.layers.stop)
+        self.tap(batch, hidden, self.stage.layers.stop, "final")
+        return hidden
+
+    def tap(self, batch: ForwardBatch, values: torch.Tensor, layer: int, point: Point = "input") -> None:
+        """Write these hidden states, [T, C], of a `Feature` where a draft model finds them, if it takes them."""
+        width = values.shape[-1]
+        for place, wanted in enumerate(self.taps):
+            if wanted == (layer, point):
+                batch.outputs[FEATURES].values[:, place * width : (place + 1) * width] = values
 
     def _begin(self, batch: ForwardBatch, arrived: StageTensors | None) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The last layer's output and the residual stream without it, [T, C]."""
         if arrived is not None:
             return arrived["delta"], arrived["residual"]
+        return None, self.embedded(batch.input_ids)
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, C], what the first layer is given for these tokens."""
         assert self.embedding is not None, "a stage behind the first is given what arrived"
-        residual = self.embed(self.embedding, batch.input_ids)
-        return None, residual if self.embedding_scale == 1.0 else residual * self.embedding_scale
+        found = self.embed(self.embedding, ids)
+        return found if self.embedding_scale == 1.0 else found * self.embedding_scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V]; of several ranks each has some columns."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Final, Protocol
 
 from enginery.contracts.attention import AttnBackendSpec, Capabilities, SparseCoordinatorSpec
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.grammars import GrammarKind, GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
 from enginery.contracts.ops import OpSpec, OpTable
@@ -20,7 +21,7 @@ from enginery.plugin.options import options_problems, options_type
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 _KNOWN: Final = {"devices": ("cpu", "cuda"), "dtypes": _DTYPES, "kv_dtypes": (*_DTYPES, "float8_e4m3fn")}
-_FUNCTIONS: Final = frozenset({"build", "describe", "key", "load", "make", "reads", "refuse", "refuse_also", "suits"})
+_FUNCTIONS: Final = frozenset({"build", "describe", "features", "key", "load", "make", "reads", "refuse", "refuse_also", "suits"})
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -52,6 +53,7 @@ GROUPS: Final[Mapping[HookGroup, Group]] = {
     HookGroup.OP: Group(register="register_ops", descriptor=OpSpec),
     HookGroup.WEIGHT_FORMAT: Group(register="register_weight_formats", descriptor=WeightFormatSpec),
     HookGroup.GRAMMAR: Group(register="register_grammars", descriptor=GrammarSpec),
+    HookGroup.DRAFTER: Group(register="register_drafters", descriptor=DrafterSpec),
     HookGroup.SCHEDULE_POLICY: Group(register="register_schedule_policies", descriptor=SchedulePolicySpec),
     HookGroup.PARSER: Group(register="register_parsers", descriptor=ParserSpec),
 }
@@ -89,12 +91,21 @@ def _own_problems(spec: Descriptor) -> list[str]:
             return [f"kind is {spec.kind!r}, but must be tools or reasoning, and none is no name for a parser"]
         case OpSpec():
             return _operation_problems(spec.provides)
+        case DrafterSpec():
+            return _draft_problems(spec)
     return []
 
 
 def _names_problems(field: str, names: object) -> list[str]:
     is_tuple = isinstance(names, tuple | list) and len(names) > 0
     return [] if is_tuple else [f"{field} is {names!r}, but must be a tuple of at least one name"]
+
+
+def _draft_problems(spec: DrafterSpec) -> list[str]:
+    problems = ["off is no name for a drafter"] if spec.name == "off" else []
+    if isinstance(spec.most, bool) or not isinstance(spec.most, int) or spec.most < 1:
+        problems.append(f"most is {spec.most!r}, but must be a whole number from 1 on")
+    return problems
 
 
 def version_refusal(group: HookGroup, spec: Descriptor) -> str:
@@ -109,6 +120,8 @@ def version_refusal(group: HookGroup, spec: Descriptor) -> str:
 def claims(group: HookGroup, spec: Descriptor) -> list[str]:
     """The names that a descriptor takes for itself: nobody else may have the same."""
     taken = [f"{group} {spec.name}"]
+    if isinstance(spec, DrafterSpec) and spec.suits is not None and spec.model is not None:
+        taken = [f"{group} {spec.name} of {architecture}" for architecture in spec.model.architectures]
     if options_type(spec) is not None:
         taken.append(f"options {spec.name}")
     return taken

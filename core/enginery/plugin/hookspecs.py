@@ -18,6 +18,7 @@ from enginery.contracts.attention import (
     SparseCoordinator,
     SparseCoordinatorSpec,
 )
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.engine import EngineHandle
 from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
@@ -81,6 +82,10 @@ class EngineHooks(Protocol):
     @hookspec
     def register_grammars(self) -> list[GrammarSpec]:
         """The compilers of structured-output grammars this plugin offers."""
+
+    @hookspec
+    def register_drafters(self) -> list[DrafterSpec]:
+        """The drafters this plugin offers."""
 
     @hookspec
     def register_schedule_policies(self) -> list[SchedulePolicySpec]:

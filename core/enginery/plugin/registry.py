@@ -18,6 +18,7 @@ from enginery.contracts.attention import (
     SparseCoordinator,
     SparseCoordinatorSpec,
 )
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.engine import EngineHandle
 from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
@@ -59,6 +60,7 @@ class Registry:
     ops: tuple[Offer[OpSpec], ...]
     weight_formats: tuple[Offer[WeightFormatSpec], ...]
     grammars: tuple[Offer[GrammarSpec], ...]
+    drafters: tuple[Offer[DrafterSpec], ...]
     schedule_policies: tuple[Offer[SchedulePolicySpec], ...]
     parsers: tuple[Offer[ParserSpec], ...]
     manager: StrictPluginManager
@@ -94,14 +96,14 @@ class Registry:
 
     def create_attn_backend(self, name: str, context: BackendContext) -> AttnBackend:
         """Build the backend `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
-        offer = _named(self.attn_backends, name, "attention backend", self.records)
+        offer = named(self.attn_backends, name, "attention backend", self.records)
         hook = self.manager.only(offer.plugin, "create_attn_backend")
         build: Callable[[], AttnBackend | None] = functools.partial(hook, name=name, context=context)
         return _built(offer, hook.name, build)
 
     def sparse_coordinator(self, name: str) -> Offer[SparseCoordinatorSpec]:
         """The coordinator of that name. Raises `PluginError` with the near matches."""
-        return _named(self.sparse_coordinators, name, "sparse coordinator", self.records)
+        return named(self.sparse_coordinators, name, "sparse coordinator", self.records)
 
     def create_sparse_coordinator(self, name: str, context: CoordinatorContext) -> SparseCoordinator:
         """Build the coordinator `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
@@ -139,7 +141,7 @@ class Registry:
 
     def schedule_policy(self, name: str) -> Offer[SchedulePolicySpec]:
         """The order of that name; "auto" is first come, first served."""
-        return _named(self.schedule_policies, "fcfs" if name == "auto" else name, "schedule policy", self.records)
+        return named(self.schedule_policies, "fcfs" if name == "auto" else name, "schedule policy", self.records)
 
     def checkpoint(self, name: str) -> Offer[CheckpointSpec] | None:
         """The installed checkpoint of that name, if there is one."""
@@ -193,7 +195,8 @@ class Registry:
         return added
 
 
-def _named(offers: Sequence[Offer[SpecT]], name: str, what: str, records: Sequence[PluginRecord]) -> Offer[SpecT]:
+def named(offers: Sequence[Offer[SpecT]], name: str, what: str, records: Sequence[PluginRecord]) -> Offer[SpecT]:
+    """The offer of that name. what: its kind, in words. Raises `PluginError` with the near matches."""
     for offer in offers:
         if offer.name == name:
             return offer
@@ -232,6 +235,7 @@ def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blo
         ops=_of(loaded, OpSpec),
         weight_formats=_of(loaded, WeightFormatSpec),
         grammars=_of(loaded, GrammarSpec),
+        drafters=_of(loaded, DrafterSpec),
         schedule_policies=_of(loaded, SchedulePolicySpec),
         parsers=_of(loaded, ParserSpec),
         manager=loaded.manager,

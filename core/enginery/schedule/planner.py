@@ -18,7 +18,9 @@ Rules that keep everybody moving:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 
 from enginery.config.schema import ScheduleSettings
 from enginery.kv.kinds import NOTHING, Demand
@@ -29,6 +31,7 @@ from enginery.schedule.table import RequestTable
 HEADROOM_TOKENS = 32
 MIN_PREFILL_TOKENS = 512  # what makes a step compute-bound on a large GPU, twice over
 TILE_ROWS = 128
+NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class BatchPlanner:
@@ -37,7 +40,9 @@ class BatchPlanner:
     preempted: ids of those that wait again now, or will when the steps they are in have completed, this one perhaps.
     """
 
-    def __init__(self, table: RequestTable, settings: ScheduleSettings) -> None:
+    def __init__(self, table: RequestTable, settings: ScheduleSettings, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> None:
+        """drafts: guesses at the next tokens of requests, by their ids, while no step is in flight."""
+        self._drafts = drafts
         self._table = table
         self._kv = table.kv
         self._settings = settings
@@ -47,7 +52,7 @@ class BatchPlanner:
 
     def fill(self) -> StepBuilder:
         """Choose, and move the chosen requests on."""
-        prompts = self._schedule_decodes()
+        prompts = self._schedule_verifications() if self._drafts else self._schedule_decodes()
         self._step.num_decode = num_decode = len(self._step.requests)
         if num_decode:
             self._budget = self._prefill_budget(prompts, num_decode)
@@ -78,6 +83,40 @@ class BatchPlanner:
                 self._add(request, 1)
         prompts.sort(key=attrgetter("order"))
         return prompts
+
+    def _schedule_verifications(self) -> list[Request]:
+        """The same, with the drafts that budget and free pages allow. All get as many rows as the one that has most.
+
+        Rows that are sampled are at most `max_batch_requests`, for so many the memory plan has room.
+        """
+        decoding = [request for request in self._table.running if request.num_expected - request.num_computed == 1]
+        most = min(self._budget, self._settings.max_batch_requests) // max(len(decoding), 1) - 1
+        chosen: list[tuple[Request, Sequence[int]]] = []
+        for request in decoding[: self._budget]:
+            if request.status is RequestStatus.RUNNING and self._find_room(request, 1):
+                drafts = self._drafts_with_room(request, most)
+                self._take_pages(request, 1 + len(drafts))
+                chosen.append((request, drafts))
+        self._add_drafts(chosen)
+        return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
+
+    def _add_drafts(self, chosen: Sequence[tuple[Request, Sequence[int]]]) -> None:
+        """Schedule the last token of these requests, and their drafts. They have the pages."""
+        length = self._step.decode_len = 1 + max((len(drafts) for _, drafts in chosen), default=0)
+        self._budget -= length * len(chosen)
+        for request, drafts in chosen:
+            if length > 1:
+                self._step.add_drafts(request, drafts)
+            else:
+                self._step.add(request, 1)
+
+    def _drafts_with_room(self, request: Request, most: int) -> Sequence[int]:
+        """Of its drafts those that its limit and `most` allow, and whose pages are there: nobody is preempted for a guess."""
+        start, kv = request.num_computed, request.kv
+        drafts = self._drafts.get(request.request_id, ())[: max(0, min(most, request.limit - len(request.token_ids) - 1))]
+        while drafts and not self._kv.missing(kv, start, start + 1 + len(drafts)).fits(self._kv.available):
+            drafts = drafts[:-1]
+        return drafts
 
     def _prefill_budget(self, prompts: list[Request], num_decode: int) -> int:
         """Prompt tokens that may join so many decoding requests."""
@@ -112,6 +151,13 @@ class BatchPlanner:
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Take the pages for its next tokens, preempting later requests if nothing else helps. False: it sits out this step."""
+        if not self._find_room(request, num_tokens):
+            return False
+        self._take_pages(request, num_tokens)
+        return True
+
+    def _find_room(self, request: Request, num_tokens: int) -> bool:
+        """The same, without taking them."""
         kv, start = request.kv, request.num_computed
         stop = start + num_tokens
         while not self._kv.missing(kv, start, stop).fits(self._kv.available):
@@ -119,9 +165,13 @@ class BatchPlanner:
             if self._table.running[-1] is request or self._table.leaving:
                 return False
             self.preempted.append(self._table.preempt_last().request_id)
-        self._kv.prepare(kv, start, stop, num_known=request.num_expected)
-        self._step.tell_pages(kv)
         return True
+
+    def _take_pages(self, request: Request, num_tokens: int) -> None:
+        """Its next item's, which are there."""
+        start = request.num_computed
+        self._kv.prepare(request.kv, start, start + num_tokens, num_known=request.num_expected)
+        self._step.tell_pages(request.kv)
 
     def _add(self, request: Request, num_tokens: int) -> None:
         """Schedule its next tokens. It has the pages."""

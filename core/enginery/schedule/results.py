@@ -17,26 +17,43 @@ def note_prompt(request: Request, start: int, logprobs: Sequence[TokenLogprob]) 
         request.prompt_logprobs += logprobs
 
 
-def take_in(request: Request, index: int, output: StepOutput, refused: Mapping[int, str]) -> RequestOutput | None:
+def take_in(
+    request: Request, index: int, output: StepOutput, refused: Mapping[int, str], *, end: int, num_drafts: int
+) -> RequestOutput | None:
     """Append what item `index` of a step sampled, and let the grammar take it. None: it sampled nothing.
 
-    refused: items whose grammars could not go on, and why. With a `finish_reason` or an `error` the request is to be ended; tokens
-    behind its end are dropped.
+    refused: items whose grammars could not go on, and why. end: the position behind the item's tokens. num_drafts: how many of
+    these, the last ones, were guessed. With a `finish_reason` or an `error` the request is to be ended; tokens behind its end are
+    dropped.
     """
     if index in output.failed:
         return RequestOutput(request_id=request.request_id, error=output.failed[index])
+    told = output.token_ids[index]
+    request.kv.num_written = end
+    if num_drafts:
+        _take_back(request, num_drafts + 1 - len(told))
     if index in refused:
         return RequestOutput(request_id=request.request_id, error=refused[index], param="grammar")
-    told = output.token_ids[index]
-    return _append(request, index, told, output) if told else None
+    added = _append(request, index, told, output, num_drafts=num_drafts) if told else None
+    if num_drafts:
+        request.kv.num_written = min(request.kv.num_written, len(request.token_ids))  # it may have ended amid its drafts
+    return added
 
 
-def _append(request: Request, index: int, told: tuple[int, ...], output: StepOutput) -> RequestOutput:
+def _take_back(request: Request, num_wrong: int) -> None:
+    """Its last drafts were wrong: what was computed of them is computed again."""
+    request.num_computed -= num_wrong
+    request.num_expected -= num_wrong
+    request.kv.num_written -= num_wrong
+    request.kv.ready = min(request.kv.ready, request.num_computed)
+
+
+def _append(request: Request, index: int, told: tuple[int, ...], output: StepOutput, *, num_drafts: int) -> RequestOutput:
     count, reason, token_id = 0, None, told[0]
     for token_id in told:
         if request.grammar is not None and not request.grammar.accept(token_id):
             error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"
-            return RequestOutput(request_id=request.request_id, error=error, param="grammar")
+            return RequestOutput(request_id=request.request_id, token_ids=told[:count], error=error, param="grammar")
         request.token_ids.append(token_id)
         count += 1
         if (reason := _finish_reason(request, token_id)) is not None:
@@ -52,6 +69,8 @@ def _append(request: Request, index: int, told: tuple[int, ...], output: StepOut
         finish_reason=reason,
         stop_token_id=token_id if stopped else None,
         num_cached_tokens=request.num_cached_tokens,
+        num_drafted=num_drafts,
+        num_accepted=count - (count == len(told)),  # all but the last one, which nobody guessed
         embedding=output.embeddings.get(index),
         queued_s=request.queued_s or 0.0,
     )

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 from enginery.config.schema import ScheduleSettings
 from enginery.contracts.batch import FULL
@@ -18,11 +19,23 @@ from enginery.kv.finite import FiniteMemory
 from enginery.kv.manager import KVCacheManager
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import PrefixCache
-from enginery.schedule.planner import BatchPlanner
+from enginery.schedule.planner import NO_DRAFTS, BatchPlanner
 from enginery.schedule.queue import WaitingQueue
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.results import note_prompt, take_in
 from enginery.schedule.table import RequestTable
+
+
+class Drafts(Protocol):
+    """Where guesses at next tokens come from."""
+
+    def propose(self, table: RequestTable) -> Mapping[str, Sequence[int]]:
+        """Those of running requests, by id. No step is in flight."""
+        ...
+
+    def length(self, num_requests: int) -> int:
+        """How many tokens a draft model guesses at the end of a step of so many requests."""
+        ...
 
 
 class Scheduler:
@@ -45,8 +58,11 @@ class Scheduler:
         finite: FiniteMemory | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        drafting: Drafts | None = None,
     ) -> None:
+        """drafting: asked before a step for drafts, if no step is in flight: only then all tokens of a request are known."""
         self._settings = settings
+        self._drafting = drafting
         self._clock = clock
         self._kv = KVCacheManager(settings.page_size, cache, allocator, num_seats=settings.max_batch_requests, finite=finite)
         self._table = RequestTable(self._kv, WaitingQueue(settings, policy, eos_token_ids))
@@ -108,8 +124,11 @@ class Scheduler:
 
         sizes: what the workers have graphs of.
         """
-        planner = BatchPlanner(self._table, self._settings)
+        drafts = NO_DRAFTS if self._drafting is None or self._in_flight else self._drafting.propose(self._table)
+        planner = BatchPlanner(self._table, self._settings, drafts)
         built = planner.fill()
+        if self._drafting is not None:
+            built.draft_len = self._drafting.length(len(built.requests))
         self.requests, self.preempted = built.requests, planner.preempted
         step = built.build(self.next_number, sizes, self._kv.released)
         if built.requests:
@@ -128,13 +147,11 @@ class Scheduler:
         requests, items = self._land(step), step.columns()
         for index in range(step.num_decode, len(requests)):
             note_prompt(requests[index], int(items.start[index]), output.prompt_logprobs.get(index, ()))
-        columns = zip(requests, items.start.tolist(), items.num_tokens.tolist(), strict=True)
+        columns = zip(requests, (items.start + items.num_tokens).tolist(), items.num_drafts.tolist(), strict=True)
         outputs: list[RequestOutput] = []
-        for index, (request, start, num_tokens) in enumerate(columns):
+        for index, (request, end, num_drafts) in enumerate(columns):
             if request.status is not RequestStatus.FINISHED:
-                if index not in output.failed:
-                    request.kv.num_written = start + num_tokens
-                if (added := take_in(request, index, output, refused)) is not None:
+                if (added := take_in(request, index, output, refused, end=end, num_drafts=num_drafts)) is not None:
                     outputs.append(added)
                     if added.is_last:
                         self._table.end(request)
@@ -146,6 +163,8 @@ class Scheduler:
 
     def _offer(self, request: Request, *, is_prompt: bool) -> None:
         """Put what it has computed into the prefix cache."""
+        if not request.in_flight:
+            self._kv.finite.points.take_back(request.kv)
         if is_prompt and request.status is RequestStatus.RUNNING:
             self._kv.share(request.kv)
             self._table.place(request)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Final
 
 from enginery.contracts.batch import FULL, WINDOW, Phase
-from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
+from enginery.contracts.step import NO_SIZES, Item, NewPages, Run, RunSizes, StepInput, Way
 from enginery.kv.kinds import NO_STATE, StatePages
 from enginery.kv.manager import SequenceKV
 from enginery.schedule.request import Request
@@ -38,6 +38,8 @@ class StepBuilder:
         self.requests: list[Request] = []
         self.num_decode = 0
         self.num_tokens = 0
+        self.decode_len = 1
+        self.draft_len = 0
         self._greedy = True
         self._items: list[bytes] = []
         self._ids = array("i")
@@ -46,6 +48,20 @@ class StepBuilder:
         self._has_states = has_states
         self._states: list[bytes] = []
         self._embedding: list[int] = []
+
+    def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
+        """Schedule its last token and guesses at the next ones. It has the pages, and is in no step in flight."""
+        start, count, kv = request.num_computed, 1 + len(drafts), request.kv
+        self._greedy &= start + 1 >= request.greedy_from
+        self._ids.append(request.token_ids[start])
+        self._ids.extend(drafts)
+        self._items.append(_pack_item(kv.seat, start, count, start, count, True, len(drafts), False, _NO_ADAPTER))
+        if self._has_states:
+            self._add_state(kv.states)
+        request.num_computed, request.num_expected = start + count, start + count + 1
+        request.in_flight += 1
+        self.num_tokens += count
+        self.requests.append(request)
 
     def add(self, request: Request, num_tokens: int) -> None:
         """Schedule its next tokens, and move it on. It has the pages."""
@@ -74,8 +90,8 @@ class StepBuilder:
         self.requests.append(request)
 
     def _add_state(self, states: StatePages) -> None:
-        self._states.append(_pack_state(states.read, states.current, NO_STATE, 0))
-        states.read = states.current
+        self._states.append(_pack_state(states.read, states.current, states.checkpoint, states.checkpoint_rows))
+        states.read, states.checkpoint, states.checkpoint_rows = states.current, NO_STATE, 0
 
     def tell_pages(self, kv: SequenceKV) -> None:
         """Note the pages of it that the workers do not know yet."""
@@ -94,6 +110,8 @@ class StepBuilder:
     def build(self, number: int, sizes: RunSizes, released: Sequence[int]) -> StepInput:
         """The step as a value."""
         phase = self._phase
+        if self.decode_len > 1:
+            sizes = NO_SIZES
         run = choose_run(phase, len(self.requests), self.num_tokens, sizes=sizes, greedy=self._greedy, embeds=bool(self._embedding))
         news = {FULL: self._pages, WINDOW: self._window}
         return StepInput(
@@ -108,12 +126,15 @@ class StepBuilder:
             states=b"".join(self._states),
             released=array("i", released).tobytes(),
             embedding=array("i", self._embedding).tobytes(),
+            decode_len=self.decode_len,
+            draft_len=self.draft_len,
         )
 
     @property
     def _phase(self) -> Phase:
         if self.num_decode == len(self.requests):
-            return Phase.DECODE if self.requests else Phase.IDLE
+            plain = Phase.DECODE if self.decode_len == 1 else Phase.VERIFY
+            return plain if self.requests else Phase.IDLE
         return Phase.MIXED if self.num_decode else Phase.PREFILL
 
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from enginery.contracts.attention import Reason
+from enginery.contracts.batch import Phase
 from enginery.errors import Unsupported
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.checker import marked_options
@@ -35,6 +36,7 @@ def hooks(subject: Subject, case: AttnCase) -> None:
         ("mla_ragged", can.mla_ragged, "init_mha_chunk_metadata"),
         ("graphs", can.graphs, "init_graph_state"),
         ("sparse", can.sparse, "indexer_metadata"),
+        ("phase verify of recurrences", bool(can.recurrences) and Phase.VERIFY in can.phases, "commit_state"),
     ):
         if claims != (marked_options(backend, hook) is not None):
             raise BrokenRule(f"capabilities say {name}={claims}, and the backend has {'no ' if claims else ''}{hook}")

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 
 from enginery.attention.composite import CompositePlan
 from enginery.attention.latent import RaggedPart
 from enginery.attention.prefill_strategy import cut_pieces
-from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.batch import STATE, ForwardBatch, Phase
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece, PrefillStrategy
+from enginery.contracts.plan import Accepted
+from enginery.errors import StalePlan
 from enginery.testing import reference
 from enginery.testing.cases import AttnCase
-from enginery.testing.rules import TOLERANCES, BrokenRule, SkippedCheck, compare, rule
+from enginery.testing.readback import no_reads
+from enginery.testing.rules import TOLERANCES, BrokenRule, SkippedCheck, compare, raising, rule
 from enginery.testing.stage import Turn
 from enginery.testing.subject import Subject, covering_cases, leaf_cases, mla_cases, usual_cases, wrapped_cases
 from enginery.testing.workbench import CHUNK_TOKENS, Workbench
 
+_VERIFIED: Final = 4  # rows of a request that verifies drafts
 _PAGES: Final = "Look at how many tokens the last page holds, at the page numbers, and at the mask of each row."
 _SIZES: Final = "Take lengths from q_lens_cpu and kv_lens_cpu of each request, never from the tensors' sizes."
 
@@ -121,6 +127,121 @@ def prefix_hit(subject: Subject, case: AttnCase) -> None:
     bench.run([owner], Phase.PREFILL)
     out = bench.run([*bench.turns([(0, 3)]), Turn(hit, cached, 9)], Phase.PREFILL)
     compare(out[1:], [recomputed[cached:]], dtype=case.dtype, what=f"9 tokens after a prefix of {cached} on another's pages")
+
+
+@rule(leaf_cases, "Keep what advance is given, and have commit_state move states by the rows that stand, convolutions too.")
+def states_after_verification(subject: Subject, case: AttnCase) -> None:
+    """States stay as they are while drafts are verified; commit_state moves them by the rows that stand, once."""
+    if case.facts.recurrent is None:
+        raise SkippedCheck("layers with keys and values have no states")
+    for shift, phase in enumerate((Phase.VERIFY, Phase.MIXED)):
+        _only_in(subject, phase)
+        bench = Workbench(subject, case)
+        verified = _verified(bench, phase, shift)
+        _verify(bench, verified, phase)
+        _go_on(bench, verified)
+
+
+class _Verified(NamedTuple):
+    """Requests that verify drafts, how many of each are right, checkpoints: pages, and after how many rows; chunks beside them."""
+
+    turns: list[Turn]
+    right: list[int]
+    pages: list[int]
+    rows: list[int]
+    chunks: list[Turn]
+
+    @property
+    def all_turns(self) -> list[Turn]:
+        return [*self.turns, *self.chunks]
+
+    @property
+    def standing(self) -> list[int]:
+        """How many rows of each request stand."""
+        return [*(1 + count for count in self.right), *(turn.new for turn in self.chunks)]
+
+
+def _verified(bench: Workbench, phase: Phase, shift: int) -> _Verified:
+    """Each has another number of right drafts, and all but the first have a checkpoint. A mixed batch has chunks of prompts."""
+    whole = bench.turns([(cached, _VERIFIED + 6) for cached in (19, 0, 5, 33)])
+    return _Verified(
+        turns=[turn._replace(new=_VERIFIED) for turn in whole],
+        right=[(place + shift) % _VERIFIED for place in range(len(whole))],
+        pages=[bench.tokens(1).states[0] for _ in whole],
+        rows=[1 + (place + 2 * shift) % _VERIFIED if place else 0 for place in range(len(whole))],
+        chunks=bench.turns([(0, _VERIFIED), (7, 9)]) if phase is Phase.MIXED else [],
+    )
+
+
+def _verify(bench: Workbench, verified: _Verified, phase: Phase) -> None:
+    """Advance and commit, and see that no state moves before, and none of another request's at all."""
+    batch = _with_checkpoints(bench.batch(verified.all_turns, phase), verified)
+    if not verified.chunks:
+        batch = bench.pad(batch, requests=2, tokens=2 * _VERIFIED)
+    batch, before = bench.relay.plan(batch), bench.memory()
+    _advance_drafts(bench, batch, verified)
+    _check_unmoved(bench, before, verified.chunks, (), "states move while drafts are verified")
+    counts = torch.tensor([*verified.standing, *[2] * (batch.num_requests - len(verified.all_turns))], device=bench.device) - 1
+    commit = functools.partial(bench.leaf.ask, "commit_state", plan=batch.plan, accepted=Accepted(counts=counts))
+    with no_reads(bench.device):
+        done = commit()
+    if done is None:
+        raise BrokenRule("it claims to verify drafts, and commit_state does nothing")
+    if did := raising(commit, StalePlan):
+        raise BrokenRule(f"a second commit_state {did}")
+    _check_unmoved(bench, before, verified.all_turns, verified.pages, "commit_state changes a state that is another's")
+
+
+def _go_on(bench: Workbench, verified: _Verified) -> None:
+    """From checkpoints, then from where the right drafts end: several tokens, and one more."""
+    whole = zip(verified.turns, verified.pages, verified.rows, verified.right, strict=True)
+    resumed = [
+        Turn(dataclasses.replace(turn.tokens, states=[page]), turn.cached + rows, 2)
+        for turn, page, rows, right in whole
+        if 0 < rows <= 1 + right
+    ]
+    _equals_formula(bench, resumed, Phase.PREFILL, " from checkpoints")
+    what = f" after {verified.right} right drafts of {_VERIFIED - 1}"
+    standing = zip(verified.turns, verified.right, strict=True)
+    going_on = [turn._replace(cached=turn.cached + 1 + right, new=4) for turn, right in standing]
+    _equals_formula(bench, going_on, Phase.PREFILL, what)
+    _equals_formula(bench, [turn._replace(cached=turn.cached + 4, new=1) for turn in going_on], Phase.DECODE, what)
+
+
+def _with_checkpoints(batch: ForwardBatch, verified: _Verified) -> ForwardBatch:
+    """The batch with checkpoints of its first requests, and the rows that these verify."""
+    none = [0] * len(verified.chunks)
+    view = dataclasses.replace(
+        batch.states,
+        checkpoints_cpu=torch.tensor([*verified.pages, *none], dtype=torch.int32),
+        checkpoint_rows_cpu=torch.tensor([*verified.rows, *none], dtype=torch.int32),
+    )
+    return dataclasses.replace(batch, decode_len=_VERIFIED, views={**batch.views, STATE: view})
+
+
+def _advance_drafts(bench: Workbench, batch: ForwardBatch, verified: _Verified) -> None:
+    """Drafts that are wrong are noise; what comes before them equals the formula."""
+    turns, standing = verified.all_turns, verified.standing
+    inputs = bench.inputs(turns, batch.num_tokens)
+    for place, count in enumerate(verified.right):
+        wrong = slice(place * _VERIFIED + 1 + count, (place + 1) * _VERIFIED)
+        for part in inputs:
+            part[wrong] = bench.randn(*part[wrong].shape).abs().to(part.dtype)
+    out = bench.guarded_out(batch.num_tokens)
+    bench.call(inputs, batch, batch.plan, out[1:-1])
+    found = [rows[:count] for rows, count in zip(bench.rows_of(out, turns), standing, strict=True)]
+    wanted = [bench.expected(turn)[:count] for turn, count in zip(turns, standing, strict=True)]
+    compare(found, wanted, dtype=bench.case.dtype, what=f"{batch.phase} of {_VERIFIED} rows")
+
+
+def _check_unmoved(bench: Workbench, before: list[torch.Tensor], turns: Sequence[Turn], pages: Sequence[int], what: str) -> None:
+    """Of all pages but these, and those that are written of these requests."""
+    besides = [*pages, *(turn.tokens.states[-1] for turn in turns)]
+    for old, new in zip(before, bench.memory(), strict=True):
+        same = (old == new).flatten(1).all(1)
+        same[besides] = True
+        if not bool(same.all()):
+            raise BrokenRule(what)
 
 
 @rule(mla_cases(PrefillStrategy.ABSORBED), "The piece with the step's own tokens is causal, chunks of the prefix are not.")
@@ -226,5 +347,5 @@ def _only_in(subject: Subject, phase: Phase) -> None:
 
 NUMBERS: Final = (
     *(numbers, ragged_lengths, long_tail, empty_batch, padding_only, padded_equals_unpadded),
-    *(chunked_equals_whole, prefix_hit, mla_strategies, log_sum_exp, batch_invariance),
+    *(chunked_equals_whole, prefix_hit, states_after_verification, mla_strategies, log_sum_exp, batch_invariance),
 )

@@ -170,7 +170,10 @@ class Stage:
         return turns
 
     def batch(self, turns: Sequence[Turn], phase: Phase) -> ForwardBatch:
-        """Unplanned and unpadded; the new tokens' keys and values are written to the pool, as a model does before it attends."""
+        """Unplanned and unpadded; the new tokens' keys and values are written to the pool, as a model does before it attends.
+
+        Of requests that verify drafts all have as many tokens as the first.
+        """
         nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
         ranges = [(turn.cached, turn.cached + turn.new) for turn in turns]
         positions = torch.cat([nothing, *(torch.arange(*each, device=self.device) for each in ranges)])
@@ -188,6 +191,7 @@ class Stage:
                 FULL: View(slots=slots, page_table_cpu=_page_table(turns)),
                 STATE: StateView(reads_cpu=moves[:, 0].contiguous(), writes_cpu=moves[:, 1].contiguous()),
             },
+            decode_len=_decode_len(turns, phase),
         )
         if self.case.facts.recurrent is None:
             _, k, v = self.inputs(turns, batch.num_tokens)
@@ -229,6 +233,10 @@ def _row_shapes(facts: AttnLayerFacts, query_dim: int) -> list[tuple[int, ...]]:
     if rule is not None:
         return [(rule.mixed_width,), (rule.gates_width,)]
     return [(facts.num_heads, query_dim), (kv_heads, facts.head_dim), (kv_heads, facts.value_dim)]
+
+
+def _decode_len(turns: Sequence[Turn], phase: Phase) -> int:
+    return turns[0].new if turns and phase is Phase.VERIFY else 1
 
 
 def _page_table(turns: Sequence[Turn]) -> torch.Tensor:

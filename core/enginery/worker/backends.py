@@ -18,6 +18,7 @@ from enginery.attention.watch import Watch
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW
 from enginery.contracts.parallel import ParallelFacts
+from enginery.errors import PluginError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool
 from enginery.kv.states import RecurrentStatePool
@@ -113,7 +114,13 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
         options=parts.registry.options_for(name),
     )
     backend = parts.registry.create_attn_backend(name, context)
-    return BackendRelay(backend, offer.source, instance=instance, watch=_watch(parts))
+    relay = BackendRelay(backend, offer.source, instance=instance, watch=_watch(parts))
+    if part == "recurrent" and choice.drafter is not None and not relay.has("commit_state"):
+        raise PluginError(
+            f"{offer.source}: {name} claims to verify drafts of models with recurrent layers, and its {type(backend).__name__} has "
+            "no hook commit_state, by which states move behind the accepted ones"
+        )
+    return relay
 
 
 def _composite(parts: AttentionParts, backend: AttnBackend) -> BackendRelay:

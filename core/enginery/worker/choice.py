@@ -16,8 +16,9 @@ from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds, SparseCoordinatorSpec
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.latent import PrefillStrategy
-from enginery.contracts.model import ModelFacts, ModelSpec
+from enginery.contracts.model import Feature, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
 from enginery.errors import CheckpointError, Unsupported
@@ -27,6 +28,7 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
 from enginery.worker.device import device_facts, torch_device
+from enginery.worker.drafts.choice import choose_drafter, drafter_decisions
 from enginery.worker.needs import attn_needs, by_phase
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
@@ -93,7 +95,8 @@ class Choice:
     """All that was decided.
 
     first_attention: the backends to begin with while kernels of `attention` are compiled; None: begin with `attention`.
-    to_compile: what `attention` lacks. considered: every attention backend and set of operations, with why it was refused.
+    to_compile: what `attention` lacks. considered: every attention backend and set of operations, with why it was refused. taps:
+    hidden states that a draft model takes from this one.
     """
 
     checkpoint: Checkpoint
@@ -106,11 +109,14 @@ class Choice:
     first_attention: AttentionChoice | None
     to_compile: tuple[KernelWish, ...]
     coordinator: Offer[SparseCoordinatorSpec] | None
+    drafter: Offer[DrafterSpec] | None
+    draft_length: int
     op_needs: OpNeeds
     ops: tuple[Offer[OpSpec], ...]
     weight_format: Offer[WeightFormatSpec] | None
     considered: tuple[str, ...]
     decisions: tuple[Decision, ...]
+    taps: tuple[Feature, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,7 +137,12 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
         facts = family.spec.describe(checkpoint.config)
     device = device or device_facts(asked.device, asked.num_threads)
     settings = resolve(asked, device, facts, config=checkpoint.config)
-    softmax, recurrent = (attn_needs(facts, settings, device, recurrent=each) for each in (False, True))
+    shipped = shipped_drafters(checkpoint, registry)
+    config, folder = checkpoint.config, checkpoint.folder
+    drafter = choose_drafter(asked, registry, device=device.kind, shipped=shipped, config=config, folder=folder)
+    softmax, recurrent = (
+        attn_needs(facts, settings, device, recurrent=each, verifies=drafter.offer is not None) for each in (False, True)
+    )
     attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)
@@ -155,6 +166,8 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
         first_attention=first_attention,
         to_compile=to_compile,
         coordinator=coordinator,
+        drafter=drafter.offer,
+        draft_length=drafter.length,
         op_needs=op_needs,
         ops=ops,
         weight_format=weight_format,
@@ -168,6 +181,7 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
             *format_decisions,
             *op_decisions(ops),
             policy_decision(asked, registry),
+            *drafter_decisions(drafter),
         ),
     )
 
@@ -350,6 +364,11 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
         note=shipped.note if shipped else "",
         random=asked.load_format == "dummy",
     )
+
+
+def shipped_drafters(checkpoint: Checkpoint, registry: Registry) -> Mapping[str, Path]:
+    """Folders of the draft models that come with a checkpoint, by drafter."""
+    return next((offer.spec.drafters for offer in registry.checkpoints if offer.spec.folder == checkpoint.folder), {})
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:

@@ -13,7 +13,6 @@ from enginery.errors import Unsupported
 from enginery.worker.page_tables import KindTable, PageTables
 
 KNOWN = -1  # in `token_sources`: the input token is on the host
-_NO_DRAFT: Final = INT.type(0).tobytes()
 _NO_ADAPTER: Final = INT.type(-1).tobytes()
 
 
@@ -24,16 +23,18 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     """
     items, page_size = step.columns(), tables.page_size
     _refuse_unknown(step, items)
-    q_lens = items.num_tokens
+    q_lens = rows_of_items(step)
     kv_lens = items.start + q_lens
     num_columns = -(-int(kv_lens.max()) // page_size)
     page_table = tables.full.of(items.seat, num_columns)
-    row_of, positions = _rows_and_positions(step, items)
+    row_of, positions = _rows_and_positions(step, items, q_lens)
     column, offset = np.divmod(positions, page_size)
     slots = page_table[row_of, column].astype(np.int64) * page_size + offset
     if items.first_write.tobytes() != items.start.tobytes():  # bytes, as a reduction takes ten times as long
         shared = positions < items.first_write[row_of]
         slots[shared] = tables.full.scratch_page * page_size + offset[shared]
+    if step.verifies:
+        positions = np.minimum(positions, (items.start + items.num_tokens - 1)[row_of])  # padding may lie too far
     seats = torch.from_numpy(items.seat)
     views: dict[MemoryKind, View | StateView] = {
         FULL: View(slots=torch.from_numpy(slots), page_table_cpu=torch.from_numpy(page_table))
@@ -49,19 +50,46 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
         positions=torch.from_numpy(positions),
         q_lens_cpu=torch.from_numpy(q_lens),
         kv_lens_cpu=torch.from_numpy(kv_lens),
-        num_logits_cpu=torch.from_numpy(items.num_logits),
+        num_logits_cpu=torch.from_numpy(logits_of_items(step)),
         seats_cpu=seats,
         views=views,
+        decode_len=step.decode_len,
     )
 
 
-def _rows_and_positions(step: StepInput, items: Items) -> tuple[np.ndarray, np.ndarray]:
+def rows_of_items(step: StepInput) -> np.ndarray:
+    """The rows of each item, those of padding too: [B] int32."""
+    num_tokens = step.columns().num_tokens
+    if not step.verifies:
+        return num_tokens
+    return np.where(np.arange(step.num_items) < step.num_decode, step.decode_len, num_tokens).astype(np.int32)
+
+
+def logits_of_items(step: StepInput) -> np.ndarray:
+    """How many of each item's last rows need logits: [B] int32. Of those that verify drafts, all rows."""
+    num_logits = step.columns().num_logits
+    if not step.verifies:
+        return num_logits
+    return np.where(np.arange(step.num_items) < step.num_decode, step.decode_len, num_logits).astype(np.int32)
+
+
+def drafts_of_items(step: StepInput) -> dict[int, tuple[int, ...]]:
+    """The guesses of each item that verifies, by its index: the last of its tokens."""
+    if not step.verifies:
+        return {}
+    items = step.columns()
+    known = np.frombuffer(step.input_ids, INT)
+    ends = np.cumsum(np.where(items.pending, 0, items.num_tokens))
+    return {index: tuple(known[ends[index] - items.num_drafts[index] : ends[index]].tolist()) for index in range(step.num_decode)}
+
+
+def _rows_and_positions(step: StepInput, items: Items, q_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The item of each token, and its position: [T] int64 both."""
     row_of = np.arange(step.num_items)
     if _one_each(step):
         return row_of, items.start.astype(np.int64)
-    row_of = row_of.repeat(items.num_tokens)
-    first_of = np.cumsum(items.num_tokens) - items.num_tokens
+    row_of = row_of.repeat(q_lens)
+    first_of = np.cumsum(q_lens) - q_lens
     return row_of, np.arange(len(row_of)) + (items.start - first_of)[row_of]
 
 
@@ -90,17 +118,19 @@ def _state_view(step: StepInput, seats: torch.Tensor) -> StateView:
     """Where each request's state is read and written: at its seat, unless the step says otherwise."""
     if not step.states:
         return StateView(reads_cpu=seats, writes_cpu=seats)
-    reads, writes, checkpoints, _ = np.frombuffer(step.states, INT).reshape(-1, 4).T.copy()
-    if (checkpoints >= 0).any():
-        raise Unsupported(f"step {step.number} has checkpoints of states amid its items, which this worker does not run")
-    return StateView(reads_cpu=torch.from_numpy(reads), writes_cpu=torch.from_numpy(writes))
+    reads, writes, checkpoints, rows = map(torch.from_numpy, np.frombuffer(step.states, INT).reshape(-1, 4).T.copy())
+    if not rows.any():
+        return StateView(reads_cpu=reads, writes_cpu=writes)
+    if not step.verifies or rows[step.num_decode :].any():
+        raise Unsupported(f"step {step.number} has checkpoints of states amid items that verify nothing, which no worker runs")
+    return StateView(reads_cpu=reads, writes_cpu=writes, checkpoints_cpu=checkpoints, checkpoint_rows_cpu=rows)
 
 
 def token_sources(step: StepInput, *, size: int | None = None) -> torch.Tensor:
     """For a row whose token the step before samples, the seat of its request, else `KNOWN`: [T] int64, or [size]."""
     items = step.columns()
     sources = np.where(items.pending, items.seat, KNOWN)  # [B]
-    return _as_long(sources if _one_each(step) else sources.repeat(items.num_tokens), size, fill=KNOWN)
+    return _as_long(sources if _one_each(step) else sources.repeat(rows_of_items(step)), size, fill=KNOWN)
 
 
 def has_pending(step: StepInput) -> bool:
@@ -123,12 +153,11 @@ def _as_long(values: np.ndarray, size: int | None, *, fill: int) -> torch.Tensor
 
 def _one_each(step: StepInput) -> bool:
     """Whether each item has one token, as in plain decoding."""
-    return step.num_tokens == step.num_items
+    return step.num_tokens == step.num_items and not step.verifies
 
 
 def _refuse_unknown(step: StepInput, items: Items) -> None:
     asked = {
-        "drafts": items.num_drafts.tobytes() != _NO_DRAFT * step.num_items,
         "adapters": items.adapter.tobytes() != _NO_ADAPTER * step.num_items,
         "tree parents": step.parents,
     }
@@ -140,9 +169,11 @@ def _refuse_unknown(step: StepInput, items: Items) -> None:
 def _input_ids(step: StepInput, items: Items) -> np.ndarray:
     """[T] int64; those that are not known yet are 0."""
     known, num_tokens = np.frombuffer(step.input_ids, INT), step.num_tokens
-    if len(known) == num_tokens:
+    if len(known) == num_tokens and not step.verifies:
         return known.astype(np.int64)
-    ids = np.zeros(num_tokens, np.int64)
+    rows = rows_of_items(step)
+    ids = np.zeros(int(rows.sum()), np.int64)
     if len(known):
-        ids[(items.pending == 0).repeat(items.num_tokens)] = known
+        place = np.arange(len(ids)) - (np.cumsum(rows) - rows).repeat(rows)  # of each row in its item
+        ids[place < np.where(items.pending, 0, items.num_tokens).repeat(rows)] = known
     return ids

@@ -10,8 +10,13 @@ from enginery.contracts.batch import Phase
 from enginery.contracts.model import ModelFacts
 
 
-def attn_needs(facts: ModelFacts, settings: Settings, device: DeviceFacts, *, recurrent: bool = False) -> AttnNeeds:
-    """The needs of a model of these facts, run with these settings: of its softmax layers, or of its recurrent ones."""
+def attn_needs(
+    facts: ModelFacts, settings: Settings, device: DeviceFacts, *, recurrent: bool = False, verifies: bool = False
+) -> AttnNeeds:
+    """The needs of a model of these facts, run with these settings: of its softmax layers, or of its recurrent ones.
+
+    verifies: whether steps verify drafts.
+    """
     return AttnNeeds(
         device=device.kind,
         dtype=settings.dtype,
@@ -19,10 +24,11 @@ def attn_needs(facts: ModelFacts, settings: Settings, device: DeviceFacts, *, re
         page_size=settings.page_size,
         layers=tuple(layer for layer in facts.layers if (layer.recurrent is not None) == recurrent),
         compute_capability=device.compute_capability,
+        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, *((Phase.VERIFY,) if verifies else ())}),
     )
 
 
 def by_phase(needs: AttnNeeds) -> dict[str, AttnNeeds]:
     """Of two backends, of which one prefills and the other decodes."""
-    phases = {"prefill": Phase.PREFILL, "decode": Phase.DECODE}
-    return {role: dataclasses.replace(needs, phases=frozenset({phase})) for role, phase in phases.items()}
+    phases = {"prefill": {Phase.PREFILL}, "decode": {Phase.DECODE, Phase.VERIFY} & needs.phases}
+    return {role: dataclasses.replace(needs, phases=frozenset(some)) for role, some in phases.items()}

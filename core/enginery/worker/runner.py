@@ -9,19 +9,26 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from enginery.attention.relay import BackendRelay
-from enginery.contracts.batch import Phase
+from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
+from enginery.contracts.plan import Accepted
 from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, StepOutput, StepTimes, Way
 from enginery.kv.upload import to_device
-from enginery.worker.layout import lay_out, sampled_seats
+from enginery.speculate.acceptance import accept
+from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.drafts.draws import GuessDraws
+from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.layout import lay_out, logits_of_items, rows_of_items, sampled_seats
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
@@ -33,6 +40,7 @@ from enginery.worker.sampling import NAN_TOKEN, mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
 
 NAN_ERROR: Final = "the model's logits for it are NaN"
+NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class Launched(NamedTuple):
@@ -47,7 +55,10 @@ class Launched(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningStep:
-    """A step that the device may still be running. sampled: [S] on the host, valid after `copied`, of the items `sampling`.
+    """A step that the device may still be running. sampled: [R] on the host, valid after `copied`, of the items `sampling`.
+
+    accepted: [S] on the host, as valid, the drafts of these items that are among what was sampled; None: there were none. drafts:
+    [S, d], as valid, what a draft model guesses to come next; None: there is none.
 
     So are embedded, [E, C], of the items `embedding`, and the tables: logprobs of the items `sampling`, if any asks for them, with
     num_top of each, and prompt_logprobs by item.
@@ -56,6 +67,8 @@ class RunningStep:
     step: StepInput
     sampling: Sequence[int]
     sampled: torch.Tensor
+    accepted: torch.Tensor | None
+    drafts: torch.Tensor | None
     copied: torch.cuda.Event | None
     embedding: Sequence[int]
     embedded: torch.Tensor
@@ -71,31 +84,64 @@ class RunningStep:
         """What it gave, when that has come."""
         if self.copied is not None:
             self.copied.synchronize()
-        tokens = self.sampled.tolist()
+        told = self._told()
         token_ids: list[tuple[int, ...]] = [()] * self.step.num_items
-        for index, token in zip(self.sampling, tokens, strict=True):
-            token_ids[index] = (token,)
+        for index, tokens in zip(self.sampling, told, strict=True):
+            token_ids[index] = tokens
         failed: dict[int, str] = {}
-        if NAN_TOKEN in tokens:
-            failed = {index: NAN_ERROR for index, token in zip(self.sampling, tokens, strict=True) if token == NAN_TOKEN}
+        if NAN_TOKEN in self.sampled:
+            failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
         return StepOutput(
             number=self.step.number,
             token_ids=token_ids,
-            logprobs=self._read_logprobs(),
+            logprobs=self._read_logprobs(told),
             prompt_logprobs={
                 index: [found for table in tables for found in table.rows()] for index, tables in self.prompt_logprobs.items()
             },
             embeddings={index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)},
             failed=failed,
+            drafts=self._read_drafts(),
             captured=self.captured,
             times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter()),
         )
 
-    def _read_logprobs(self) -> dict[int, tuple[TokenLogprob, ...]]:
+    def _told(self) -> list[tuple[int, ...]]:
+        """Of each item in `sampling`, its sampled token and those of the drafts that were right."""
+        tokens = self.sampled.tolist()
+        if self.accepted is None:
+            return [(token,) for token in tokens]
+        counts = self.accepted.tolist()
+        return [tuple(tokens[row : row + 1 + count]) for row, count in zip(self._first_rows(), counts, strict=True)]
+
+    def _read_drafts(self) -> dict[int, tuple[int, ...]]:
+        return {} if self.drafts is None else dict(zip(self.sampling, map(tuple, self.drafts.tolist()), strict=True))
+
+    def _first_rows(self) -> list[int]:
+        """Of each item in `sampling`, the first of its rows that are sampled."""
+        counts = self.step.sampled_rows
+        first_rows: list[int] = (np.cumsum(counts) - counts).tolist()
+        return first_rows
+
+    def _read_logprobs(self, told: Sequence[tuple[int, ...]]) -> dict[int, tuple[TokenLogprob, ...]]:
         if self.logprobs is None:
             return {}
-        rows = zip(self.sampling, self.logprobs.rows(), self.num_top, strict=True)
-        return {index: (found,) for index, found, count in rows if count >= 0}
+        found = list(self.logprobs.rows())
+        items = zip(self.sampling, self._first_rows(), told, strict=True)
+        return {index: tuple(found[row : row + len(tokens)]) for index, row, tokens in items if self.num_top[row] >= 0}
+
+
+class Captured(NamedTuple):
+    """The ways to run decoding steps, and the others, that are captured."""
+
+    graphs: DecodeGraphs | None = None
+    pieces: PiecewiseGraphs | None = None
+
+
+class Speculation(NamedTuple):
+    """draft_model: what guesses, unless it is of the host. forced: for benchmarks, whether guesses are right is drawn."""
+
+    draft_model: DraftModel | None
+    forced: ForcedAcceptance | None
 
 
 class Runner:
@@ -109,20 +155,20 @@ class Runner:
         ops: OpTable,
         tables: PageTables,
         feed: TokenFeed,
-        graphs: DecodeGraphs | None,
-        pieces: PiecewiseGraphs | None,
+        captured: Captured,
         results: ModelResults,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = model
         self.relay = relay
         self.results = results
         self.ops = ops
-        self.graphs = graphs
-        self.pieces = pieces
+        self.graphs, self.pieces = captured
         self.tables = tables
         self.feed = feed
         self.device = feed.device
-        self._eager = EagerPath(model, relay, feed, results=results)
+        self.draft_model, self._forced = speculation or Speculation(None, None)
+        self._eager = self._new_eager_path()
 
     @property
     def sizes(self) -> RunSizes:
@@ -137,7 +183,11 @@ class Runner:
         self.graphs = None if self.graphs is None else self.graphs.over(relay)
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._eager = EagerPath(self.model, relay, self.feed, results=self.results)
+        self._eager = self._new_eager_path()
+
+    def _new_eager_path(self) -> EagerPath:
+        keeps_all = self.draft_model is not None
+        return EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
 
     def resume_at(self, number: int) -> None:
         """The next step has this number: those before that have not come were given up with all of their requests."""
@@ -151,23 +201,28 @@ class Runner:
         laid_out_s = time.perf_counter()
         path = self._path_of(step)
         forwarded = path.forward(step, batch)
-        logits = self._logits(forwarded, len(step.sampling))
+        logits = self._logits(forwarded, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
         return Launched(step, forwarded, logits, path.captured, laid_out_s)
 
     @torch.inference_mode()
-    def sample(self, launched: Launched, sampling: SamplingInput | None) -> RunningStep:
+    def sample(self, launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int] = NO_CUTS) -> RunningStep:
         """Choose the tokens of a launched step, the newest, and keep them for the next. None: best tokens, and nothing beside."""
         step, forwarded = launched.step, launched.forwarded
         prompts = {} if sampling is None else self._prompt_logprobs(step, sampling, forwarded.rows)
         embedding = np.frombuffer(step.embedding, INT).tolist()
         embedded = self._embedded(embedding, launched)
         tokens = marked = torch.empty(0, dtype=torch.int64)
-        if len(step.sampling):
+        accepted: torch.Tensor | None = None
+        if step.verifies:
+            tokens, marked, accepted = self._verify(launched, sampling, cuts)
+        elif len(step.sampling):
             tokens, marked = self._choose(launched, sampling)
         asks = sampling is not None and bool(sampling.num_top)
         num_top = sampling.num_top if sampling is not None else ()
         logprobs = token_logprobs(launched.logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if asks else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
+        drafts = self._draft(launched, sampling, tokens, accepted)
+        accepted = None if accepted is None else accepted.to("cpu", non_blocking=True)
         copied: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -176,6 +231,8 @@ class Runner:
             step=step,
             sampling=step.sampling.tolist(),
             sampled=sampled,
+            accepted=accepted,
+            drafts=drafts,
             copied=copied,
             embedding=embedding,
             embedded=embedded,
@@ -215,6 +272,58 @@ class Runner:
         self.feed.keep(tokens, seats)
         return tokens, mark_nan(logits, tokens)
 
+    def _verify(
+        self, launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens of all sampled rows, of [R, V], the same with `NAN_TOKEN`, and how many drafts of each item are right.
+
+        [R], [R] and [S] int64, device. What follows each item's last right draft is kept for the next step, and states move on.
+        cuts: how many tokens some items may be told at the most.
+        """
+        step, logits = launched.step, launched.logits
+        tokens = sample(logits, sampling, ops=self.ops)
+        marked = mark_nan(logits, tokens)
+        count, length = step.num_decode, step.decode_len
+        batch = launched.forwarded.batch
+        assert batch is not None, "a step that verifies keeps its batch"
+        values = (batch.input_ids, batch.positions, marked)
+        inputs, places, sampled = (each[: count * length].view(count, length) for each in values)
+        if self._forced is not None:
+            inputs = self._forced.tokens(inputs, sampled, places)
+        most = step.columns().num_drafts[:count].astype(np.int64)
+        for index, most_told in cuts.items():
+            most[index] = min(most[index], most_told - 1)
+        right = accept(sampled, inputs, None, to_device(torch.from_numpy(most), self.device)).counts
+        if step.states:
+            self._commit_states(step, batch, right)
+        accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
+        ends = to_device(torch.from_numpy(np.cumsum(step.sampled_rows) - step.sampled_rows), self.device) + accepted
+        self.feed.keep(tokens.index_select(0, ends), to_device(sampled_seats(step), self.device))
+        return tokens, marked, accepted
+
+    def _commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
+        """Move states behind the drafts that are right, [B], of the items that verified some; all rows of the others stand."""
+        others = torch.from_numpy(rows_of_items(step)[step.num_decode :].astype(np.int64)) - 1
+        accepted = Accepted(counts=torch.cat((right, to_device(others, self.device))))
+        done = self.relay.ask("commit_state", plan=batch.plan, accepted=accepted)
+        assert done is not None, "a backend of recurrent layers that verifies commits states"
+
+    def _draft(
+        self, launched: Launched, sampling: SamplingInput | None, tokens: torch.Tensor, accepted: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What the draft model guesses to follow each item that samples: [S, d]; None if nobody guesses."""
+        model = self.draft_model
+        step, forwarded = launched.step, launched.forwarded
+        if model is None or (step.phase is Phase.DECODE and step.draft_len == 0):
+            return None
+        assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
+        assert forwarded.hidden is not None, "and its hidden states"
+        tapped = forwarded.batch.outputs.get(FEATURES)
+        features = forwarded.hidden if tapped is None else tapped.values
+        draws = GuessDraws(sampling, np.cumsum(step.sampled_rows) - step.sampled_rows, ops=self.ops, device=self.device)
+        told = tokens.clamp(min=0)
+        return model.drafts(step, forwarded.batch, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor:
         """The last hidden states of these items, [E, C] float32, on their way to the host."""
         last = launched.forwarded.last
@@ -230,7 +339,7 @@ class Runner:
         if not sampling.prompts:
             return {}
         assert rows is not None, "a step with rows that nobody samples from is no decoding step"
-        counts = step.columns().num_logits
+        counts = logits_of_items(step)
         firsts = (np.cumsum(counts) - counts).tolist()
         return {
             index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()

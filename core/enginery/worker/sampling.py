@@ -18,6 +18,10 @@ from enginery.kv.upload import to_device
 
 _NOTHING = float("-inf")
 NAN_TOKEN: Final = -1
+_GOLDEN, _STRIDE, *_MIXING = (
+    number - (1 << 64)  # as int64: the highest bit is set in all
+    for number in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -27,6 +31,19 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     x = (x ^ (x >> 31)) >> 11
     return x * 2.0**-53
+
+
+def uniform_on_device(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The same numbers as `uniform`, of int64 with the same bits, which may be broadcast. float64."""
+    x = seeds * _GOLDEN + positions * _STRIDE + _GOLDEN  # modulo 2^64
+    x = (x ^ _shifted(x, 30)) * _MIXING[0]
+    x = (x ^ _shifted(x, 27)) * _MIXING[1]
+    return _shifted(x ^ _shifted(x, 31), 11).double() * 2.0**-53
+
+
+def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
+    """To the right, with zeros: int64 shifts copy the sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def sample(logits: torch.Tensor, sampling: SamplingInput | None, *, ops: OpTable) -> torch.Tensor:
@@ -87,10 +104,11 @@ def _draws(sampling: SamplingInput, logits: torch.Tensor) -> SamplingTensors:
     table = np.empty((5, len(logits)), np.float32)
     table[:4] = sampling.params
     table[4] = uniform(sampling.seeds, sampling.positions)
-    (_, least_k, least_p, _), (_, most_k, _, most_min_p) = sampling.params.min(1).tolist(), sampling.params.max(1).tolist()
-    vocab_size = logits.shape[-1]
-    return SamplingTensors(
-        table=to_device(torch.from_numpy(table), logits.device),
-        most_kept=min(int(most_k), vocab_size) if least_k else vocab_size,
-        cut=most_k > 0 or least_p < 1 or most_min_p > 0,
-    )
+    kept, cut = most_kept(sampling.params, logits.shape[-1])
+    return SamplingTensors(table=to_device(torch.from_numpy(table), logits.device), most_kept=kept, cut=cut)
+
+
+def most_kept(params: np.ndarray, vocab_size: int) -> tuple[int, bool]:
+    """Of `SamplingTensors`: how many tokens a row keeps at most, and whether any row drops some. params: [4, S]."""
+    (_, least_k, least_p, _), (_, most_k, _, most_min_p) = params.min(1).tolist(), params.max(1).tolist()
+    return min(int(most_k), vocab_size) if least_k else vocab_size, most_k > 0 or least_p < 1 or most_min_p > 0

@@ -87,6 +87,12 @@ KINDS: Final[Mapping[str, Kind]] = {
         summary="compiles grammars of structured output",
         use="Requests with a choice use it where no other compiler has a higher priority.",
     ),
+    "drafter": Kind(
+        prefix="draft",
+        group=HookGroup.DRAFTER,
+        summary="guesses next tokens, which the model verifies",
+        use="`engine serve --drafter @name@` uses it.",
+    ),
     "checkpoint": Kind(
         prefix="weights",
         group=HookGroup.CHECKPOINT,

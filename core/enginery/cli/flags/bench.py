@@ -145,12 +145,17 @@ def _cell(name: str, value: object) -> str:
     """A value with its unit, which the end of its name tells; other numbers are seconds."""
     if not isinstance(value, float):
         return "-" if value is None else str(value)
-    if name.endswith("fraction"):
-        return f"{value:.1%}"
-    if name.endswith("bytes_per_s"):
-        return f"{value / 1e9:,.1f} GB/s"
-    if name.endswith("flop_per_s"):
-        return f"{value / 1e12:,.3g} TFLOP/s"
-    if name.endswith("_per_s"):
-        return f"{value:,.1f}/s"
+    for end, text in _CELLS.items():
+        if name.endswith(end):
+            return text(value)
     return f"{value:,.3f} s" if value >= 1 else f"{value * 1e3:,.2f} ms" if value >= 1e-3 else f"{value * 1e6:,.1f} us"
+
+
+_CELLS: Final[Mapping[str, Callable[[float], str]]] = {
+    "fraction": "{:.1%}".format,
+    "bytes_per_s": lambda value: f"{value / 1e9:,.1f} GB/s",
+    "flop_per_s": lambda value: f"{value / 1e12:,.3g} TFLOP/s",
+    "_per_s": "{:,.1f}/s".format,
+    "_length": "{:.2f}".format,
+    "times_plain": "{:.2f}".format,
+}  # by the end of a name, the longer first

@@ -31,6 +31,11 @@ def coordinators(incomplete: str) -> list[str]:
     return _starting(incomplete, ["off", *(offer.name for offer in Registry.load().sparse_coordinators)])
 
 
+def drafters(incomplete: str) -> list[str]:
+    """Complete the name of a drafter."""
+    return _starting(incomplete, ["auto", "off", "standalone", *(offer.name for offer in Registry.load().drafters)])
+
+
 def models(incomplete: str) -> list[str]:
     """Complete the name of an installed checkpoint. Where none fits, the shell offers folders."""
     return _starting(incomplete, [offer.name for offer in Registry.load().checkpoints])

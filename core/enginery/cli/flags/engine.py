@@ -70,6 +70,14 @@ _FLAGS: Final = {
         "auto (by size), absorbed, one-shot or chunked.",
         complete=completion.one_of("auto", "absorbed", "one-shot", "chunked"),
     ),
+    "drafter": _Flag(
+        _PARTS,
+        "auto, off, or the name of what guesses next tokens; they are verified, so answers stay the same.",
+        metavar="NAME",
+        complete=completion.drafters,
+    ),
+    "draft_model": _Flag(_PARTS, "The checkpoint of a drafter that is a model: folder, installed one or hub id.", metavar="MODEL"),
+    "draft_length": _Flag(_PARTS, "Tokens that are guessed of a request in a step, or auto.", metavar="N"),
     "schedule_policy": _Flag(_PARTS, "auto, or the name of a policy.", complete=completion.policies),
     "wait_for_kernels": _Flag(
         _PARTS, "Compile missing attention kernels first, instead of beginning with others.", ("--wait-for-kernels",)

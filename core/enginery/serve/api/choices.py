@@ -16,7 +16,7 @@ from enginery.serve.engine.client import EngineClient, Outputs
 from enginery.serve.http.event_stream import DONE, json_event
 from enginery.serve.http.faults import Fault, GenerationFailed
 from enginery.serve.schemas.completions import StreamOptions
-from enginery.serve.schemas.replies import CachedTokens, ReasoningTokens, Usage
+from enginery.serve.schemas.replies import CachedTokens, CompletionTokens, Usage
 from enginery.text.detokenize import CompletionText
 from enginery.text.tokenizer import Tokenizer
 
@@ -43,6 +43,8 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stopped_by: str | None = None
     num_cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class _Piece(NamedTuple):
@@ -89,6 +91,8 @@ class _Choice:
             finish_reason=TOOL_CALLS if reason == FinishReason.STOP and reader.has_called and not reader.ended_in_call else reason,
             stopped_by=stopped_by,
             num_cached_tokens=output.num_cached_tokens,
+            num_drafted=output.num_drafted,
+            num_accepted=min(output.num_accepted, num_tokens),
         )
 
     def _pieces(self, output: RequestOutput) -> Iterator[_Piece]:
@@ -137,13 +141,15 @@ class Tally:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._num_prompt = sum({job.prompt_index: len(job.prompt.token_ids) for job in jobs}.values())
         self._num_completion = 0
-        self._num_reasoning = 0
+        self._num_reasoning = self._num_drafted = self._num_accepted = 0
         self._num_cached: dict[int, int] = {}
 
     def add(self, delta: ChoiceDelta) -> None:
         """Count the tokens of one delta."""
         self._num_completion += delta.num_tokens
         self._num_reasoning += delta.num_reasoning_tokens
+        self._num_drafted += delta.num_drafted
+        self._num_accepted += delta.num_accepted
         place = delta.job.prompt_index
         self._num_cached[place] = max(self._num_cached.get(place, 0), delta.num_cached_tokens)
 
@@ -154,7 +160,9 @@ class Tally:
             completion_tokens=self._num_completion,
             total_tokens=self._num_prompt + self._num_completion,
             prompt_tokens_details=CachedTokens(sum(self._num_cached.values())),
-            completion_tokens_details=ReasoningTokens(self._num_reasoning),
+            completion_tokens_details=CompletionTokens(
+                self._num_reasoning, self._num_accepted, self._num_drafted - self._num_accepted
+            ),
         )
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery import __version__
-from enginery.contracts.engine import KernelState
+from enginery.contracts.engine import DraftCounts, KernelState
 from enginery.errors import RequestError
 from enginery.serve.api.service import Service
 from enginery.serve.engine import messages
@@ -72,6 +72,7 @@ def operations(service: Service) -> APIRouter:
             "stalled_s": round(stalled_s, 3),
             "attention_backend": engine.stats.attn_backend,
             "kernels": _kernels(engine.stats.kernels),
+            "speculation": _speculation(engine.stats.drafts),
         }
         return JSONResponse(status, status_code=503 if is_stuck else 200)
 
@@ -92,6 +93,15 @@ def _kernels(state: KernelState) -> dict[str, object]:
     """The state of the attention kernels. While they compile beside the engine, it runs with others."""
     status = "failed" if state.failure else "compiling" if state.compiling else "compiled"
     return {"status": status, "compiling": state.compiling, "seconds": round(state.seconds, 1), "failure": state.failure or None}
+
+
+def _speculation(counts: DraftCounts) -> dict[str, object]:
+    """What guesses at next tokens have brought."""
+    return {
+        "acceptance_length": round(counts.acceptance_length, 2),
+        "drafted_tokens": counts.drafted,
+        "accepted_tokens": counts.accepted,
+    }
 
 
 async def readiness(service: Service) -> Response:
@@ -144,6 +154,7 @@ def _server_info(service: Service) -> dict[str, object]:
         "server": {**service.shown, "max_body_bytes": service.body_limits.one, "max_total_body_bytes": service.body_limits.total},
         "plugins": [dataclasses.asdict(entry) for entry in engine.manifest.plugins],
         "stats": dataclasses.asdict(engine.stats),
+        "speculation": _speculation(engine.stats.drafts),
     }
     if facts is not None:
         told = (*facts.decisions, *service.chosen)

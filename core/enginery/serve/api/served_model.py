@@ -28,7 +28,7 @@ _MAX_CHARS: Final = 1 << 20  # of a text of which only the tokens are asked for;
 _USUAL_CHARS: Final = 4  # of a token
 _SAME_NAME: Final = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("n", "top_k", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens"),
+    *("n", "top_k", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens", "speculation"),
 )
 ResultT = TypeVar("ResultT")
 

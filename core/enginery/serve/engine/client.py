@@ -346,6 +346,8 @@ def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
         logprobs=then.logprobs if first.logprobs is None else first.logprobs + (then.logprobs or ()),
         prompt_logprobs=first.prompt_logprobs,
         num_cached_tokens=first.num_cached_tokens,
+        num_drafted=first.num_drafted + then.num_drafted,
+        num_accepted=first.num_accepted + then.num_accepted,
         queued_s=first.queued_s,
         embedding=first.embedding,
     )

@@ -155,6 +155,7 @@ def families(now: Snapshot) -> Iterator[Metric]:
         counts=now.stats.steps_by_size,
         total=now.stats.num_tokens,
     )
+    yield _accepted(now.stats)
     yield from _memory(now)
     yield from _engine_info(now.facts, now.stats)
 
@@ -200,6 +201,10 @@ def _counters(now: Snapshot) -> Iterator[tuple[str, str, float]]:
     yield "vllm:num_preemptions", "Requests that lost their pages and are computed again.", stats.num_preempted
     yield "vllm:admission_rejections", "Requests that the engine did not take.", meter.num_rejected
     yield "vllm:corrupted_requests", "Requests that ended because their logits were NaN.", stats.num_nan
+    yield "vllm:spec_decode_num_drafts", "Verifications of a request's guessed tokens.", stats.drafts.verifications
+    yield "vllm:spec_decode_num_draft_tokens", "Guessed tokens that were verified.", stats.drafts.drafted
+    yield "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right, and told.", stats.drafts.accepted
+    yield "enginery:spec_decode_told_tokens", "Tokens that verifications told, the drawn ones too.", stats.drafts.told
     yield "enginery:requests_aborted", "Requests whose clients hung up, or that were aborted.", meter.ended["abort"]
     yield "enginery:steps", "Steps that completed.", stats.num_steps
     yield "enginery:steps_failed", "Steps that were given up with their requests.", stats.num_failed_steps
@@ -208,6 +213,16 @@ def _counters(now: Snapshot) -> Iterator[tuple[str, str, float]]:
     yield "enginery:step_host_seconds", "Host time of scheduling, building, planning and launching steps.", stats.host_s
     yield "enginery:step_plan_seconds", "Host time of building and planning, of this.", stats.plan_s
     yield "enginery:step_run_seconds", "Time from a step's plan to its tokens.", stats.run_s
+
+
+def _accepted(stats: EngineStats) -> Metric:
+    """Right guesses by their place in a draft."""
+    family = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by place.", labels=["position"]
+    )
+    for place, count in enumerate(stats.drafts.by_position):
+        family.add_metric([str(place)], count)
+    return family
 
 
 def _histograms(meter: RequestMeter) -> Iterator[tuple[str, str, Histogram]]:

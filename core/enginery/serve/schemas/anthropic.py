@@ -221,10 +221,11 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     top_p: float | None = None
     metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    speculation: bool | None = None
 
     def as_chat(self) -> chat.ChatRequest:
         """The same conversation as a body of /v1/chat/completions, with how to sample. Raises `RequestError`."""
-        same = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")}
+        same = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p", "speculation")}
         return msgspec.structs.replace(super().as_chat(), stop=self.stop_sequences, **same)
 
 

@@ -96,6 +96,7 @@ class CommonRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=T
     add_special_tokens: bool | None = None
     prompt_logprobs: Int | None = None
     cache_salt: Id | None = None
+    speculation: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -15,10 +15,16 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class ReasoningTokens(msgspec.Struct, frozen=True):
-    """How many tokens of the completion are reasoning: those before the one that ended it."""
+class CompletionTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How many tokens of the completion are reasoning: those before the one that ended it.
+
+    accepted_prediction_tokens: of its tokens, those that a drafter had guessed; rejected_prediction_tokens: its wrong guesses. Both
+    are left out where nothing was guessed.
+    """
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +34,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionTokens
 
 
 class LegacyLogprobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ NAMES: Final = {
 _SAME: Final = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
     *("top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "cache_salt", "priority", "chat_template_kwargs"),
+    "speculation",
 )
 
 
@@ -122,6 +123,7 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
     ignore_eos: bool | None = None
     cache_salt: Id | None = None
     priority: int | None = None
+    speculation: bool | None = None
 
     def as_chat(self) -> chat.ChatRequest:
         """The same as a body of /v1/chat/completions. Raises `RequestError`, which may name fields as that body does."""

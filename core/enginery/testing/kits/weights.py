@@ -32,6 +32,10 @@ class WholeTensors:
         """Always a copy. Raises `KeyError` and `AssertionError` for tensors that are missing or of another shape."""
         return torch.cat([self._plain(part, piece.dtype) for part in piece.slices]).to(piece.dtype)
 
+    def has(self, name: str) -> bool:
+        """By the names that it was given."""
+        return name in self.tensors
+
     def _plain(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
         if part.scheme is None:
             return self._cut(part) if part.turned is None else self._cut(part.turned).T

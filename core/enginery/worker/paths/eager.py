@@ -18,8 +18,12 @@ class EagerPath:
 
     captured = False
 
-    def __init__(self, model: Model, relay: BackendRelay, feed: TokenFeed, *, results: ModelResults) -> None:
+    def __init__(
+        self, model: Model, relay: BackendRelay, feed: TokenFeed, *, results: ModelResults, keeps_all: bool = False
+    ) -> None:
+        """keeps_all: a draft model takes the batch and the hidden states of all rows."""
         self._model = model
+        self._keeps_all = keeps_all
         self._results = results
         self._relay = relay
         self._feed = feed
@@ -27,8 +31,10 @@ class EagerPath:
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Upload, plan, run. The model is told which rows need logits, unless it has outputs of all rows."""
         rows = rows_with_logits(batch, self._feed.device)
-        tapped = bool(self._feed.named.outputs)  # outputs may be of rows that need no logits, behind the last attention too
+        # Outputs may be of rows that need no logits, behind the last attention too.
+        tapped = self._keeps_all or bool(self._feed.named.outputs)
         there = self._relay.plan(self._feed.upload(step, batch, logits_rows=None if tapped else rows))
         planned_s = time.perf_counter()
         hidden = self._results.hidden(self._model.forward(there), there)
-        return hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)
+        forwarded = hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)
+        return forwarded._replace(batch=there, hidden=hidden) if self._keeps_all else forwarded

@@ -20,7 +20,8 @@ class Forwarded(NamedTuple):
     planned_s: when the host had planned, by `time.perf_counter`. Of a graph that computes logits: logits, [>= S, V], the items that
     sample first; greedy, [>= S] int64, the tokens of the largest, `NAN_TOKEN` where these are NaN, already kept for the next step;
     seats, [>= S] int64, where they are kept. Of the others: rows, [N, C], hidden states of the rows that need logits; last, [S, C],
-    those of them that are sampled from.
+    those of them that are sampled from. Of a step that verifies drafts, and for a draft model: batch, as it was run. For a draft
+    model: hidden, [T, C], of all of its rows.
     """
 
     planned_s: float
@@ -29,6 +30,8 @@ class Forwarded(NamedTuple):
     seats: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     last: torch.Tensor | None = None
+    batch: ForwardBatch | None = None
+    hidden: torch.Tensor | None = None
 
 
 class ForwardPath(Protocol):
@@ -50,8 +53,16 @@ def hidden_states(
     """
     wanted = hidden if rows is None or len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
     places = batch.num_logits_cpu.long().cumsum(0)[torch.from_numpy(step.sampling)] - 1  # [S]
+    if step.verifies:
+        places = _last_rows(places, torch.from_numpy(step.sampled_rows))
     last = wanted if len(places) == len(wanted) else wanted.index_select(0, to_device(places, wanted.device))  # [S, C]
-    return Forwarded(planned_s=planned_s, rows=wanted, last=last)
+    return Forwarded(planned_s=planned_s, rows=wanted, last=last, batch=batch if step.verifies else None)
+
+
+def _last_rows(places: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Of each item the last `counts` rows, of which `places` has the last: [R] int64."""
+    ends = counts.cumsum(0)
+    return torch.arange(int(ends[-1])) + (places + 1 - ends).repeat_interleave(counts)
 
 
 def rows_with_logits(batch: ForwardBatch, device: torch.device) -> torch.Tensor | None:

@@ -42,7 +42,7 @@ def load(
     _read(direct, stored, device, told)
     for one in rounds:
         one.fill(stored, device, told, reader)
-    return LoadedWeights(record.dtype, tensors, Counter(record.uses))
+    return LoadedWeights(record.dtype, tensors, Counter(record.uses), record.names)
 
 
 class _Round:
@@ -144,7 +144,7 @@ def random_weights(record: WeightRecord, device: torch.device, *, seed: int) -> 
             whole = torch.empty(part.whole, dtype=target.dtype, device=device)
             _draw(part, whole, generator, record.dtype, seed=seed)
             target.copy_(part.of(whole))
-    return LoadedWeights(record.dtype, tensors, Counter(record.uses))
+    return LoadedWeights(record.dtype, tensors, Counter(record.uses), record.names)
 
 
 def _draw(part: Slice, target: torch.Tensor, generator: torch.Generator, model_dtype: torch.dtype, *, seed: int) -> None:

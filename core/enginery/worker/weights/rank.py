@@ -70,6 +70,10 @@ class RankWeights:
         part = Slice(name=full, whole=whole, starts=starts, shape=lengths, dtype=narrow)
         return self.matrices.store.tensor(Piece((part,), dtype))
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has it, by its name below the prefix."""
+        return self.matrices.store.has(self.prefix + name)
+
     def linear(self, shape: LinearShape) -> Linear:
         """Bind this rank's part of a product."""
         setting, parts = self.matrices.setting, shape.parts

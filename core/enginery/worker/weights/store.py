@@ -35,19 +35,28 @@ class PieceStore(Protocol):
         """The piece's tensor. One that is asked for twice is the same memory."""
         ...
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
+        ...
+
 
 @dataclass(frozen=True)
 class WeightRecord:
-    """A store that hands out `meta` tensors and counts how often each piece was asked for."""
+    """A store that hands out `meta` tensors and counts how often each piece was asked for. names: of the checkpoint's tensors."""
 
     dtype: torch.dtype
     uses: Counter[Piece] = field(default_factory=Counter)
+    names: Collection[str] = ()
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         """A stand-in of its shape without memory. Some rows of a tensor that is there whole are no piece of their own."""
         whole = piece.whole
         self.uses[whole if whole is not None and whole in self.uses else piece] += 1
         return torch.empty(piece.shape, dtype=piece.dtype, device="meta")
+
+    def has(self, name: str) -> bool:
+        """Of random weights, nothing."""
+        return name in self.names
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -69,6 +78,11 @@ class LoadedWeights:
     dtype: torch.dtype
     tensors: dict[Piece, torch.Tensor]
     uses: Counter[Piece]
+    names: Collection[str] = ()
+
+    def has(self, name: str) -> bool:
+        """What the record said."""
+        return name in self.names
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         """Hand it over. Raises `AssertionError` if the first build did not ask for it as often."""

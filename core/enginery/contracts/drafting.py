@@ -1,0 +1,112 @@
+"""What a drafter is: it guesses a request's next tokens, and the target verifies them. A wrong guess costs time, never a token.
+
+A host drafter guesses from the tokens of a request alone, in host memory. A draft model is a model on the device with layers, keys
+and values of its own: it follows every step of the target, and then guesses one token after another. Guesses are put into the next
+decoding step, so a drafter is asked when the step before has been told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
+
+from enginery.contracts.model import Feature, ModelFacts, ModelSpec
+from enginery.contracts.versions import ApiVersion
+
+if TYPE_CHECKING:
+    import torch
+
+FEATURES: Final = "features"  # what a draft model that takes them finds in `arrived` for rows that the target has run over
+CARRIED: Final = "carried"  # and for rows behind those, what it returned for the row before
+
+
+class DraftAsk(NamedTuple):
+    """What a drafter is asked. key: of the request, until `forget`.
+
+    token_ids: all of its tokens, prompt and answer; read the sequence, do not keep or change it. most: how many tokens are wanted,
+    at least one.
+    """
+
+    key: str
+    token_ids: Sequence[int]
+    most: int
+
+
+class HostDrafter(Protocol):
+    """One for the engine. Only the step loop calls it, between two steps: while it works, the device waits."""
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        """The tokens that each request may go on with, one sequence for each ask: `most` at most, empty where there is no guess.
+
+        What is no token of the vocabulary ends a guess. Between two calls with one key its tokens only grow, so an index can take
+        in what is new. A request is not asked about before every step: not amid its prompt, and not while it waits.
+        """
+        ...
+
+    def forget(self, key: str) -> None:
+        """The request has ended. Unknown keys are ignored."""
+        ...
+
+
+@runtime_checkable
+class MappedVocabulary(Protocol):
+    """A draft model whose logits are of a vocabulary of its own.
+
+    target_ids: [V'] int64, the target's token for each of its own; None: the same.
+    """
+
+    target_ids: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftContext:
+    """What a drafter is built from.
+
+    vocab_size: of the model that verifies; token ids are below it. options: an instance of the descriptor's dataclass of options,
+    None if it has none.
+    """
+
+    vocab_size: int
+    options: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """A drafter on offer, used if `--drafter` names it: of the host (`build`), or a model (`model`, `stands_alone`), one of these.
+
+    most: drafts of a request in one step that it is good for; `--draft-length` may not be above. build: called once, when the
+    engine starts; imports what is heavy. options: a frozen dataclass of what `-o NAME.key=value` sets; None: it has none.
+
+    model: of the checkpoint that `--draft-model` names; its build finds the model that verifies in `ModelContext.target`.
+    suits: given the target's config.json, whether `model` is a part of the target's own checkpoint; then there is no other to name,
+    and plugins may share the drafter's name for models of different architectures. stands_alone: the checkpoint may be of any
+    family, which is built as it always is.
+
+    takes_features: each of its rows is the target's hidden state at a position, `arrived[FEATURES]` [T, F * C], with the token that
+    comes next; what it returns, [T, C'], stands for the hidden state at that next position: `arrived[CARRIED]` of the next guess.
+    Else a row is a token, as the target takes it. Either way its logits, from what it returned, are of the token after. features:
+    given its config.json and the target's facts, which hidden states these are; None: the one after the last norm. It may raise
+    `CheckpointError` for a target that it is not made for. Raises TypeError for several kinds or none.
+    """
+
+    name: str
+    api: ApiVersion
+    summary: str
+    most: int
+    build: Callable[[DraftContext], HostDrafter] | None = None
+    model: ModelSpec | None = None
+    stands_alone: bool = False
+    takes_features: bool = False
+    features: Callable[[Mapping[str, object], ModelFacts], tuple[Feature, ...]] | None = None
+    suits: Callable[[Mapping[str, object]], bool] | None = None
+    options: type | None = None
+
+    def __post_init__(self) -> None:
+        if (self.build is not None) + self.is_model != 1 or (self.model is not None and self.stands_alone):
+            raise TypeError(f"drafter {self.name!r} needs build, for one of the host, or else model or stands_alone")
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model on the device."""
+        return self.model is not None or self.stands_alone

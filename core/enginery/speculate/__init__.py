@@ -1,0 +1,1 @@
+"""Speculation: what becomes of drafts. Drafters are plugins; how a step runs is the worker's."""

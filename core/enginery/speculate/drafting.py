@@ -1,0 +1,117 @@
+"""Asks a drafter what the requests that decode may go on with: what it guesses is verified in the next step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec, HostDrafter
+from enginery.contracts.grammars import RevocableGrammarState
+from enginery.contracts.request import RequestOutput
+from enginery.contracts.step import StepInput
+from enginery.plugin.boundary import inside
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
+from enginery.schedule.request import Request
+from enginery.schedule.table import RequestTable
+from enginery.speculate.length import DraftLength
+
+
+class _Published(NamedTuple):
+    """A step that decoded only: its requests, the guesses that each verified and made, and when it was told."""
+
+    num_requests: int
+    verified: int
+    made: int
+    at_s: float
+
+
+class Drafting:
+    """One drafter, and where it is from. length: drafts of a request in one step."""
+
+    def __init__(
+        self,
+        drafter: HostDrafter,
+        offer: Offer[DrafterSpec],
+        *,
+        length: DraftLength,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._before: _Published | None = None
+        self._drafter = drafter
+        self._offer = offer
+        self._length = length
+        self._vocab_size = vocab_size
+        self._asked: dict[str, Request] = {}
+        self._stopped: set[str] = set()  # some of those that were asked about
+
+    @classmethod
+    def of_host(cls, offer: Offer[DrafterSpec], registry: Registry, *, length: DraftLength, vocab_size: int) -> Drafting:
+        """With the host's drafter on offer. Raises `PluginError` that names its plugin when that fails."""
+        assert offer.spec.build is not None, "a drafter of the host is built"
+        with inside(offer, "build the drafter"):
+            drafter = offer.spec.build(DraftContext(vocab_size=vocab_size, options=registry.options_for(offer.name)))
+        return cls(drafter, offer, length=length, vocab_size=vocab_size)
+
+    def propose(self, table: RequestTable) -> dict[str, Sequence[int]]:
+        """The guesses for those of the running requests that may be drafted, by id, without the empty ones.
+
+        No step is in flight: all tokens of a request are known. Raises `PluginError` where the drafter fails.
+        """
+        self._forget_ended(table)
+        asks = [self._ask(request) for request in table.running if self._may_draft(request)]
+        if not asks:
+            return {}
+        with inside(self._offer, "guess tokens"):
+            found = zip(asks, self._drafter.propose(asks), strict=True)
+            drafts = {ask.key: self._valid(tokens[: ask.most]) for ask, tokens in found}
+        return {key: tokens for key, tokens in drafts.items() if tokens}
+
+    def length(self, num_requests: int) -> int:
+        """How many tokens a draft model guesses at the end of a step of so many requests."""
+        return self._length.of(num_requests)
+
+    def published(self, step: StepInput, outputs: Sequence[RequestOutput]) -> None:
+        """The step has been told: learn how often guesses are right, and how long such steps take."""
+        for output in outputs:
+            if output.num_drafted:
+                self._length.told(output.num_drafted, output.num_accepted)
+        before, self._before = self._before, None
+        if step.num_decode == step.num_items:
+            self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock())
+            if before is not None and before[:3] == now[:3] and now.verified == now.made:
+                self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
+
+    def stop(self, request_ids: Iterable[str]) -> None:
+        """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
+        self._stopped.update(request_ids)
+
+    def _ask(self, request: Request) -> DraftAsk:
+        self._asked[request.request_id] = request
+        return DraftAsk(request.request_id, request.token_ids, min(self._length.most, _room(request)))
+
+    def _may_draft(self, request: Request) -> bool:
+        """Whether it decodes, wants drafts and has room, and its grammar, if it has one, can go back behind a wrong one."""
+        asked, grammar = request.asked, request.grammar
+        decodes = request.num_expected - request.num_computed == 1 and _room(request) > 0
+        wants = asked.params.speculation and not asked.embed and request.request_id not in self._stopped
+        return decodes and wants and (grammar is None or isinstance(grammar, RevocableGrammarState))
+
+    def _valid(self, tokens: Sequence[int]) -> list[int]:
+        """Up to the first that is no token."""
+        return list(takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
+
+    def _forget_ended(self, table: RequestTable) -> None:
+        for key in [key for key, request in self._asked.items() if table.by_id.get(key) is not request]:
+            self._drafter.forget(key)
+            del self._asked[key]
+            self._stopped.discard(key)
+
+
+def _room(request: Request) -> int:
+    """How many drafts its limit allows beside the token that a step tells anyhow."""
+    return request.limit - len(request.token_ids) - 1

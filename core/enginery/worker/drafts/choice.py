@@ -1,0 +1,156 @@
+"""Which drafter guesses next tokens, and how many: decided, or refused, before anything heavy happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from enginery import __version__
+from enginery.checkpoint.files import scan_checkpoint, unstack
+from enginery.checkpoint.folder import read_config
+from enginery.config.schema import Decision, EngineOptions
+from enginery.contracts.drafting import DrafterSpec
+from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
+from enginery.errors import CheckpointError, ConfigError
+from enginery.plugin.boundary import inside
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry, named
+from enginery.worker.needed_weights import needed_weights
+
+USUAL_DRAFTS: Final = 4
+MOST_BY_A_MODEL: Final = 7  # measured while the engine runs, see `enginery.speculate.length`
+
+
+STANDALONE: Final = DrafterSpec(
+    name="standalone",
+    api=CONTRACT_VERSIONS[HookGroup.DRAFTER],
+    summary="a smaller model with the same vocabulary",
+    most=8,
+    stands_alone=True,
+)
+
+
+class ChosenDrafter(NamedTuple):
+    """length: tokens of a request in one step, at most. reason: for people to read, empty where nothing was said of drafters."""
+
+    offer: Offer[DrafterSpec] | None
+    length: int
+    reason: str
+
+
+def choose_drafter(
+    asked: EngineOptions,
+    registry: Registry,
+    *,
+    device: str,
+    shipped: Mapping[str, Path],
+    config: Mapping[str, object],
+    folder: Path,
+) -> ChosenDrafter:
+    """What guesses next tokens, and how many of a request in one step.
+
+    device: its kind. shipped: draft models that come with the target, by drafter, the best first. config, folder: the target's.
+    Raises `ConfigError` for a drafter that is no part of this target, or for more than a drafter is good for.
+    """
+    if asked.drafter == "off":
+        return ChosenDrafter(None, 0, "")
+    every = _beside(registry, config)
+    if asked.drafter == "auto":
+        come = (*shipped, *(name for name, offer in every.items() if _is_stored(offer.spec, config, folder)))
+        offer, why = _best(every, device=device, come=come, given=asked.draft_model)
+        if offer is None:
+            return ChosenDrafter(None, 0, why)
+    else:
+        offer, why = _named(asked.drafter, every, registry), "asked for"
+    length = _length(asked, offer)
+    return ChosenDrafter(offer, length, f"{why}, from {offer.source}; up to {length} tokens of a request in a step")
+
+
+def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer[DrafterSpec]]:
+    """Those that there may be beside this target, by name."""
+    own = Offer(
+        spec=STANDALONE, group=HookGroup.DRAFTER, name=STANDALONE.name, plugin="core", distribution="enginery", version=__version__
+    )
+    return {offer.name: offer for offer in (own, *registry.drafters) if _suits(offer, config)}
+
+
+def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry) -> Offer[DrafterSpec]:
+    """Of those that there may be beside this target."""
+    if name not in every and any(offer.name == name for offer in registry.drafters):
+        raise ConfigError(
+            f"--drafter is {name}, which is a part of some models' own checkpoints, and config.json of this one does not say that "
+            "it has one; take another drafter, or leave --drafter out"
+        )
+    return named(tuple(every.values()), name, "drafter", registry.records)
+
+
+def _suits(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> bool:
+    """Whether it is none of those that are a part of a checkpoint, or one of the checkpoint with this config.json."""
+    spec, architectures = offer.spec, config["architectures"]
+    assert isinstance(architectures, list)
+    if spec.suits is None:
+        return True
+    if spec.model is None or not set(architectures) & set(spec.model.architectures):
+        return False
+    with inside(offer, "look for its layers in config.json"):
+        return spec.suits(config)
+
+
+def _is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) -> bool:
+    """Whether it is a part of the checkpoint, which has its tensors: who copies or converts one may leave them out."""
+    model = spec.model
+    if spec.suits is None or model is None:
+        return False
+    try:
+        needed = needed_weights(model, config, torch.float32).pieces
+        stored = unstack(scan_checkpoint(folder), model.stacked_weights)
+    except CheckpointError:
+        return False
+    return all(source.name in stored for piece in needed for part in piece.slices for source in part.sources)
+
+
+def _best(
+    every: Mapping[str, Offer[DrafterSpec]], *, device: str, come: Sequence[str], given: str | None
+) -> tuple[Offer[DrafterSpec] | None, str]:
+    """The one to take if none is named, and why. come: those whose models come with the target, the best first."""
+    if device != "cpu":
+        return None, "auto: models draft on the CPU only so far"
+    if given is not None:
+        return _running(every, Path(given).expanduser()), "auto: runs the draft model that is given"
+    for name in come:
+        if name in every:
+            return every[name], "auto: its draft model comes with this model"
+    return None, "auto: no draft model comes with this model, and none is given with --draft-model"
+
+
+def _running(every: Mapping[str, Offer[DrafterSpec]], folder: Path) -> Offer[DrafterSpec]:
+    """What runs the draft model in a folder: a drafter for its architecture, or else any family."""
+    architectures = set(read_config(folder)["architectures"]) if folder.is_dir() else set()
+    models = ((offer, offer.spec.model) for offer in every.values() if offer.spec.suits is None)
+    fitting = (offer for offer, model in models if model is not None and architectures & set(model.architectures))
+    return next(fitting, every[STANDALONE.name])
+
+
+def _length(asked: EngineOptions, offer: Offer[DrafterSpec]) -> int:
+    most = offer.spec.most
+    if asked.draft_length == "auto":
+        return min(MOST_BY_A_MODEL if offer.spec.is_model else USUAL_DRAFTS, most)
+    if int(asked.draft_length) > most:
+        raise ConfigError(
+            f"--draft-length is {asked.draft_length}, but {offer.name}, from {offer.source}, is good for {most} at most; "
+            "take fewer, or leave --draft-length out"
+        )
+    if int(asked.draft_length) == 0 and not offer.spec.is_model:
+        raise ConfigError(f"--draft-length is 0, so {offer.name} would guess nothing; leave --drafter out, or take more")
+    return int(asked.draft_length)
+
+
+def drafter_decisions(chosen: ChosenDrafter) -> list[Decision]:
+    """What guesses, and how much, for people to read; nothing where nothing was asked."""
+    if not chosen.reason:
+        return []
+    name, source = ("off", "") if chosen.offer is None else (chosen.offer.name, chosen.offer.source)
+    return [Decision(setting="drafter", value=name, reason=chosen.reason, source=source)]

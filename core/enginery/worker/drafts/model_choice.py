@@ -1,0 +1,113 @@
+"""The model that drafts, as a choice of its own beside the target's: its checkpoint, its family, its attention backends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from enginery.checkpoint.folder import find_folder, read_config
+from enginery.config.schema import EngineOptions
+from enginery.contracts.drafting import DrafterSpec
+from enginery.contracts.model import ModelFacts, ModelSpec
+from enginery.errors import CheckpointError, ConfigError
+from enginery.plugin.boundary import inside
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
+from enginery.worker.choice import Choice, choose_attention, shipped_drafters
+from enginery.worker.needs import attn_needs
+from enginery.worker.weights.formats import stated_quantization
+
+
+def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice) -> Choice | None:
+    """What the model is run with that drafts for `target`; None where no model drafts. Settings are the target's.
+
+    Raises `ConfigError` for a model that cannot draft for this target.
+    """
+    offer = target.drafter
+    if offer is None or not offer.spec.is_model:
+        return None
+    if target.device_facts.kind != "cpu":
+        raise ConfigError(
+            f"--drafter is {offer.name}, a model, and models draft on the CPU only so far; leave --drafter out, or name one of "
+            f"the host: {', '.join(each.name for each in registry.drafters if each.spec.build is not None) or 'none is installed'}"
+        )
+    folder = _find_draft_folder(asked, registry, offer, target)
+    config = read_config(folder)
+    stands_alone = offer.spec.stands_alone
+    family = registry.find_model(config)[0] if stands_alone else _own_family(offer, config["architectures"], folder)
+    with inside(family, f"describe the draft model in {folder}"):
+        facts = family.spec.describe(config)
+    _refuse_misfits(facts, offer, config, target=target, folder=folder)
+    softmax, recurrent = (
+        attn_needs(facts, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
+    )
+    attention, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
+    checkpoint = dataclasses.replace(target.checkpoint, folder=folder, names=(str(folder),), config=config, note="")
+    return dataclasses.replace(
+        target,
+        checkpoint=checkpoint,
+        family=family,
+        facts=facts,
+        attention=attention,
+        first_attention=None,
+        to_compile=(),
+        coordinator=None,
+        drafter=None,
+        draft_length=0,
+        weight_format=None if offer.spec.suits is None else target.weight_format,
+        considered=(),
+        decisions=(),
+    )
+
+
+def _find_draft_folder(asked: EngineOptions, registry: Registry, offer: Offer[DrafterSpec], target: Choice) -> Path:
+    """The target's own, the one that is asked for, or that ships with the target."""
+    if offer.spec.suits is not None:
+        if asked.draft_model is not None:
+            raise ConfigError(f"--drafter is {offer.name}, a part of the model's own checkpoint; leave --draft-model out")
+        return target.checkpoint.folder
+    shipped = shipped_drafters(target.checkpoint, registry)
+    if asked.draft_model is not None:
+        return find_folder(asked.draft_model, registry)
+    if offer.name not in shipped:
+        raise ConfigError(f"--drafter is {offer.name}, a model; give its checkpoint with --draft-model")
+    return shipped[offer.name]
+
+
+def _own_family(offer: Offer[DrafterSpec], architectures: Sequence[str], folder: Path) -> Offer[ModelSpec]:
+    """What builds the drafter's own model."""
+    spec = offer.spec.model
+    assert spec is not None, "a drafter that is a model states which"
+    if not set(architectures) & set(spec.architectures):
+        raise ConfigError(
+            f"--drafter is {offer.name}, which runs {', '.join(spec.architectures)}, but {folder} is of the architecture "
+            f"{', '.join(architectures)}; give another --draft-model, or --drafter standalone for a whole model"
+        )
+    return Offer(
+        spec=spec, group=offer.group, name=offer.name, plugin=offer.plugin, distribution=offer.distribution, version=offer.version
+    )
+
+
+def _refuse_misfits(
+    facts: ModelFacts, offer: Offer[DrafterSpec], config: Mapping[str, object], *, target: Choice, folder: Path
+) -> None:
+    wanted = target.facts
+    if facts.vocab_size != wanted.vocab_size:
+        raise ConfigError(
+            f"the draft model in {folder} has a vocabulary of {facts.vocab_size:,} tokens and {target.checkpoint.name} one of "
+            f"{wanted.vocab_size:,}; both need the same tokenizer"
+        )
+    if offer.spec.takes_features and offer.spec.features is None and facts.hidden_size != wanted.hidden_size:
+        raise ConfigError(
+            f"the draft model in {folder} takes hidden states of {facts.hidden_size:,} values, and those of "
+            f"{target.checkpoint.name} have {wanted.hidden_size:,}; give the one that was trained for it"
+        )
+    if facts.has_states:
+        raise ConfigError(
+            f"the draft model in {folder} has recurrent layers, whose states cannot go back behind a wrong guess yet; give another"
+        )
+    if offer.spec.suits is None and stated_quantization(config) is not None:
+        raise CheckpointError(
+            f"the draft model in {folder} has quantised weights, which draft models cannot have yet; give another"
+        )

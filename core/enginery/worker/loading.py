@@ -1,0 +1,124 @@
+"""The weights and the model of a choice: recorded and checked first, then read, then bound. The target's, and a draft model's.
+
+A family builds its model twice: on the `meta` device, where it only says which tensors it takes, and from what was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from enginery.attention.socket import LayerSocket
+from enginery.checkpoint.files import StoredTensor, scan_checkpoint, unstack
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import BuildProgress, ReportProgress
+from enginery.contracts.model import DraftTarget, Model, ModelContext
+from enginery.contracts.ops import OpTable
+from enginery.contracts.parallel import ParallelFacts
+from enginery.kv.pool import PagedKVPool
+from enginery.nn.parallel import SingleRank
+from enginery.nn.reference_ops import reference_ops
+from enginery.plugin.boundary import inside
+from enginery.worker.choice import Choice
+from enginery.worker.geometry import no_pages
+from enginery.worker.weights.formats import FormatReader, kept_schemes, stated_quantization
+from enginery.worker.weights.load import load, random_weights
+from enginery.worker.weights.matrices import Matrices, RankSetting
+from enginery.worker.weights.rank import RankWeights
+from enginery.worker.weights.shares import stage_of
+from enginery.worker.weights.store import LoadedWeights, PieceStore, WeightRecord, check
+
+PARALLEL: Final = ParallelFacts()  # one process has the whole model
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NeededWeights:
+    """What the model will ask for, and where the checkpoint has it; None for random weights. reader: of its format."""
+
+    record: WeightRecord
+    stored: Mapping[str, StoredTensor] | None
+    reader: FormatReader | None
+
+
+def check_weights(choice: Choice) -> NeededWeights:
+    """Compare what the model will ask for with what the checkpoint has. Reads headers only."""
+    family, checkpoint = choice.family, choice.checkpoint
+    stored: Mapping[str, StoredTensor] | None = None
+    if not checkpoint.random:
+        stored = unstack(scan_checkpoint(checkpoint.folder), family.spec.stacked_weights)
+    reader = None
+    if choice.weight_format is not None:
+        reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
+    record = WeightRecord(choice.dtype, names=frozenset(stored or ()))
+    device = torch.device("meta")
+    pool = PagedKVPool(no_pages(choice, PARALLEL), device)
+    context = model_context(choice, record, reader=reader, ops=reference_ops(), socket=LayerSocket(None), pool=pool, device=device)
+    with inside(family, "build the model"):
+        family.spec.build(context)
+    if stored is not None:
+        tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
+        ignored = (pattern.format_map(checkpoint.config) for pattern in family.spec.ignored_weights)
+        check(record, stored, (*ignored, *tied), folder=checkpoint.folder)
+    return NeededWeights(record=record, stored=stored, reader=reader)
+
+
+def load_weights(asked: EngineOptions, choice: Choice, needed: NeededWeights, report: ReportProgress) -> LoadedWeights:
+    """Read them, and say how far that is; or draw them."""
+    if needed.stored is None:
+        return random_weights(needed.record, choice.device, seed=asked.seed)
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        report(BuildProgress(phase="weights", done_bytes=done_bytes, total_bytes=total_bytes))
+
+    return load(needed.record, needed.stored, choice.device, reader=needed.reader, tell=tell)
+
+
+def build_model(
+    choice: Choice,
+    weights: LoadedWeights,
+    *,
+    reader: FormatReader | None,
+    ops: OpTable,
+    pool: PagedKVPool,
+    socket: LayerSocket,
+    target: DraftTarget | None = None,
+) -> Model:
+    """The model a second time, bound to its weights and its backend. target: of a draft model."""
+    context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device, target=target)
+    with torch.inference_mode(), inside(choice.family, "build the model"):
+        return choice.family.spec.build(context)
+
+
+def model_context(
+    choice: Choice,
+    store: PieceStore,
+    *,
+    reader: FormatReader | None,
+    ops: OpTable,
+    socket: LayerSocket,
+    pool: PagedKVPool,
+    device: torch.device,
+    target: DraftTarget | None = None,
+) -> ModelContext:
+    """What the model is built from, for the recording build and for the real one."""
+    comm = SingleRank(ops)
+    setting = RankSetting(ops=ops, comm=comm, parallel=PARALLEL, reader=reader, kept=kept_schemes(choice.ops))
+    return ModelContext(
+        config=choice.checkpoint.config,
+        facts=choice.facts,
+        weights=RankWeights(Matrices(store, setting)),
+        ops=ops,
+        attend=socket.attend,
+        advance=socket.advance,
+        pool=pool,
+        device=device,
+        dtype=choice.dtype,
+        max_positions=choice.settings.max_model_len,
+        stage=stage_of(choice.facts, PARALLEL),
+        comm=comm,
+        target=target,
+        taps=choice.taps,
+    )

@@ -8,7 +8,7 @@ wheels := $(VENV)/editable
 projects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 plugins := $(patsubst %/pyproject.toml,%,$(filter plugins/%,$(projects)))
 sources := core/enginery $(sort $(wildcard plugins/*/src)) tests/meta/typing_snippets
-# The 21 projects of this tree share one setuptools.
+# The projects of this tree share one setuptools.
 install := $(bin)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
 # For DEVICE=cpu: an interpreter of kernels, for tests of some plugins; and torch's CPU build: 0.2 GB to fetch and not 3. Where that index is out of reach, what pip finds elsewhere will do.
 DEVICE ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),cuda,cpu)
@@ -25,9 +25,9 @@ help:
 	@echo "make dev                                the same, and what tests and lint need"
 	@echo "make clean                              remove $(VENV) and the caches"
 
-# exec: signals to make reach the server, which ends by itself and with status 0.
+# exec: signals to make reach the server, which ends by itself and with status 0. The model drafts for itself where it can; a later flag wins.
 serve: $(VENV)/.serve
-	@exec $(bin)/engine serve $(ARGS)
+	@exec $(bin)/engine serve --drafter auto $(ARGS)
 
 # Tests of real processes wait half of their time, so they go last and on twice as many workers. Each worker takes neighbouring tests
 # and then what others have not begun, so a module's server is started once, or twice if the module is shared at the end.

@@ -95,8 +95,8 @@ NO_EFFECT: Final = {*NoEffect.__struct_fields__, "truncation", "background"}
 ANTHROPIC_NO_EFFECT: Final = {"metadata", "service_tier", "cache_control", "speed"}
 SAMPLING: Final = {
     *("ignore_eos", "min_tokens", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "add_special_tokens", "prompt_logprobs", "cache_salt", "priority", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("skip_special_tokens", "add_special_tokens", "prompt_logprobs", "cache_salt", "priority", "speculation"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 }
 TEMPLATE: Final = {"add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"}
 EXTENSIONS: Final = {
@@ -104,7 +104,7 @@ EXTENSIONS: Final = {
     "/v1/chat/completions": SAMPLING | {"best_of", *TEMPLATE},
     "/v1/embeddings": {"normalize", "add_special_tokens", "cache_salt"},
     "/v1/responses": {"ignore_eos", "top_k", "min_p", "repetition_penalty", "seed", "stop", "cache_salt", "priority"}
-    | {"chat_template_kwargs"},
+    | {"chat_template_kwargs", "speculation"},
 }
 
 

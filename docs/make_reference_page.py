@@ -17,6 +17,7 @@ out of date. Letters for the dims of tensors are explained at the head of each m
 """
 NN = (
     "decoder",
+    "next_token",
     "attention",
     "latent_attention",
     "moe",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,7 +17,7 @@ from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
 from enginery.schedule.scheduler import Scheduler
 from enginery.serve.engine.process import run
-from enginery.worker.runner import Launched, Runner, RunningStep
+from enginery.worker.runner import NO_CUTS, Launched, Runner, RunningStep
 
 OUT_OF_MEMORY, NAN, RAISES, WRONG_SHAPE, WEDGE, BROKEN = range(70_001, 70_007)
 WEDGE_S = 4.0
@@ -45,14 +45,14 @@ class FaultyRunner(Runner):
         return super().launch(step)
 
     @torch.inference_mode()
-    def sample(self, launched: Launched, sampling: SamplingInput | None) -> RunningStep:
+    def sample(self, launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int] = NO_CUTS) -> RunningStep:
         rows = self._sampling(launched.step)
         seeds = [request.asked.params.seed if _is_due(request, item) else 0 for request, item in rows]
         if WRONG_SHAPE in seeds:
             launched = launched._replace(logits=launched.logits[:, None, None])
         else:
             launched.logits[[seed == NAN for seed in seeds]] = float("nan")
-        return super().sample(launched, sampling)
+        return super().sample(launched, sampling, cuts)
 
     def _sampling(self, step: StepInput) -> list[tuple[Request, Item]]:
         return [(request, item) for request, item in zip(self.scheduler.requests, step.each(), strict=True) if item.samples]

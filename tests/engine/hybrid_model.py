@@ -262,7 +262,9 @@ BOTH = dataclasses.replace(
     TORCH,
     name="both",
     priority=1,
-    capabilities=dataclasses.replace(TORCH.capabilities, recurrences=LINEAR.capabilities.recurrences),
+    capabilities=dataclasses.replace(
+        TORCH.capabilities, recurrences=LINEAR.capabilities.recurrences, phases=TORCH.capabilities.phases - {Phase.VERIFY}
+    ),
 )
 LEAVES = {"both": Both, "batch-only": BatchOnly, "batch-and-flag": BatchAndFlag, "without-hook": WithoutHook}
 

@@ -77,6 +77,37 @@ def test_offline_reports_rate_floor_and_what_was_shared(bench: Bench, tiny: Path
     assert report["settings"] == {"device": "cpu", "num_pages": 64, "attention_backend": "torch"}
 
 
+def test_forced_acceptance_tells_as_many_tokens_as_its_rates_say(bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(workloads.WORKLOADS, "T6", Workload(name="T6", shape=str(tiny), summary="tiny", lengths=((9, 120),) * 6))
+    speculating = ("--drafter", "eagle", "--force-acceptance", "0.9,0.6,0.5", "--attention-backend", "torch")
+    report = bench("offline", "T6", "--repeats", "1", "--num-pages", "128", *speculating)
+    plain, none, forced, never, always = report["rows"]
+    assert [row["what"]["run"] for row in report["rows"]] == ["plain", "no guesses", "forced 0.9,0.6,0.5", "forced 0", "forced 1"]
+    assert [row["details"]["forced"] for row in report["rows"]] == [False, False, True, True, True]
+    assert {row["what"]["output_tokens"] for row in report["rows"]} == {720}
+    lengths = [row["derived"]["acceptance_length"] for row in (forced, never, always)]
+    assert lengths == pytest.approx([1 + 0.9 + 0.9 * 0.6 + 0.9 * 0.6 * 0.5, 1, 4], rel=0.07)
+    assert lengths[1] == 1, "a guess that happens to be right is none"
+    assert forced["derived"]["expected_length"] == pytest.approx(2.71)
+    assert [row["derived"]["acceptance_length"] for row in (plain, none)] == [None, None]
+    assert none["details"]["steps"] == plain["details"]["steps"] == never["details"]["steps"] > 3 * always["details"]["steps"]
+    assert forced["details"]["step_gap_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--force-acceptance", "0.5"), "needs a draft model, and --drafter is off"),
+        (("--force-acceptance", "1.5", "--drafter", "eagle"), "must be shares between 0 and 1"),
+        (("--force-acceptance", "0.5", "--drafter", "eagle", "--draft-length", "3"), "has 1 rates; leave one out"),
+        (("--force-acceptance", "0.5", "--drafter", "lookup"), "which is no head; give a draft model"),
+    ],
+)
+def test_acceptance_that_cannot_be_forced_is_refused(bench: Bench, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(EnginError, match=message):
+        bench("offline", "C1", *arguments)
+
+
 def test_a_model_without_a_floor_is_measured_all_the_same(bench: Bench, tmp_path: Path) -> None:
     echo = dict(architectures=["EchoForCausalLM"], vocab_size=97, max_position_embeddings=256)
     (tmp_path / "config.json").write_text(json.dumps(echo))

@@ -22,7 +22,7 @@ import pytest
 import torch
 from engine.hybrid_model import BatchAndFlag, BatchOnly, WithoutHook
 from engine.hybrid_reference import HybridOracle, write_hybrid
-from pairwise import pairwise
+from pairwise import EVERYTHING, in_turn, pairwise
 from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy
 from parity.oracle import NUM_GREEDY
 from parity.test_http import train_tokenizer
@@ -248,8 +248,7 @@ def served_after(engine: Engine, prompt: list[int], **changes: object) -> tuple[
     return [token for output in outputs for token in output.token_ids], found
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("overlap", [False, True])
+@in_turn(("page_size", [1, 16]), ("overlap", [False, True]))
 def test_the_same_prompt_goes_on_from_its_last_page(
     oracle: HybridOracle, registry: Registry, *, page_size: int, overlap: bool
 ) -> None:
@@ -368,7 +367,9 @@ def server(folder: Path, site: Path, *flags: str) -> Iterator[tuple[openai.OpenA
         assert process.wait(timeout=40) == 0
 
 
-@pytest.mark.parametrize(("leaf", "mla_prefill"), [("batch-and-flag", "chunked"), ("without-hook", "one-shot")])
+@pytest.mark.parametrize(
+    ("leaf", "mla_prefill"), [("batch-and-flag", "chunked"), *([("without-hook", "one-shot")] if EVERYTHING else [])]
+)
 def test_a_child_with_the_hook_and_one_without_are_served_over_http(
     oracle: HybridOracle, site: Path, tokenizer: PreTrainedTokenizerFast, leaf: str, mla_prefill: str
 ) -> None:

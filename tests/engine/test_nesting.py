@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from engine.nests import GROUPED, LATENT, PAGE_SIZE, STEPS, Memory, over, run
+from pairwise import in_turn
 
 from enginery.attention.composite import CompositePlan
 from enginery.attention.draft_steps import plan_steps, step_batch
@@ -41,8 +42,7 @@ def assert_same(kinds: tuple[str, ...], step: str, layer: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("pair", PAIRS, ids="-over-".join)
+@in_turn(("pair", PAIRS), ("step", STEPS))
 def test_every_pair_of_composites_gives_what_the_plain_backend_gives(pair: tuple[str, str], step: str) -> None:
     assert_same(pair, step, layer=0)
 

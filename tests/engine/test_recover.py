@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -127,12 +127,12 @@ def test_what_is_beyond_a_step_is_raised(engine, error):
 def test_nan_logits_end_their_request_alone(engine):
     sample, rows = engine._runner.sample, []
 
-    def poisoned(launched: Launched, sampling: SamplingInput | None) -> RunningStep:
+    def poisoned(launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]) -> RunningStep:
         rows.append(len(launched.logits))
         if rows == [2]:  # the prompts, in the order of their arrival
             with torch.inference_mode():
                 launched.logits[0] = float("nan")
-        return sample(launched, sampling)
+        return sample(launched, sampling, cuts)
 
     engine.submit(request("b"))
     alone = [token for output in drain(engine) for token in output.token_ids]

@@ -273,7 +273,7 @@ def test_the_memory_plan_is_told_before_anything_is_allocated(
     def pool(geometry: KVGeometry, device: torch.device) -> PagedKVPool:
         return PagedKVPool(geometry, device) if device.type == "meta" else allocate()
 
-    monkeypatch.setattr("enginery.engine.build.random_weights", allocate)
+    monkeypatch.setattr("enginery.worker.loading.random_weights", allocate)
     monkeypatch.setattr("enginery.engine.build.PagedKVPool", pool)
     with caplog.at_level("DEBUG", "enginery"), pytest.raises(AssertionError, match="allocated"):
         build(folder, load_format="dummy")

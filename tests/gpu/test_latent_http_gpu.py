@@ -19,11 +19,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pairwise import EVERYTHING
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from enginery.bench.workloads import write_shape
 
 HERE = Path(__file__).parent
+# tests/parity/test_latent_parity.py has each strategy, and test_http.py a server, with fewer processes.
+FEW = ["few and small"] if EVERYTHING else []
 CLOSE = 1e-3
 MAX_REROUTED, CLOSE_REROUTED = 0.05, 0.02  # rounding may take a token to its seventh expert where the sixth is as good
 SMALL = {
@@ -139,7 +142,7 @@ def converse(client: httpx.Client, load: Load, highest: int) -> list[list[Answer
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["few and small", pytest.param("all of them", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", [*FEW, pytest.param("all of them", marks=pytest.mark.gpu)])
 def test_chunked_prefixes_give_the_tokens_of_absorbed_prefills(tmp_path: Path, name: str) -> None:
     load = LOADS[name]
     folder = write_checkpoint(tmp_path, load.changes)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from meta.test_layering import RANKS
 from packaging.requirements import Requirement
+from pairwise import EVERYTHING
 
 import enginery.api
 
@@ -26,12 +27,6 @@ EXECUTED = [README, DOCS / "quickstart.md"]
 def blocks(text: str, language: str) -> list[str]:
     """The fenced code blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def python_blocks(paths: list[Path]) -> list[pytest.param]:
-    """Each block as a test case, named after its page."""
-    found = [(path, number, block) for path in paths for number, block in enumerate(blocks(path.read_text(), "python"), 1)]
-    return [pytest.param(block, id=f"{path.name}-{number}") for path, number, block in found]
 
 
 def local_links(text: str) -> list[str]:
@@ -108,9 +103,16 @@ def unknown_commands(text: str, cli_page: str, makefile: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("block", python_blocks(EXECUTED))
-def test_sample_code_runs(block: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+# Each in a process of its own where there is time for that.
+SAMPLES = [block for path in EXECUTED for block in blocks(path.read_text(), "python")]
+TOGETHER = [(sample,) for sample in SAMPLES] if EVERYTHING else [tuple(SAMPLES)]
+
+
+@pytest.mark.parametrize("samples", TOGETHER, ids=lambda samples: f"{len(samples)} of them")
+def test_sample_code_runs(samples: tuple[str, ...], tmp_path: Path) -> None:
+    code = "import sys\nfor block in sys.argv[1:]:\n    exec(compile(block, block, 'exec'), {'__name__': '__main__'})"
+    command = [sys.executable, "-c", code, *samples]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -26,7 +26,7 @@ WALK: Final = CORE.parents[1] / "docs" / "how-a-request-runs.md"
 
 MOST_ANY: Final = 60
 MOST_SHORT_DOCSTRINGS: Final = 4
-MOST_MODULES: Final = 16  # of a folder, without its __init__
+MOST_MODULES: Final = 17  # of a folder, without its __init__: the contracts are one for each hook group, and drafters came
 MOST_FUNCTIONS_OVER_40_LINES: Final = 7
 MOST_COMPLEX: Final = 10
 MOST_COMPLEX_WITHOUT_A_REASON: Final = 0

@@ -38,7 +38,8 @@ RANKS = [
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 TOP = {"", "__main__"}  # the package itself is lazy, and above everything
 PUBLIC_MODULES = ("enginery.attention.wrapper.",)  # of rooms that plugins do not enter otherwise
-# Below the scheduler there are seats, numbers and tensors: whose they are is known above. Log-probabilities are results.
+# Below the scheduler there are seats, numbers and tensors: whose they are is known above. Log-probabilities are results, and which
+# drafts are accepted is a function of tensors.
 WORKER_SIDE = {"kv", "attention", "nn", "worker"}
 REQUEST_SIDE = (
     "enginery.schedule",
@@ -47,7 +48,7 @@ REQUEST_SIDE = (
     "enginery.contracts.grammars",
     "enginery.contracts.request",
 )
-RESULTS = {"enginery.contracts.request.TokenLogprob"}
+RESULTS = {"enginery.contracts.request.TokenLogprob", "enginery.speculate.acceptance.accept"}
 API_IMPORTS = {"errors", "contracts", "plugin", "checkpoint"}
 
 

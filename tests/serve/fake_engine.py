@@ -1,7 +1,8 @@
 """An engine without a model: it repeats the prompt, token by token, and ends. Also runs as the engine's process.
 
 Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up (for its grammar, if it has one), HELD repeats
-the prompt and goes on when the file that FAKE_GO names is there, PLUGIN is refused by a plugin's bug.
+the prompt and goes on when the file that FAKE_GO names is there, PLUGIN is refused by a plugin's bug, DRAFTED has three guesses
+verified for each token, of which one is told.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from pathlib import Path
 
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import served_names
-from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats, KernelState, ReportProgress
+from enginery.contracts.engine import BuildProgress, DraftCounts, EngineFacts, EngineStats, KernelState, ReportProgress
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
 from enginery.errors import CheckpointError, PluginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 
 COMMAND = (sys.executable, __file__)
-PLUGIN, BREAK, FAIL, HELD = 600, 666, 667, 668
+PLUGIN, BREAK, FAIL, HELD, DRAFTED = 600, 666, 667, 668, 669
 VOCAB_SIZE = 600
 EOS = 1
 
@@ -72,6 +73,7 @@ class FakeEngine:
             attn_backend="first" if compiling else "fake",
             steps_by_backend={"first": 3, "fake": 4},
             kernels=KernelState(compiling=compiling, seconds=2.5),
+            drafts=DraftCounts(verifications=4, told=11, drafted=20, accepted=8, by_position=(4, 3, 1)),
         )
 
     def profile(self, num_steps: int) -> str:
@@ -143,6 +145,7 @@ class FakeEngine:
         if finish:
             del self._requests[request.request_id]
             self._say("finish", request.request_id)
+        drafted = params.seed == DRAFTED and params.speculation
         first = count == 0 and params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request.request_id,
@@ -152,6 +155,8 @@ class FakeEngine:
             finish_reason=finish,
             stop_token_id=EOS if ends else None,
             num_cached_tokens=len(prompt) // 2,
+            num_drafted=3 * drafted,
+            num_accepted=1 * drafted,
             embedding=tuple(float(token) for token in prompt[-2:]) if request.embed else None,
         )
 

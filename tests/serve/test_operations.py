@@ -41,6 +41,11 @@ NAMES = {
     "vllm:admission_rejections": "counter",
     "vllm:corrupted_requests": "counter",
     "vllm:request_success": "counter",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
+    "enginery:spec_decode_told_tokens": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
     "vllm:request_time_per_output_token_seconds": "histogram",
@@ -87,6 +92,21 @@ def test_the_names_of_the_metrics_are_those_that_dashboards_know(with_server):
         text = (await live.http.get("/metrics")).text
         found = {family.name: family.type for family in text_string_to_metric_families(text)}
         assert {name: kind for name, kind in found.items() if name.startswith(("vllm:", "enginery:"))} == NAMES
+
+    with_server(scenario)
+
+
+def test_what_guesses_bring_is_told_everywhere(with_server):
+    async def scenario(live):
+        await live.until(lambda: live.engine.stats.drafts.told)
+        now = await samples(live)
+        told = {"num_drafts": 4, "num_draft_tokens": 20, "num_accepted_tokens": 8, "told_tokens": 11}
+        for name, count in told.items():
+            assert now[f"{'enginery' if name == 'told_tokens' else 'vllm'}:spec_decode_{name}_total"] == count
+        assert [now[f"vllm:spec_decode_num_accepted_tokens_per_pos_total,position={place}"] for place in range(3)] == [4, 3, 1]
+        shown = {"acceptance_length": 2.75, "drafted_tokens": 20, "accepted_tokens": 8}
+        for path in ("/server_info", "/health/progress"):
+            assert (await live.http.get(path)).json()["speculation"] == shown
 
     with_server(scenario)
 

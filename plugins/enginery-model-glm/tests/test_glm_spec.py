@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from enginery.api import CheckpointError, Routing, RowOrder
-from enginery_model_glm import register_models
+from enginery_model_glm import register_drafters, register_models
 from enginery_model_glm.spec import describe, shape
 
 GLM4 = dict(
@@ -57,10 +57,23 @@ def test_the_router_is_deepseek_v3s() -> None:
     assert (experts.layers, experts.shared_size, experts.correction_bias) == ({1, 2}, 12, True)
 
 
-def test_the_layer_that_predicts_a_second_token_is_ignored() -> None:
+def test_the_layer_behind_the_last_is_ignored() -> None:
     """Layer 46 of GLM-4.5-Air; a file of GLM-4.5 has a layer 46 too, which is asked for there."""
-    (ignored,) = (spec.ignored_weights for spec in register_models() if spec.name == "glm4-moe")
-    assert ignored == ("model.layers.46.*", "model.layers.92.*")
+    ((ignored,),) = (spec.ignored_weights for spec in register_models() if spec.name == "glm4-moe")
+    assert ignored.format_map(GLM4_MOE | {"num_hidden_layers": 46}) == "model.layers.46.*"
+    assert ignored.format_map(GLM4_MOE | {"num_hidden_layers": 92}) == "model.layers.92.*"
+
+
+@pytest.mark.parametrize(
+    ("stated", "suits"), [({}, False), ({"num_nextn_predict_layers": 0}, False), ({"num_nextn_predict_layers": 1}, True)]
+)
+def test_a_drafter_takes_that_layer_where_config_json_states_it(stated: dict[str, object], *, suits: bool) -> None:
+    (mtp,) = register_drafters()
+    assert mtp.suits is not None
+    assert mtp.model is not None
+    assert mtp.suits(GLM4_MOE | stated) is suits
+    if suits:
+        assert len(mtp.model.describe(GLM4_MOE | stated).layers) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"hidden_act": "gelu"}, {"scoring_func": "softmax"}, {"num_experts_per_tok": 9}])

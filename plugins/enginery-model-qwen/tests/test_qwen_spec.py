@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from enginery.api import CheckpointError, Routing
-from enginery_model_qwen import register_models
+from enginery_model_qwen import register_drafters, register_models
 from enginery_model_qwen.spec import describe, shape
 
 CONFIG = dict(
@@ -89,3 +89,35 @@ def test_windows_beside_experts_are_on_all_layers_or_named() -> None:
     assert shape(QWEN2_MOE | on | {"layer_types": kinds}).windows == (8, None, 8, None)
     with pytest.raises(CheckpointError, match="layer_types"):
         shape(QWEN2_MOE | on)
+
+
+HYBRID = QWEN2_MOE | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+DENSE_35 = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": HYBRID | {"mtp_num_hidden_layers": 1}}
+
+
+@pytest.mark.parametrize("config", [HYBRID, DENSE_35])
+def test_the_module_that_drafts_has_one_layer_of_attention(config: dict[str, object]) -> None:
+    """Whatever the model's own layers are."""
+    (mtp,) = register_drafters()
+    assert mtp.suits is not None
+    assert mtp.model is not None
+    assert mtp.suits(config)
+    assert describe(config).has_states
+    (layer,) = mtp.model.describe(config).layers
+    assert (layer.recurrent, layer.num_kv_heads, layer.head_dim) == (None, 2, 256)
+
+
+def test_a_model_without_a_module_and_one_with_several_do_not_draft() -> None:
+    (mtp,) = register_drafters()
+    assert mtp.suits is not None
+    assert mtp.model is not None
+    assert not mtp.suits(HYBRID | {"mtp_num_hidden_layers": 0})
+    with pytest.raises(CheckpointError, match=r"states 2 layers for multi-token prediction; one such layer can draft, no more"):
+        mtp.model.describe(HYBRID | {"num_nextn_predict_layers": 2})

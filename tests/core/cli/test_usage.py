@@ -43,6 +43,8 @@ def test_no_foreign_flag_is_one_of_ours_and_what_is_advised_exists() -> None:
         (("--gpu-memory-utilization", "0.9"), "here it is --memory-fraction"),
         (("--mem-fraction-static", "0.9"), "here it is --memory-fraction"),
         (("--max-num-seqs", "9"), "here it is --max-batch-requests"),
+        (("--speculative-config", "{}"), "--drafter NAME, with --draft-model and --draft-length"),
+        (("--model-draft", "x"), "--draft-model, with --drafter standalone or eagle"),
         (("--quantization", "awq"), "other methods, and quantising at the start, are not there yet"),
         (("--context-length", "9"), "here it is --max-model-len"),
         (("--page_sise", "9"), "no option --page_sise; did you mean --page-size?"),

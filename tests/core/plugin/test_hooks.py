@@ -139,6 +139,19 @@ def test_hook_register_grammars_checks_the_kinds(site) -> None:
     assert "kinds is ['regex'], but must be a frozenset" in next(record.reason for record in registry.records if record.name == "p")
 
 
+def test_hook_register_drafters(site) -> None:
+    site.install("p", registering("register_drafters", "DrafterSpec", summary="''", most="4", build="list"))
+    assert [offer.name for offer in Registry.load().drafters] == ["x"]
+
+
+@pytest.mark.parametrize("most", ["0", "'4'", "True"])
+def test_hook_register_drafters_checks_how_many(site, most: str) -> None:
+    site.install("p", registering("register_drafters", "DrafterSpec", summary="''", most=most, build="list"))
+    registry = Registry.load()
+    assert registry.drafters == ()
+    assert f"most is {most}, but must be a whole number" in next(each.reason for each in registry.records if each.name == "p")
+
+
 def test_hook_register_schedule_policies(site) -> None:
     code = registering("register_schedule_policies", "SchedulePolicySpec", key="lambda r: (r.num_tokens,)", summary="''")
     assert offers_of(site, code) == ("schedule-policy:x",)

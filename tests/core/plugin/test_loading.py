@@ -188,6 +188,26 @@ def test_two_plugins_with_one_backend_name_are_both_in_conflict_in_either_order(
     assert backends(registry) == ["fb"]
 
 
+MODULE = """
+from enginery.api import DrafterSpec, ModelSpec, hookimpl
+
+MODEL = ModelSpec(name="mtp", api=(2, 0), architectures=({architecture!r},), describe=dict, build=list)
+
+@hookimpl
+def register_drafters():
+    return [DrafterSpec(name="mtp", api=(2, 0), summary="", most=4, takes_features=True, suits=bool, model=MODEL)]
+"""
+
+
+@pytest.mark.parametrize(("second", "status"), [("Second", Status.LOADED), ("First", Status.CONFLICT)])
+def test_drafters_in_checkpoints_share_a_name_but_no_architecture(site, second: str, status: Status) -> None:
+    site.install("one", MODULE.format(architecture="First"))
+    site.install("two", MODULE.format(architecture=second))
+    registry = load()
+    assert [record_of(registry, name).status for name in ("one", "two")] == [status, status]
+    assert [offer.name for offer in registry.drafters] == ["mtp"] * (2 if status is Status.LOADED else 0)
+
+
 def test_blocking_one_of_two_in_conflict_frees_the_other(site) -> None:
     site.install("one", site.backend("fa"))
     site.install("two", site.backend("fa"))

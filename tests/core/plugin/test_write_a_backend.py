@@ -50,20 +50,21 @@ def test_list_backends_shows_it_without_torch(site, tutorial) -> None:
 
 
 def test_the_kit_is_green_on_it(site, tutorial) -> None:
-    few = [] if EVERYTHING else ["-k", "float32"]  # its own test runs every case
+    few = [] if EVERYTHING else ["-k", "float32"]  # its own test runs the others
     arguments = ["test-backend", "loop", "--json", "-o", "loop.float64=true", *few]
     done = site.run(f"from enginery.cli.main import main\nmain({arguments!r})", **ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert {row["rule"] for row in rows if row["outcome"] == "skipped"} == {"batch-invariance", "captured-equals-eager"}
+    skipped = {row["rule"] for row in rows if row["outcome"] == "skipped"}
+    assert skipped == {"batch-invariance", "captured-equals-eager", "states-after-verification"}
     cases = " ".join(row["case"] for row in rows if row["rule"] == "numbers")
     assert all(word in cases for word in ("window", "softcap", "sinks", "bare latents", "absorbed", "one-shot", "chunked"))
 
 
 def test_its_own_test_passes(site, tutorial) -> None:
-    done = site.run(own_tests(tutorial), **ONE_THREAD)
+    done = site.run(own_tests(tutorial, *([] if EVERYTHING else ["-k", "not float32"])), **ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
+    assert sum(map(int, re.findall(r"(\d+) (?:passed|deselected)", done.stdout))) > 100
 
 
 GENERATE = """

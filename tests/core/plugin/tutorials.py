@@ -45,7 +45,7 @@ def install_page(page: str, site, parent: Path) -> Path:
     return folder
 
 
-def own_tests(folder: Path) -> str:
-    """Code that runs a distribution's tests, and nothing but them."""
-    arguments = ["-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder / "tests")]
+def own_tests(folder: Path, *flags: str) -> str:
+    """Code that runs a distribution's tests, and nothing but them. flags: of pytest, besides the usual ones."""
+    arguments = ["-q", "-p", "no:cacheprovider", *flags, "--rootdir", str(folder), str(folder / "tests")]
     return f"import sys, pytest\nsys.exit(pytest.main({arguments!r}))"

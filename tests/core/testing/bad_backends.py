@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from core.testing.good_backend import CAPABILITIES, SPEC, GoodBackend, GoodPlan
 
-from enginery.api import AttnBackendSpec, Capabilities, LayerSpec, Reason, StalePlan, hookimpl
+from enginery.api import Accepted, AttnBackendSpec, Capabilities, LayerSpec, Reason, StalePlan, hookimpl
 
 BAD: dict[str, list[str]] = {}
 
@@ -231,6 +231,70 @@ class ContinuesTheLastOwnersState(GoodBackend):
 class WritesAStateWhereItWasRead(GoodBackend):
     def recur(self, mixed, gates, part, layer, out) -> None:
         super().recur(mixed, gates, dataclasses.replace(part, states=part.states[:1] * 2), layer, out)
+
+
+@breaks("hooks")
+class VerifiesWithoutCommitting(GoodBackend):
+    commit_state = None
+
+
+@breaks("states-after-verification")
+class MovesStatesWhileItVerifies(GoodBackend):
+    def with_states(self, part, batch, index):
+        return dataclasses.replace(super().with_states(part, batch, index), verifies=False)
+
+
+@breaks("states-after-verification")
+class KeepsEveryDraft(GoodBackend):
+    def stands(self, name, rows, count):
+        return count + 1 <= rows
+
+
+@breaks("states-after-verification")
+class ForgetsTheFirstRow(GoodBackend):
+    def stands(self, name, rows, count):
+        return count == rows
+
+
+@breaks("states-after-verification")
+class LeavesConvolutionsBehindAllDrafts(GoodBackend):
+    def stands(self, name, rows, count):
+        return count + 1 <= rows if name == "conv" else count + 1 == rows
+
+
+@breaks("states-after-verification")
+class CommitsTheRowsOfTheNextRequest(GoodBackend):
+    @hookimpl
+    def commit_state(self, plan, accepted):
+        return super().commit_state(plan, Accepted(counts=accepted.counts.roll(-1)))
+
+
+@breaks("states-after-verification")
+class MakesNoCheckpoints(GoodBackend):
+    def with_states(self, part, batch, index):
+        return dataclasses.replace(super().with_states(part, batch, index), checkpoint=(0, 0))
+
+
+@breaks("states-after-verification")
+class CommitsWhereItRead(GoodBackend):
+    def commit(self, mixed, gates, part, layer, count) -> None:
+        super().commit(mixed, gates, dataclasses.replace(part, states=part.states[:1] * 2), layer, count)
+
+
+@breaks("states-after-verification")
+class ReadsHowManyStand(GoodBackend):
+    def commit(self, mixed, gates, part, layer, count) -> None:
+        super().commit(mixed, gates, part, layer, int(count))
+
+    def stands(self, name, rows, count):
+        return torch.tensor(count + 1 == rows)
+
+
+@breaks("states-after-verification")
+class CommitsTwice(GoodBackend):
+    @hookimpl
+    def commit_state(self, plan, accepted):
+        return plan not in self.unsettled or super().commit_state(plan, accepted)
 
 
 @breaks("numbers")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from enginery.api import (
     STATE,
+    Accepted,
     AttnBackendSpec,
     BackendContext,
     Capabilities,
@@ -18,6 +20,7 @@ from enginery.api import (
     LayerSpec,
     Phase,
     PlanKey,
+    StalePlan,
     covering_plan,
     hookimpl,
 )
@@ -44,12 +47,17 @@ CAPABILITIES = Capabilities(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """One request: its rows of the batch, its length, its pages [n], those that its state is read from and written to."""
+    """One request: its rows of the batch, its length, its pages [n], those that its state is read from and written to.
+
+    verifies: whether its state waits for `commit_state`. checkpoint: a page, and after how many rows it is written.
+    """
 
     rows: slice
     length: int
     pages: torch.Tensor
     states: tuple[int, int]
+    verifies: bool = False
+    checkpoint: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +89,8 @@ class GoodBackend:
         self.states = context.states
         self.page_size = context.geometry.page_size
         self.device = context.device
+        self.scratch = context.geometry.scratch_page(STATE)
+        self.unsettled = {}  # by plan
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch) -> GoodPlan:
@@ -88,12 +98,21 @@ class GoodBackend:
         for index, (q_len, length) in enumerate(zip(batch.q_lens_cpu.tolist(), batch.kv_lens_cpu.tolist(), strict=True)):
             if q_len:
                 pages = batch.page_table_cpu[index, : self.num_pages(length)].to(self.device, non_blocking=True)
-                states = (0, 0)
-                if STATE in batch.views:
-                    states = int(batch.states.reads_cpu[index]), int(batch.states.writes_cpu[index])
-                parts.append(Part(rows=slice(row, row + q_len), length=length, pages=pages, states=states))
+                part = Part(rows=slice(row, row + q_len), length=length, pages=pages, states=(0, 0))
+                parts.append(self.with_states(part, batch, index) if STATE in batch.views else part)
             row += q_len
         return GoodPlan(key=self.key(batch), parts=tuple(parts))
+
+    def with_states(self, part, batch, index):
+        view, checkpoint = batch.states, (0, 0)
+        if view.checkpoints_cpu is not None:
+            checkpoint = int(view.checkpoints_cpu[index]), int(view.checkpoint_rows_cpu[index])
+        return dataclasses.replace(
+            part,
+            states=(int(view.reads_cpu[index]), int(view.writes_cpu[index])),
+            verifies=batch.decode_len > 1 and index < batch.num_decode_requests,
+            checkpoint=checkpoint,
+        )
 
     def key(self, batch: ForwardBatch) -> PlanKey:
         return PlanKey.of(batch, self.backend_id)
@@ -120,8 +139,38 @@ class GoodBackend:
     def advance(
         self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor
     ) -> None:
-        for part in self.plan_of(plan, batch).parts:
-            self.recur(mixed[part.rows].float(), gates[part.rows].float(), part, layer, out[part.rows])
+        for index, part in enumerate(self.plan_of(plan, batch).parts):
+            rows = mixed[part.rows].float(), gates[part.rows].float()
+            if part.verifies:
+                self.unsettled.setdefault(plan, []).append((index, part, layer, *rows))
+                part = dataclasses.replace(part, states=(part.states[0], self.scratch))
+            self.recur(*rows, part, layer, out[part.rows])
+
+    @hookimpl
+    def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
+        if plan not in self.unsettled:
+            raise StalePlan("nothing waits to be committed")
+        for index, part, layer, mixed, gates in self.unsettled.pop(plan):
+            self.commit(mixed, gates, part, layer, accepted.counts[index])
+        return True
+
+    def commit(self, mixed, gates, part, layer, count) -> None:
+        states = self.states.layer(layer.local_id)
+        out = mixed.new_empty(len(mixed), layer.facts.recurrent.value_heads, layer.facts.recurrent.value_dim)
+        chosen = {name: kept[part.states[1]].clone() for name, kept in states.items()}
+        for rows in range(1, len(mixed) + 1):
+            length = part.length - len(mixed) + rows
+            so_far = dataclasses.replace(part, length=length, states=(part.states[0], self.scratch))
+            self.recur(mixed[:rows], gates[:rows], so_far, layer, out)
+            for name, kept in states.items():
+                chosen[name] = torch.where(self.stands(name, rows, count), kept[self.scratch], chosen[name])
+                if rows == part.checkpoint[1]:
+                    kept[part.checkpoint[0]] = kept[self.scratch]
+        for name, kept in states.items():
+            kept[part.states[1]] = chosen[name]
+
+    def stands(self, name, rows, count):
+        return count + 1 == rows
 
     def attend_part(self, q, part, layer, out) -> None:
         keys, values = (pages[part.pages].flatten(0, 1)[: part.length] for pages in self.pool.layer(layer.local_id))

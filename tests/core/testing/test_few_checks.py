@@ -4,35 +4,50 @@ from __future__ import annotations
 
 from few_checks import few
 
+from enginery.testing.cases import AttnCase
 from enginery.testing.conformance import RULES, Check, checks_of
 from enginery.testing.subject import Subject
 
 
-def recurrent(checks: list[Check]) -> list[Check]:
-    return [check for check in checks if check.case is not None and check.case.facts.recurrent is not None]
+def checks() -> list[Check]:
+    return checks_of(Subject.imported("core.testing.good_backend:GOOD", device="cpu"))
 
 
-def test_every_rule_and_every_value_with_every_recurrence_is_left() -> None:
-    everything = checks_of(Subject.imported("core.testing.good_backend:GOOD", device="cpu"))
-    left = few(everything, everything=False)
+def numbers(checks: list[Check]) -> list[AttnCase]:
+    return [check.case for check in checks if check.rule.name == "numbers" and check.case is not None]
+
+
+def test_every_rule_is_left_unless_it_is_named() -> None:
+    left = few(checks(), everything=False)
     assert {check.rule for check in left} == set(RULES)
-    assert [check for check in everything if check not in recurrent(everything)] == [
-        check for check in left if check not in recurrent(left)
-    ]
+    assert {rule.name for rule in RULES} - {check.rule.name for check in few(checks(), without=["numbers"], everything=False)} == {
+        "numbers"
+    }
+    assert few(checks(), everything=True) == checks()
+    assert len(left) < len(checks()) / 2
 
-    def met(checks: list[Check]) -> set[tuple[object, ...]]:
-        cases = [check.case for check in recurrent(checks) if check.rule.name == "numbers"]
-        facts = [(case.facts.recurrent, case.dtype) for case in cases]
-        return {
-            (rule.rule, rule.decay, name, value) for rule, dtype in facts for name, value in (*vars(rule).items(), ("dtype", dtype))
-        }
 
-    assert met(left) == met(everything)
-    assert few(everything, everything=True) == everything
+def test_every_value_and_every_recurrence_is_left() -> None:
+    def met(cases: list[AttnCase]) -> set[tuple[object, ...]]:
+        found = set[tuple[object, ...]]()
+        for case in cases:
+            rule = case.facts.recurrent
+            if rule is None:
+                facts = {**vars(case.facts), "page": case.page_size, "dtype": case.dtype, "strategy": case.strategy}
+                found |= {(case.facts.latent is None, *item) for item in facts.items()}
+            else:
+                kernel = rule.rule if rule.rule in ("scan", "conv") else "matrix"
+                found |= {(kernel, *item) for item in (*vars(rule).items(), ("dtype", case.dtype))}
+                found |= {(rule.rule, rule.decay, rule.ssm, rule.gate_floor), (rule.decay, rule.key_heads, rule.value_heads)}
+        return found
+
+    assert met(numbers(few(checks(), everything=False))) == met(numbers(checks()))
 
 
 def test_kinds_of_states_take_turns() -> None:
-    left = recurrent(few(checks_of(Subject.imported("core.testing.good_backend:GOOD", device="cpu")), everything=False))
-    claims = {(check.case.facts.recurrent.rule, check.case.facts.recurrent.decay) for check in left if check.rule.name != "numbers"}
-    everything = recurrent(checks_of(Subject.imported("core.testing.good_backend:GOOD", device="cpu")))
-    assert claims == {(check.case.facts.recurrent.rule, check.case.facts.recurrent.decay) for check in everything}
+    def claims(checks: list[Check]) -> set[tuple[object, ...]]:
+        rules = [check.case.facts.recurrent for check in checks if check.case is not None]
+        return {(rule.rule, rule.decay) for rule in rules if rule is not None}
+
+    left = [check for check in few(checks(), everything=False) if check.rule.name != "numbers"]
+    assert claims(left) == claims(checks())

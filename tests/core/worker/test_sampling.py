@@ -18,7 +18,7 @@ from enginery.nn.reference_ops import reference_ops
 from enginery.testing.readback import no_reads
 from enginery.worker import sampling
 from enginery.worker.logprobs import token_logprobs
-from enginery.worker.sampling import uniform
+from enginery.worker.sampling import uniform, uniform_on_device
 
 VOCAB = 12
 
@@ -61,6 +61,15 @@ def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position() -> None:
     counts = Counter(int(number * 10) for number in numbers)
     assert min(counts.values()) > 850
     assert all(0 <= number < 1 for number in numbers)
+
+
+def test_the_device_draws_the_same_uniform_numbers() -> None:
+    chance = np.random.default_rng(1)
+    seeds = np.concatenate([chance.integers(0, 2**64, 500, np.uint64), np.array([0, 2**63, 2**64 - 1], np.uint64)])
+    for position in (0, 1, 70, 2**40):
+        expected = uniform(seeds, np.full(len(seeds), position, np.uint64))
+        found = uniform_on_device(torch.from_numpy(seeds.view(np.int64)), torch.tensor(position))
+        assert found.tolist() == expected.tolist()
 
 
 def test_temperature_zero_takes_the_best() -> None:

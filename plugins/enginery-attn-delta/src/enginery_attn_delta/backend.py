@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from enginery.api import (
+    Accepted,
     BackendContext,
     ForwardBatch,
     ForwardPlan,
     LayerSpec,
+    LocalLayerId,
     Phase,
     PlanKey,
     RecurrentFacts,
@@ -24,6 +28,15 @@ from enginery_attn_delta.launch import Gating, Heads, Rows, convolve, recur, sca
 from enginery_attn_delta.plan import DeltaPlan, plan_rows, refresh
 
 
+class Kept(NamedTuple):
+    """What a layer was given of rows that verify drafts, until its states move on. out: for results that nobody reads again."""
+
+    layer: LayerSpec
+    mixed: torch.Tensor
+    gates: torch.Tensor
+    out: torch.Tensor
+
+
 class DeltaAttention:
     """Recurrent layers of every rule, from one page of states to another; decoding steps in graphs.
 
@@ -35,6 +48,7 @@ class DeltaAttention:
         self.states = context.states
         self.device = context.device
         self.max_graph_requests = 0
+        self._unsettled: WeakKeyDictionary[ForwardPlan, dict[LocalLayerId, Kept]] = WeakKeyDictionary()
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> DeltaPlan:
@@ -45,8 +59,9 @@ class DeltaAttention:
                 f"{self.backend_id} captures decoding steps of one token for each of up to {self.max_graph_requests} requests; "
                 f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
             )
-        decode, prefill = plan_rows(batch, self.device)
-        return DeltaPlan(key=PlanKey.of(batch, self.backend_id, capture=capture), decode=decode, prefill=prefill)
+        decode, verified, prefill = plan_rows(batch, self.device)
+        key = PlanKey.of(batch, self.backend_id, capture=capture)
+        return DeltaPlan(key=key, decode=decode, verified=verified, prefill=prefill)
 
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
@@ -71,6 +86,28 @@ class DeltaAttention:
         for rows in planned.groups:
             convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
             recur_rows(convolved, gates, layer, states, rows, out)
+        if planned.verified is not None:
+            stop = planned.verified.num_requests * batch.decode_len
+            kept = Kept(layer, mixed[:stop].clone(), gates[:stop].clone(), torch.empty_like(out[:stop]))
+            self._unsettled.setdefault(planned, {})[layer.local_id] = kept
+
+    @hookimpl
+    def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
+        """Run over the rows that stand once more, now from the states to where they are written."""
+        if not isinstance(plan, DeltaPlan) or plan.key.backend != self.backend_id:
+            raise StalePlan(f"{self.backend_id} is to commit states of {plan!r:.100}, which it has not planned")
+        if plan.verified is None:
+            return True
+        unsettled = self._unsettled.pop(plan, None)
+        if unsettled is None:
+            raise StalePlan(f"the states of the plan made for {plan.key} were committed before, or no layer has advanced with it")
+        groups = plan.verified.standing(accepted.counts[: plan.verified.num_requests])
+        for layer, mixed, gates, out in unsettled.values():
+            states = self.states.layer(layer.local_id)
+            for rows in groups:
+                convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
+                recur_rows(convolved, gates, layer, states, rows, out)
+        return True
 
 
 def facts_of(layer: LayerSpec) -> tuple[RecurrentFacts, RecurrentWeights]:

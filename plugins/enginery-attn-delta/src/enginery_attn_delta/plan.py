@@ -1,10 +1,11 @@
 """What is computed on the host, once per batch, and uploaded in one piece: where rows begin, which pages, tiles of the convolution.
 
-int32   [ first rows, B + 1 | reads, B | writes, B | tiles, 2 N ]      of the decoding requests, then of the others
+int32   [ first rows, B | stop rows, B | reads, B | writes, B | tiles, 2 N ]      of one group of requests after the other
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,63 +17,132 @@ from enginery_attn_delta.launch import CHUNK_ROWS, Rows
 
 Ints = npt.NDArray[np.int32]
 FROM_ZEROS = -1  # in place of the page that a beginning request's states would be read from
+NOWHERE = -1  # in place of the page that a state would be written to
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Verified:
+    """The leading requests, which verify drafts. rows: as they are advanced, and states stay.
+
+    pages: [B] int32, where their states go. marked: the rows before checkpoints, of `requests` [N]; None: there are none. marks:
+    [2, N] int32, the checkpoints' pages, and after how many rows they are made.
+    """
+
+    rows: Rows
+    pages: torch.Tensor
+    requests: torch.Tensor
+    marked: Rows | None
+    marks: torch.Tensor
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return len(self.pages)
+
+    def standing(self, counts: torch.Tensor) -> list[Rows]:
+        """The rows by which states move on, checkpoints first: those read what the others write. counts: [B] int64, device."""
+        stands = (counts + 1).int()
+        moved = dataclasses.replace(self.rows, stop_rows=self.rows.first_rows + stands, writes=self.pages)
+        if self.marked is None:
+            return [moved]
+        pages, after = self.marks
+        kept = torch.where(stands.index_select(0, self.requests) >= after, pages, NOWHERE)
+        return [dataclasses.replace(self.marked, writes=kept), moved]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeltaPlan(ForwardPlan):
-    """decode: of the requests at the front of the batch that have one token each; prefill: of the others. None: there are none."""
+    """decode: of the requests at the front of the batch that have one token each; verified: of those there that verify drafts;
+    prefill: of the others. None: there are none.
+    """
 
     decode: Rows | None
     prefill: Rows | None
+    verified: Verified | None = None
 
     @property
     def groups(self) -> tuple[Rows, ...]:
         """Those that there are."""
-        return tuple(rows for rows in (self.decode, self.prefill) if rows is not None)
+        verified = None if self.verified is None else self.verified.rows
+        return tuple(rows for rows in (self.decode, verified, self.prefill) if rows is not None)
 
 
 class Group:
-    """Some consecutive requests of a batch, on the host; those without tokens are left out."""
+    """Some requests of a batch, on the host: the first row of each, how many it has, and its pages; [B]."""
 
-    def __init__(self, batch: ForwardBatch, requests: slice, *, first_row: int) -> None:
-        q_lens, kv_lens = (values[requests].numpy() for values in (batch.q_lens_cpu, batch.kv_lens_cpu))
-        states, has_rows = batch.states, q_lens > 0
-        self.reads = np.where(q_lens == kv_lens, FROM_ZEROS, states.reads_cpu[requests].numpy())[has_rows]
-        self.writes = states.writes_cpu[requests].numpy()[has_rows]
-        self.lengths = q_lens[has_rows]
-        self.first_rows = first_row + np.concatenate(([0], np.cumsum(self.lengths)))
-        self.tile_rows = 1 if bool((self.lengths == 1).all()) else CHUNK_ROWS
-        counts = -(-self.lengths // self.tile_rows)
+    def __init__(self, first_rows: Ints, lengths: Ints, reads: Ints, writes: Ints) -> None:
+        self.first_rows, self.lengths, self.reads, self.writes = first_rows, lengths, reads, writes
+        self.tile_rows = 1 if bool((lengths == 1).all()) else CHUNK_ROWS
+        counts = -(-lengths // self.tile_rows)
         request = np.repeat(np.arange(len(counts)), counts)
         begin = (np.arange(len(request)) - (np.cumsum(counts) - counts)[request]) * self.tile_rows
         self.tiles = np.stack((request, begin), axis=1)  # [N, 2]
 
+    @classmethod
+    def of(cls, batch: ForwardBatch, requests: slice, *, first_row: int) -> Group:
+        """Consecutive ones; those without tokens are left out."""
+        q_lens, kv_lens = (values[requests].numpy() for values in (batch.q_lens_cpu, batch.kv_lens_cpu))
+        states, has_rows = batch.states, q_lens > 0
+        reads = np.where(q_lens == kv_lens, FROM_ZEROS, states.reads_cpu[requests].numpy())[has_rows]
+        lengths = q_lens[has_rows]
+        first_rows = (first_row + np.cumsum(lengths) - lengths).astype(np.int32)
+        return cls(first_rows, lengths, reads, states.writes_cpu[requests].numpy()[has_rows])
+
     def packed(self) -> Ints:
         """All of it, as it is uploaded."""
-        return np.concatenate((self.first_rows, self.reads, self.writes, self.tiles.reshape(-1))).astype(np.int32)
+        parts = (self.first_rows, self.first_rows + self.lengths, self.reads, self.writes, self.tiles.reshape(-1))
+        return np.concatenate(parts).astype(np.int32)
 
     def rows(self, uploaded: torch.Tensor) -> Rows:
         """uploaded: what `packed` gave, on the device."""
         count = len(self.lengths)
-        first_rows, reads, writes, tiles = uploaded.split_with_sizes([count + 1, count, count, 2 * len(self.tiles)])
-        return Rows(first_rows=first_rows, reads=reads, writes=writes, tiles=tiles.view(-1, 2), tile_rows=self.tile_rows)
+        first_rows, stop_rows, reads, writes, tiles = uploaded.split_with_sizes([count] * 4 + [2 * len(self.tiles)])
+        return Rows(
+            first_rows=first_rows,
+            stop_rows=stop_rows,
+            reads=reads,
+            writes=writes,
+            tiles=tiles.view(-1, 2),
+            tile_rows=self.tile_rows,
+        )
 
 
-def plan_rows(batch: ForwardBatch, device: torch.device) -> tuple[Rows | None, Rows | None]:
-    """Of the decoding requests, and of the others."""
-    count = batch.num_decode_requests if batch.decode_len == 1 else 0
-    groups = [Group(batch, slice(0, count), first_row=0), Group(batch, slice(count, batch.num_requests), first_row=count)]
+def plan_rows(batch: ForwardBatch, device: torch.device) -> tuple[Rows | None, Verified | None, Rows | None]:
+    """Of the requests that decode, that verify drafts, and of the others."""
+    count, length = batch.num_decode_requests, batch.decode_len
+    others = Group.of(batch, slice(count, batch.num_requests), first_row=count * length)
+    leading = Group.of(batch, slice(0, count), first_row=0)
+    groups = [leading, others] if length == 1 else [leading, others, *_verifying(batch, leading)]
     packed = [group.packed() for group in groups]
-    decode, prefill = upload(np.concatenate(packed), device).split_with_sizes([len(each) for each in packed])
-    return (
-        groups[0].rows(decode) if len(groups[0].lengths) else None,
-        groups[1].rows(prefill) if len(groups[1].lengths) else None,
+    there = upload(np.concatenate(packed), device).split_with_sizes([len(each) for each in packed])
+    prefill = others.rows(there[1]) if len(others.lengths) else None
+    if length == 1 or not count:
+        return (leading.rows(there[0]) if count else None), None, prefill
+    *_, still, marked = (group.rows(part) for group, part in zip(groups, there, strict=True))
+    verified = Verified(
+        rows=still,
+        pages=leading.rows(there[0]).writes,
+        requests=marked.first_rows // length,
+        marked=marked if len(marked.reads) else None,
+        marks=torch.stack((marked.writes, marked.stop_rows - marked.first_rows)),
     )
+    return None, verified, prefill
+
+
+def _verifying(batch: ForwardBatch, leading: Group) -> tuple[Group, Group]:
+    """The leading requests without pages to write to, and those of them that have checkpoints, up to these."""
+    still = Group(leading.first_rows, leading.lengths, leading.reads, np.full_like(leading.writes, NOWHERE))
+    pages, rows = batch.states.checkpoints_cpu, batch.states.checkpoint_rows_cpu
+    count = len(leading.lengths)
+    after = np.zeros(count, np.int32) if rows is None else rows[:count].numpy()
+    chosen = np.flatnonzero(after)
+    kept = after[:0] if pages is None else pages[:count].numpy()[chosen]
+    return still, Group(leading.first_rows[chosen], after[chosen], leading.reads[chosen], kept)
 
 
 def refresh(rows: Rows, batch: ForwardBatch) -> None:
     """Write the pages of another batch of one token a request to where a captured plan has them, in one copy."""
-    group = Group(batch, slice(0, batch.num_requests), first_row=0)
+    group = Group.of(batch, slice(0, batch.num_requests), first_row=0)
     moves = torch.as_strided(rows.reads, (2 * len(rows.reads),), (1,))  # reads, then writes
     moves.copy_(host_ints(np.concatenate((group.reads, group.writes)), rows.reads.device), non_blocking=True)
 

@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import Final
 
-from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
 
 NAME: Final = "delta"
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
@@ -38,6 +38,7 @@ def make_spec() -> AttnBackendSpec:
             dtypes=DTYPES,
             kv_dtypes=DTYPES,
             min_compute_capability=None if interpreted else (8, 0),
+            phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
             causal=False,
             recurrences=RECURRENCES,
             graphs=True,

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 
 from enginery.api import (
+    STATE,
+    Accepted,
     BackendContext,
     ForwardBatch,
     ForwardPlan,
     LayerSpec,
+    LocalLayerId,
     PlanKey,
     RecurrentFacts,
     RecurrentWeights,
+    StalePlan,
     covering_plan,
     hookimpl,
 )
 from enginery_attn_linear.inputs import Rows, rows_of
 from enginery_attn_linear.kernels import chunk, convolve, step
 from enginery_attn_linear.plan import DecodeGroup, LinearPlan, RequestPart, plan_group, plan_parts
+from enginery_attn_linear.verification import Kept, commit, read, run_rows
 
 CHUNK_TOKENS: Final = 64
 
@@ -36,11 +42,13 @@ class LinearAttention:
         self.backend_id = context.instance
         self.states = context.states
         self.device = context.device
+        self._scratch = context.geometry.scratch_page(STATE)
+        self._unsettled: WeakKeyDictionary[ForwardPlan, dict[LocalLayerId, Kept]] = WeakKeyDictionary()
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> LinearPlan:
         """Decide which states are read and which begin from zero. See `LinearPlan`."""
-        grouped = batch.num_decode_requests if batch.decode_len == 1 else 0
+        grouped = batch.num_decode_requests
         key = PlanKey.of(batch, self.backend_id, capture=capture)
         group = plan_group(batch, grouped, self.device) if grouped else None
         return LinearPlan(key=key, group=group, parts=plan_parts(batch, grouped))
@@ -57,13 +65,30 @@ class LinearAttention:
         assert facts is not None, "only recurrent layers advance"
         assert weights is not None, "a recurrent layer has its weights"
         if planned.group is not None:
-            rows = slice(0, planned.group.size)
-            out[rows] = _advance_group(
+            rows = slice(0, planned.group.num_rows)
+            out[rows], kept = _advance_group(
                 mixed[rows], gates[rows], facts, weights, group=planned.group, states=states, scale=layer.scale
             )
+            if kept is not None:
+                self._unsettled.setdefault(planned, {})[layer.local_id] = kept
         for part in planned.parts:
             rows = slice(part.start, part.stop)
             out[rows] = _advance_part(mixed[rows], gates[rows], facts, weights, part=part, states=states, scale=layer.scale)
+
+    @hookimpl
+    def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
+        """Move the states of requests that verified drafts, at once."""
+        if not isinstance(plan, LinearPlan) or plan.key.backend != self.backend_id:
+            raise StalePlan(f"{self.backend_id} is to commit states of {plan!r:.100}, which it has not planned")
+        if plan.group is None or plan.group.length == 1:
+            return True
+        kept = self._unsettled.pop(plan, None)
+        if kept is None:
+            raise StalePlan(f"the states of the plan made for {plan.key} were committed before, or no layer has advanced with it")
+        counts = accepted.counts[: plan.group.size]
+        for layer, of_layer in kept.items():
+            commit(of_layer, counts, self.states.layer(layer), group=plan.group, scratch=self._scratch)
+        return True
 
 
 def _advance_group(
@@ -75,24 +100,24 @@ def _advance_group(
     group: DecodeGroup,
     states: Mapping[str, torch.Tensor],
     scale: float,
-) -> torch.Tensor:
-    """One token of each of B requests: [B, H, V]."""
-
-    def read(name: str) -> torch.Tensor:
-        stored = states[name].index_select(0, group.reads)
-        return stored.masked_fill_(group.fresh.view(-1, *(1,) * (stored.dim() - 1)), 0.0)
-
+) -> tuple[torch.Tensor, Kept | None]:
+    """L tokens of each of B requests: [B L, H, V]. Where they verify drafts, states stay, and what moves them on is kept."""
+    verifies, inputs, rows = group.length > 1, None, None
     if "conv" in states:
-        inputs = torch.cat((read("conv"), mixed[:, None]), dim=1)  # [B, W, C]
-        states["conv"].index_copy_(0, group.writes, inputs[:, 1:])
-        mixed = _convolved(inputs.float(), facts, weights)
+        new = mixed.view(group.size, group.length, -1)  # [B, L, C]
+        inputs = torch.cat((read(states, "conv", group), new), dim=1)  # [B, W - 1 + L, C]
+        if not verifies:
+            states["conv"].index_copy_(0, group.writes, inputs[:, 1:])
+        windows = inputs.float().unfold(1, facts.conv_kernel, 1).transpose(2, 3)  # [B, L, W, C]
+        mixed = _convolved(windows, facts, weights).flatten(0, 1)
     if "matrix" not in states:
-        return mixed.view(-1, facts.value_heads, facts.value_dim)
-    q, k, v, log_decay, beta, skipped = rows_of(mixed, gates, facts, weights)
-    state = read("matrix")  # [B, H, V, K]
-    made = step(q, k, v, log_decay, beta, state, scale=scale)
-    states["matrix"].index_copy_(0, group.writes, state)
-    return made if skipped is None else made + skipped
+        made = mixed.reshape(-1, facts.value_heads, facts.value_dim)
+    else:
+        rows, state = rows_of(mixed, gates, facts, weights), read(states, "matrix", group)  # [B, H, V, K]
+        made = run_rows(rows, state, length=group.length, scale=scale)
+        if not verifies:
+            states["matrix"].index_copy_(0, group.writes, state)
+    return made, Kept(inputs=inputs, rows=rows) if verifies else None
 
 
 def _advance_part(

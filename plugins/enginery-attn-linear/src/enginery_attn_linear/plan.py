@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from enginery.api import ForwardBatch, ForwardPlan
+from enginery.api import ForwardBatch, ForwardPlan, StateView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,35 +21,75 @@ class RequestPart:
     fresh: bool
 
 
+class Checkpoints(NamedTuple):
+    """requests: [N] int64, their places in the group; pages, rows: [N] int64, where their states after so many rows go; device."""
+
+    requests: torch.Tensor
+    pages: torch.Tensor
+    rows: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeGroup:
-    """Rows [0, B) of the batch, one token each. reads, writes: [B] int64, pages; fresh: [B] bool; device."""
+    """Rows [0, B L) of the batch, L for each request; above 1 they verify drafts.
+
+    reads, writes: [B] int64, pages; fresh: [B] bool; device.
+    """
 
     size: int
+    length: int
     reads: torch.Tensor
     writes: torch.Tensor
     fresh: torch.Tensor
+    checkpoints: Checkpoints
+
+    @property
+    def num_rows(self) -> int:
+        """B L."""
+        return self.size * self.length
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearPlan(ForwardPlan):
-    """The requests of one token at the front as one group, everything else request by request."""
+    """The requests of one token at the front, or those that verify drafts, as one group, everything else request by request."""
 
     group: DecodeGroup | None
     parts: tuple[RequestPart, ...]
 
 
 def plan_group(batch: ForwardBatch, size: int, device: torch.device) -> DecodeGroup:
-    """The first `size` requests, which have one token each."""
-    columns = torch.stack((batch.states.reads_cpu[:size], batch.states.writes_cpu[:size], batch.kv_lens_cpu[:size] == 1))  # [3, B]
+    """The first `size` requests, which have `decode_len` tokens each."""
+    states, length = batch.states, batch.decode_len
+    columns = torch.stack((states.reads_cpu[:size], states.writes_cpu[:size], batch.kv_lens_cpu[:size] == length))  # [3, B]
+    reads, writes, fresh = _there(columns, device)
+    return DecodeGroup(
+        size=size,
+        length=length,
+        reads=reads,
+        writes=writes,
+        fresh=fresh.bool(),
+        checkpoints=_checkpoints(states, size, device),
+    )
+
+
+def _checkpoints(states: StateView, size: int, device: torch.device) -> Checkpoints:
+    if states.checkpoints_cpu is None or states.checkpoint_rows_cpu is None:
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return Checkpoints(nothing, nothing, nothing)
+    rows = states.checkpoint_rows_cpu[:size]
+    requests = rows.nonzero().squeeze(1)
+    return Checkpoints(*_there(torch.stack((requests, states.checkpoints_cpu[requests], rows[requests])), device))
+
+
+def _there(columns: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As int64, without waiting for the device."""
     columns = columns.long().pin_memory() if device.type == "cuda" else columns.long()
-    reads, writes, fresh = columns.to(device, non_blocking=True)
-    return DecodeGroup(size=size, reads=reads, writes=writes, fresh=fresh.bool())
+    return columns.to(device, non_blocking=True)
 
 
 def plan_parts(batch: ForwardBatch, first: int) -> tuple[RequestPart, ...]:
-    """The requests from `first` on, before which there is one token each; those without tokens are left out."""
-    parts, start = [], first
+    """The requests from `first` on, before which there are `decode_len` tokens each; those without tokens are left out."""
+    parts, start = [], first * batch.decode_len
     columns = batch.q_lens_cpu, batch.kv_lens_cpu, batch.states.reads_cpu, batch.states.writes_cpu
     for q_len, kv_len, read, write in zip(*(column[first:].tolist() for column in columns), strict=True):
         if q_len:

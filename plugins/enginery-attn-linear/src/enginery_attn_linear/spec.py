@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginery.api import AttnBackendSpec, Capabilities
+from enginery.api import AttnBackendSpec, Capabilities, Phase
 
 RECURRENCES = frozenset(
     {("linear", "constant"), ("linear", "head"), ("delta", "head"), ("delta", "channel"), ("scan", "channel"), ("conv", "constant")}
@@ -19,6 +19,7 @@ LINEAR = AttnBackendSpec(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
+        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         causal=False,
         recurrences=RECURRENCES,
     ),

@@ -32,7 +32,7 @@ class TorchAttention:
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> TorchPlan:
         """Decide what each request reads. Several decoding requests become one padded group; see `TorchPlan`."""
         q_lens = batch.q_lens_cpu.tolist()
-        num_decode = batch.num_decode_requests
+        num_decode = batch.num_decode_requests if batch.decode_len == 1 else 0
         grouped = num_decode if num_decode > 1 else 0
         starts = itertools.accumulate(q_lens, initial=0)
         parts = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginery.api import AttnBackendSpec, Capabilities
+from enginery.api import AttnBackendSpec, Capabilities, Phase
 
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
@@ -21,6 +21,7 @@ TORCH = AttnBackendSpec(
         mla=True,
         mla_ragged=True,
         lse_base="e",
+        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         unequal_values=True,
     ),
 )

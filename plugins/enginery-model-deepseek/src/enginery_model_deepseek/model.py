@@ -9,7 +9,8 @@ from enginery.api import DecoderShape, Model, ModelContext, WeightSource
 from enginery.nn.decoder import Decoder, DecoderLayer
 from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.nn.moe import layer_mlp
-from enginery_model_deepseek.spec import DeepseekShape
+from enginery.nn.next_token import NextTokenModule
+from enginery_model_deepseek.spec import FLASH, DeepseekShape, module_shape
 from enginery_model_deepseek.spec import shape as read_shape
 
 LATENT_NORM_EPS: Final = 1e-6  # of the norms inside the attention; `rms_norm_eps` is for the others (modeling_deepseek_v2.py)
@@ -19,6 +20,14 @@ def build_decoder(context: ModelContext) -> Model:
     """A DeepSeek-V2 or V3 from its weights."""
     deepseek = read_shape(context.config)
     return Decoder(context, deepseek.decoder, layer=partial(_layer, deepseek=deepseek))
+
+
+def build_module(context: ModelContext) -> Model:
+    """The layer behind the last. GLM norms what a guess leaves to the next, DeepSeek does not (vLLM #46075)."""
+    deepseek, config = module_shape(context.config), context.config
+    weights = context.weights.scope(f"{deepseek.decoder.stem}.layers.{config['num_hidden_layers']}")
+    layer = _layer(context, weights, shape=deepseek.decoder, index=0, deepseek=deepseek)
+    return NextTokenModule(context, weights, shape=deepseek.decoder, layer=layer, carries_normed=FLASH in config["architectures"])
 
 
 def _layer(

@@ -11,14 +11,19 @@ from enginery.api import (
     AttnLayerFacts,
     CheckpointError,
     DecoderShape,
+    DrafterSpec,
+    ExpertNames,
+    Feature,
     LatentFacts,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
+    ModelSpec,
     latent_softmax_scale,
     read_decoder_shape,
     read_grouped_experts,
+    whole_number,
 )
 
 FLASH: Final = "Glm4MoeLiteForCausalLM"
@@ -131,3 +136,43 @@ def build(context: ModelContext) -> Model:
     from enginery_model_deepseek.model import build_decoder
 
     return build_decoder(context)
+
+
+def module_shape(config: Mapping[str, Any]) -> DeepseekShape:
+    """Of the layer behind the last. Raises `CheckpointError` for several of them."""
+    if (count := whole_number(config, "num_nextn_predict_layers")) != 1:
+        raise CheckpointError(f"config.json has num_nextn_predict_layers {count}; one such layer can draft, no more")
+    whole = shape(config)
+    return dataclasses.replace(whole, decoder=whole.decoder.one_more())
+
+
+def describe_module(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of the layer behind the last."""
+    return module_shape(config).facts()
+
+
+def build_module(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_deepseek.model import build_module
+
+    return build_module(context)
+
+
+MTP: Final = DrafterSpec(
+    name="mtp",
+    api=(2, 0),
+    summary="the layer behind the model's last, which was trained to predict one token more",
+    most=8,
+    takes_features=True,
+    features=lambda config, target: (Feature(target.num_decoder_layers),),
+    suits=lambda config: bool(config.get("num_nextn_predict_layers")),
+    model=ModelSpec(
+        name="mtp",
+        api=(2, 0),
+        architectures=("DeepseekV3ForCausalLM", FLASH),
+        describe=describe_module,
+        build=build_module,
+        ignored_weights=("*",),  # the model's own
+        stacked_weights=ExpertNames().stacked,
+    ),
+)

@@ -1,13 +1,12 @@
 """GLM-4 (0414) and GLM-4.5."""
 
-from enginery.api import ExpertNames, ModelSpec, hookimpl
-from enginery_model_glm.spec import build, describe
+from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
+from enginery_model_glm.spec import MTP, build, describe
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """GLM-4.5 has a layer behind the last that predicts a second token: layer 46 of Air, 92 of the large one."""
-    second_token = ("model.layers.46.*", "model.layers.92.*")
+    """GLM-4.5 has a layer behind the last that only a drafter asks for."""
     return [
         ModelSpec(name="glm4", api=(2, 0), architectures=("Glm4ForCausalLM",), describe=describe, build=build),
         ModelSpec(
@@ -16,7 +15,13 @@ def register_models() -> list[ModelSpec]:
             architectures=("Glm4MoeForCausalLM",),
             describe=describe,
             build=build,
-            ignored_weights=second_token,
+            ignored_weights=("model.layers.{num_hidden_layers}.*",),
             stacked_weights=ExpertNames().stacked,
         ),
     ]
+
+
+@hookimpl
+def register_drafters() -> list[DrafterSpec]:
+    """The layer behind the last, in checkpoints that have it."""
+    return [MTP]

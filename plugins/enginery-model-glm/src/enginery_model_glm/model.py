@@ -5,9 +5,18 @@ from __future__ import annotations
 from enginery.api import Model, ModelContext
 from enginery.nn.decoder import Decoder
 from enginery.nn.moe import expert_layer
-from enginery_model_glm.spec import shape
+from enginery.nn.next_token import NextTokenModule
+from enginery_model_glm.spec import module_shape, shape
 
 
 def build_decoder(context: ModelContext) -> Model:
     """A GLM-4 or GLM-4.5 from its weights."""
     return Decoder(context, shape(context.config), layer=expert_layer)
+
+
+def build_module(context: ModelContext) -> Model:
+    """The layer behind the last. What a guess leaves to the next is behind its norm (vLLM #46075)."""
+    decoder = module_shape(context.config)
+    weights = context.weights.scope(f"{decoder.stem}.layers.{context.config['num_hidden_layers']}")
+    layer = expert_layer(context, weights, shape=decoder, index=0)
+    return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=True)

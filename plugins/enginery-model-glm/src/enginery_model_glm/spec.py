@@ -6,7 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from enginery.api import DecoderShape, Model, ModelContext, ModelFacts, NormNames, read_decoder_shape, read_grouped_experts
+from enginery.api import (
+    CheckpointError,
+    DecoderShape,
+    DrafterSpec,
+    ExpertNames,
+    Feature,
+    Model,
+    ModelContext,
+    ModelFacts,
+    ModelSpec,
+    NormNames,
+    read_decoder_shape,
+    read_grouped_experts,
+    whole_number,
+)
 
 # For files that leave it out: the defaults of transformers' Glm4Config and Glm4MoeConfig.
 GLM4: Final = {"head_dim": 128, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, "attention_bias": True}
@@ -43,3 +57,42 @@ def build(context: ModelContext) -> Model:
     from enginery_model_glm.model import build_decoder
 
     return build_decoder(context)
+
+
+def module_shape(config: Mapping[str, Any]) -> DecoderShape:
+    """Of the layer behind the last. Raises `CheckpointError` for several of them."""
+    if (count := whole_number(config, "num_nextn_predict_layers")) != 1:
+        raise CheckpointError(f"config.json has num_nextn_predict_layers {count}; one such layer can draft, no more")
+    return shape(config).one_more()
+
+
+def describe_module(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of the layer behind the last."""
+    return module_shape(config).facts()
+
+
+def build_module(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_glm.model import build_module
+
+    return build_module(context)
+
+
+MTP: Final = DrafterSpec(
+    name="mtp",
+    api=(2, 0),
+    summary="the layer behind the model's last, which was trained to predict one token more",
+    most=8,
+    takes_features=True,
+    features=lambda config, target: (Feature(target.num_decoder_layers),),
+    suits=lambda config: bool(config.get("num_nextn_predict_layers")),
+    model=ModelSpec(
+        name="mtp",
+        api=(2, 0),
+        architectures=("Glm4MoeForCausalLM",),
+        describe=describe_module,
+        build=build_module,
+        ignored_weights=("*",),  # the model's own
+        stacked_weights=ExpertNames().stacked,
+    ),
+)

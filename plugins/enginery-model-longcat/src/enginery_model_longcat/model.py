@@ -118,9 +118,12 @@ class ShortcutDecoder(Decoder):
         """
         delta, residual = self._begin(batch, arrived)
         cos_sin = self.embed(self.rotary[0], batch.positions)  # [T, R]
-        for first, second, mixture in zip(self.layers, self.second_halves, self.mixtures, strict=True):
+        halves = zip(self.stage.layers, self.layers, self.second_halves, self.mixtures, strict=True)
+        for index, first, second, mixture in halves:
             rows = batch.logits_rows if self.stage.is_last and second is self.second_halves[-1] else None
-            delta = first.attention(first.attention_input(delta, residual), cos_sin, batch)
+            x = first.attention_input(delta, residual)
+            self.tap(batch, residual, index)
+            delta = first.attention(x, cos_sin, batch)
             x = self.comm.add_rms_norm(delta, residual, first.mlp_norm, first.eps)
             everyone = self.comm.all_rows(x)
             delta = first.mlp(everyone)
@@ -136,4 +139,7 @@ class ShortcutDecoder(Decoder):
         assert delta is not None, "a stage has layers"
         if self.norm is None:
             return {"delta": delta, "residual": residual}
-        return self.second_halves[-1].add_mlp_output(delta, residual, self.norm)
+        hidden = self.second_halves[-1].add_mlp_output(delta, residual, self.norm)
+        self.tap(batch, residual, self.stage.layers.stop)
+        self.tap(batch, hidden, self.stage.layers.stop, "final")
+        return hidden

@@ -59,6 +59,10 @@ class Renamed:
         """See `WeightSource`."""
         return self._weights.take(self._own(name), shape, dtype=dtype, cut=cut, unit=unit)
 
+    def has(self, name: str) -> bool:
+        """See `WeightSource`."""
+        return self._weights.has(self._own(name))
+
 
 class HybridDecoder(Decoder):
     """The core's decoder with other names, scaled logits, and attention without positions."""

@@ -1,7 +1,7 @@
 """Qwen2, Qwen3 and Qwen3.5, dense and with experts, and Qwen3-Next; most layers of the last two are recurrent."""
 
-from enginery.api import ExpertNames, ModelSpec, hookimpl
-from enginery_model_qwen.spec import DENSE_35, MOE_35, build, describe
+from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
+from enginery_model_qwen.spec import DENSE_35, MOE_35, MTP, build, describe
 
 FAMILIES = {
     "qwen2": ("Qwen2ForCausalLM",),
@@ -30,3 +30,9 @@ def register_models() -> list[ModelSpec]:
         )
         for name, architectures in FAMILIES.items()
     ]
+
+
+@hookimpl
+def register_drafters() -> list[DrafterSpec]:
+    """The module `mtp`, in checkpoints that have it."""
+    return [MTP]

@@ -6,8 +6,11 @@ from enginery.api import DecoderShape, Model, ModelContext, WeightSource
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
 from enginery.nn.gated_attention import GatedSelfAttention
 from enginery.nn.moe import expert_layer, layer_mlp
+from enginery.nn.next_token import NextTokenModule, NextTokenNames
 from enginery.nn.recurrent import GatedDeltaNet
-from enginery_model_qwen.spec import is_35, is_next, shape
+from enginery_model_qwen.spec import is_35, is_next, module_shape, shape
+
+MTP_NAMES = NextTokenNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 
 def build_decoder(context: ModelContext) -> Model:
@@ -34,3 +37,10 @@ def hybrid_layer(context: ModelContext, weights: WeightSource, *, shape: Decoder
         )
     mlp = layer_mlp(context, weights, shape=shape, index=index)
     return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)
+
+
+def build_module(context: ModelContext) -> Model:
+    """The module `mtp`. It takes and leaves hidden states that are behind a norm (llama.cpp #24025)."""
+    weights, decoder = context.weights.scope("mtp"), module_shape(context.config)
+    layer = hybrid_layer(context, weights.scope("layers.0"), shape=decoder, index=0)
+    return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=True, names=MTP_NAMES)

@@ -8,12 +8,16 @@ from typing import Any
 
 from enginery.api import (
     AttnLayerFacts,
+    CheckpointError,
     DecoderShape,
+    DrafterSpec,
     ExpertNames,
+    Feature,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
+    ModelSpec,
     RecurrentFacts,
     Routing,
     read_decoder_shape,
@@ -164,3 +168,48 @@ def build(context: ModelContext) -> Model:
     from enginery_model_qwen.model import build_decoder
 
     return build_decoder(context)
+
+
+def _num_modules(config: Mapping[str, Any]) -> int:
+    """Of `mtp`. Files that say nothing have one, as Qwen3-Next's."""
+    text = text_of(config)
+    return int(text.get("mtp_num_hidden_layers", text.get("num_nextn_predict_layers", 1)) or 0)
+
+
+def module_shape(config: Mapping[str, Any]) -> DecoderShape:
+    """Of the layer in `mtp`, which has attention. Raises `CheckpointError` for several of them."""
+    if (count := _num_modules(config)) != 1:
+        raise CheckpointError(f"config.json states {count} layers for multi-token prediction; one such layer can draft, no more")
+    return shape(config).one_more()
+
+
+def describe_module(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of the layer in `mtp`."""
+    return module_shape(config).facts()
+
+
+def build_module(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_qwen.model import build_module
+
+    return build_module(context)
+
+
+MTP = DrafterSpec(
+    name="mtp",
+    api=(2, 0),
+    summary="the module beside the model that was trained to predict one token more",
+    most=8,
+    takes_features=True,
+    features=lambda config, target: (Feature(target.num_decoder_layers, "final"),),
+    suits=lambda config: _num_modules(config) > 0,
+    model=ModelSpec(
+        name="mtp",
+        api=(2, 0),
+        architectures=("Qwen3NextForCausalLM", *DENSE_35, *MOE_35),
+        describe=describe_module,
+        build=build_module,
+        ignored_weights=("*",),  # the model's own
+        stacked_weights=ExpertNames().stacked,
+    ),
+)

@@ -186,15 +186,20 @@ def _given(exchange: tasks.Exchange) -> bool:
     return all(part in exchange.asked for part in exchange.key.split("/")[2:3])
 
 
+def held_out_requests(count: int) -> list[str]:
+    """Half of all kinds, half for stories."""
+    random = Random("evaluation/acceptance")
+    requests = [drawn(random, MAKERS[random.choice(list(MAKERS))][1], held=True).asked for _ in range(count // 2)]
+    return requests + [
+        random.choice(story_talk.REQUESTS).write(random.random, story_plan(random, held=True)) for _ in range(count - len(requests))
+    ]
+
+
 @torch.inference_mode()
 def acceptance(speaker: Speaker, draft: Llama, eagle: Eagle, *, count: int, max_tokens: int = 96) -> dict[str, dict[str, float]]:
     """Tokens that a verification step yields, the target's own one among them, for greedy chains of 1 to 4 on held-out requests."""
-    random = Random("evaluation/acceptance")
-    requests = [drawn(random, MAKERS[random.choice(list(MAKERS))][1], held=True).asked for _ in range(count // 2)]
-    requests += [
-        random.choice(story_talk.REQUESTS).write(random.random, story_plan(random, held=True)) for _ in range(count - len(requests))
-    ]
-    ids = [speaker.tokenizer.encode(prompt([("user", each)]), add_special_tokens=False).ids for each in requests]
+    requests = [prompt([("user", each)]) for each in held_out_requests(count)]
+    ids = [speaker.tokenizer.encode(each, add_special_tokens=False).ids for each in requests]
     answers = speaker.continue_ids(ids, max_tokens)
     done = [(before, after) for before, after in zip(ids, answers, strict=True) if len(after) > 8]
 

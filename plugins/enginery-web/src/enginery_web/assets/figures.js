@@ -16,6 +16,7 @@ const TILES = [
   { title: "Requests waiting", unit: String, of: ({ now }) => total(now.metrics, "vllm:num_requests_waiting") },
   { title: "KV cache held", unit: share, most: 1, of: ({ now }) => total(now.metrics, "vllm:kv_cache_usage_perc") },
   { title: "Prefix cache hits", unit: share, most: 1, of: hits },
+  { title: "Tokens a verification", unit: (value) => value.toFixed(2), of: acceptanceLength },
 ];
 
 function perSecond({ last, now }, name) {
@@ -30,6 +31,13 @@ function middle({ oldest, now }, name) {
 function hits({ oldest, now }) {
   const [asked, found] = ["vllm:prefix_cache_queries", "vllm:prefix_cache_hits"].map((name) => total(now.metrics, name) - total(oldest.metrics, name));
   return asked > 0 ? found / asked : null;
+}
+
+// Tokens that a verification of guesses told on average; null where none was verified, as without a drafter.
+function acceptanceLength({ oldest, now }) {
+  const names = ["enginery:spec_decode_told_tokens", "vllm:spec_decode_num_drafts"];
+  const [told, verified] = names.map((name) => total(now.metrics, name) - total(oldest.metrics, name));
+  return verified > 0 ? told / verified : null;
 }
 
 export const samples = [];

@@ -1,0 +1,78 @@
+"""Keeps the suffix trees up to date with what was told, and asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from enginery.api import ConfigError, DraftAsk
+from enginery_draft_suffix.spec import SuffixOptions
+
+
+class Path(Protocol):
+    """What the trees guess: the part of `arctic_inference.suffix_decoding.SuffixDecodingDraft` that is used."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class SuffixTrees(Protocol):
+    """The part of `arctic_inference.suffix_decoding.SuffixDecodingCache` that is used."""
+
+    def start_request(self, req_id: str, prompt_token_ids: Sequence[int]) -> None: ...
+
+    def stop_request(self, req_id: str) -> None: ...
+
+    def add_active_response(self, req_id: str, token_ids: Sequence[int]) -> None: ...
+
+    def speculate(
+        self, req_id: str, context: Sequence[int], max_spec_tokens: int, max_spec_factor: float, *, min_token_prob: float
+    ) -> Path: ...
+
+
+def open_trees(options: SuffixOptions) -> SuffixTrees:
+    """Empty ones. Raises `ConfigError` where Arctic Inference is not installed."""
+    try:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+    except ImportError as error:
+        raise ConfigError(
+            f"--drafter suffix needs Arctic Inference, which cannot be imported: {error}; pip install arctic-inference, or take "
+            "--drafter lookup"
+        ) from error
+    trees: SuffixTrees = SuffixDecodingCache(options.depth, options.cached_requests)
+    return trees
+
+
+class SuffixDrafter:
+    """Implements `HostDrafter`. trees: of prompts by request, and of all answers."""
+
+    def __init__(self, trees: SuffixTrees, options: SuffixOptions) -> None:
+        self._trees = trees
+        self._options = options
+        self._num_seen: dict[str, int] = {}
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        """The best path of each."""
+        for ask in asks:
+            self._take_in(ask)  # all of them first: one request may go on as another just has
+        return [self._propose(ask) for ask in asks]
+
+    def forget(self, key: str) -> None:
+        """Drop its prompt. Its answer stays for others, until `cached_requests` newer ones have come."""
+        if self._num_seen.pop(key, None) is not None:
+            self._trees.stop_request(key)
+
+    def _take_in(self, ask: DraftAsk) -> None:
+        """What is new. A request is first asked about when its first token has been told."""
+        seen = self._num_seen.get(ask.key)
+        if seen is None:
+            seen = len(ask.token_ids) - 1
+            self._trees.start_request(ask.key, list(ask.token_ids[:seen]))
+        self._trees.add_active_response(ask.key, list(ask.token_ids[seen:]))
+        self._num_seen[ask.key] = len(ask.token_ids)
+
+    def _propose(self, ask: DraftAsk) -> list[int]:
+        options = self._options
+        context = list(ask.token_ids[-options.depth :])
+        path = self._trees.speculate(ask.key, context, ask.most, options.factor, min_token_prob=options.least_share)
+        return list(path.token_ids)

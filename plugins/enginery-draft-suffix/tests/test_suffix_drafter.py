@@ -1,0 +1,145 @@
+"""The drafter over trees of lists, which show what it feeds and asks; and over Arctic Inference where that is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from enginery.api import CONTRACT_VERSIONS, ConfigError, DraftAsk, DraftContext, HookGroup, HostDrafter
+from enginery_draft_suffix import register_drafters
+from enginery_draft_suffix.drafter import SuffixDrafter
+from enginery_draft_suffix.spec import SUFFIX, SuffixOptions
+
+
+class Lists:
+    """Finds the longest run by comparing; its own text first. Refuses what Arctic Inference refuses."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, list[int]] = {}
+        self.answers: dict[str, list[int]] = {}
+
+    def start_request(self, req_id: str, prompt_token_ids: Sequence[int]) -> None:
+        assert req_id not in self.own, "it is active"
+        self.own[req_id], self.answers[req_id] = list(prompt_token_ids), []
+
+    def stop_request(self, req_id: str) -> None:
+        del self.own[req_id]
+
+    def add_active_response(self, req_id: str, token_ids: Sequence[int]) -> None:
+        self.own[req_id] += token_ids
+        self.answers[req_id] += token_ids
+
+    def speculate(
+        self, req_id: str, context: Sequence[int], max_spec_tokens: int, max_spec_factor: float, *, min_token_prob: float
+    ) -> SimpleNamespace:
+        assert min_token_prob == 0.1
+        for size in range(len(context), 0, -1):
+            most = min(max_spec_tokens, int(max_spec_factor * size))
+            for text in (self.own[req_id], *self.answers.values()):
+                for at in range(len(text) - size):
+                    if text[at : at + size] == list(context[-size:]):
+                        return SimpleNamespace(token_ids=text[at + size :][:most])
+        return SimpleNamespace(token_ids=[])
+
+
+def over_lists(**options: int) -> tuple[SuffixDrafter, Lists]:
+    trees = Lists()
+    return SuffixDrafter(trees, SuffixOptions(**options)), trees
+
+
+def test_what_is_new_is_taken_in_once() -> None:
+    drafter, trees = over_lists()
+    drafter.propose([DraftAsk("a", [1, 2, 3], 4)])
+    drafter.propose([DraftAsk("a", [1, 2, 3, 4, 5], 4)])
+    drafter.propose([DraftAsk("a", [1, 2, 3, 4, 5, 6], 4)])
+    assert trees.own == {"a": [1, 2, 3, 4, 5, 6]}
+    assert trees.answers == {"a": [3, 4, 5, 6]}
+
+
+def test_it_guesses_from_its_own_text_and_from_others_answers_and_not_more_than_asked() -> None:
+    drafter, _ = over_lists()
+    drafter.propose([DraftAsk("a", [9, 1, 2, 3], 8)])
+    drafter.propose([DraftAsk("a", [9, 1, 2, 3, 4, 5, 6, 7, 8], 8)])
+    assert drafter.propose([DraftAsk("b", [3, 4], 8), DraftAsk("c", [7, 7, 5, 7, 7], 1)]) == [[5, 6], [5]]
+
+
+def test_who_has_ended_leaves_its_answer_and_its_name() -> None:
+    drafter, trees = over_lists()
+    drafter.propose([DraftAsk("a", [1, 2], 1)])
+    drafter.forget("a")
+    drafter.forget("unknown")
+    assert (trees.own, trees.answers) == ({}, {"a": [2]})
+    drafter.propose([DraftAsk("a", [5, 6, 7], 1)])
+    assert trees.own == {"a": [5, 6, 7]}
+
+
+def test_only_so_many_last_tokens_are_looked_up() -> None:
+    drafter, _ = over_lists(depth=2)
+    assert drafter.propose([DraftAsk("a", [1, 2, 3, 4, 9, 1, 2, 3], 8)]) == [[4, 9]]
+
+
+@pytest.mark.parametrize("wrong", [{"depth": 0}, {"cached_requests": -1}, {"factor": 0.0}, {"least_share": 2.0}])
+def test_options_that_would_find_nothing_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="would find nothing; take"):
+        build(**wrong)
+
+
+def test_without_arctic_inference_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    with pytest.raises(ConfigError, match="pip install arctic-inference, or take --drafter lookup"):
+        build()
+
+
+def test_it_is_offered_once_for_this_contract() -> None:
+    assert register_drafters() == [SUFFIX]
+    assert SUFFIX.api == CONTRACT_VERSIONS[HookGroup.DRAFTER]
+
+
+def build(**options: float) -> HostDrafter:
+    assert SUFFIX.build is not None
+    return SUFFIX.build(DraftContext(vocab_size=100, options=dataclasses.replace(SuffixOptions(), **options)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def arctic() -> None:
+    pytest.importorskip("arctic_inference.suffix_decoding", reason="Arctic Inference is not installed; see the README")
+
+
+@pytest.mark.usefixtures("arctic")
+def test_arctic_inference_guesses_what_followed() -> None:
+    drafter = build()
+    assert [list(each) for each in drafter.propose([DraftAsk("a", [1, 2, 3, 4, 5, 6, 1, 2, 3], 8)])] == [[4, 5, 6]]
+    assert [len(each) for each in drafter.propose([DraftAsk("a", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], 2)])] == [2]
+    for count in range(4, 10):
+        drafter.propose([DraftAsk("b", [50, *range(20, 20 + count)], 4)])
+    drafter.forget("b")
+    assert [list(each) for each in drafter.propose([DraftAsk("c", [60, 24, 25], 4)])] == [[26, 27]]
+    drafter.forget("c")
+    assert [list(each) for each in drafter.propose([DraftAsk("c", [61, 99], 4)])] == [[]]
+
+
+@pytest.mark.usefixtures("arctic")
+def test_with_no_answers_kept_requests_do_not_mix() -> None:
+    drafter = build(cached_requests=0)
+    for count in range(4, 10):
+        drafter.propose([DraftAsk("b", [50, *range(20, 20 + count)], 4)])
+    assert [list(each) for each in drafter.propose([DraftAsk("c", [60, 24, 25], 4)])] == [[]]
+
+
+@pytest.mark.usefixtures("arctic")
+def test_answers_stay_the_same_and_come_in_fewer_steps_where_they_repeat() -> None:
+    pytest.importorskip("enginery_weights_tiny", reason="the embedded model is not installed")
+    from enginery import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    options = {"num_pages": 64, "dtype": "float32", "num_threads": 1}
+    with LLM(**options) as plain, LLM(drafter="suffix", draft_length="8", **options) as drafted:
+        expected = plain.generate("Tell me a story about a fox.", params)[0]
+        for _ in range(2):
+            *_, last = deltas = list(drafted.stream("Tell me a story about a fox.", params))
+            assert tuple(token for delta in deltas for token in delta.token_ids) == expected.token_ids
+        assert last.usage.num_accepted_tokens > 30, "the second time, the first answer is known"

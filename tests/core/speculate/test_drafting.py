@@ -1,0 +1,189 @@
+"""Who is asked for drafts, for how many, and what becomes of what a drafter says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from core.schedule.device import asked_of
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec
+from enginery.contracts.request import SamplingParams
+from enginery.contracts.versions import HookGroup
+from enginery.errors import ConfigError, PluginError
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
+from enginery.schedule.table import RequestTable
+from enginery.speculate.drafting import Drafting
+from enginery.speculate.length import DraftLength
+from enginery.worker.drafts.choice import USUAL_DRAFTS, choose_drafter
+
+
+class Noting:
+    """Guesses 1, 2, 3, ... and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asks: list[DraftAsk] = []
+        self.forgotten: list[str] = []
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        self.asks = list(asks)
+        return [range(1, 100) for _ in asks]
+
+    def forget(self, key: str) -> None:
+        self.forgotten.append(key)
+
+
+def offer_of(drafter: object, *, most: int = 8) -> Offer[DrafterSpec]:
+    def build(context: DraftContext) -> Noting:
+        if isinstance(drafter, Exception):
+            raise drafter
+        assert (context.vocab_size, context.options) == (50, "its options")
+        return cast("Noting", drafter)
+
+    spec = DrafterSpec(name="noting", api=(2, 0), summary="", most=most, build=build)
+    return Offer(spec=spec, group=HookGroup.DRAFTER, name="noting", plugin="p", distribution="enginery-p", version="1.2")
+
+
+def drafting_of(drafter: object) -> Drafting:
+    registry = cast("Registry", SimpleNamespace(options_for=lambda name: "its options"))
+    return Drafting.of_host(offer_of(drafter), registry, length=DraftLength(3, fixed=3), vocab_size=50)
+
+
+def running(
+    request_id: str, *, num_tokens: int = 5, computed: int | None = None, limit: int = 100, **fields: object
+) -> SimpleNamespace:
+    asked = dataclasses.replace(asked_of(request_id, range(3)), **fields)
+    return SimpleNamespace(
+        request_id=request_id,
+        asked=asked,
+        token_ids=list(range(num_tokens)),
+        num_expected=num_tokens,
+        num_computed=num_tokens - 1 if computed is None else computed,
+        limit=limit,
+        grammar=None,
+    )
+
+
+def table_of(*requests: SimpleNamespace) -> RequestTable:
+    return cast("RequestTable", SimpleNamespace(running=requests, by_id={each.request_id: each for each in requests}))
+
+
+class Forward:
+    """A grammar's state that cannot go back."""
+
+    is_finished = False
+
+    def fill_mask(self, row: object) -> None: ...
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+
+class Backward(Forward):
+    def rollback(self, count: int) -> None: ...
+
+
+def test_who_decodes_is_asked_for_as_many_as_its_limit_has_room_for() -> None:
+    drafter = Noting()
+    drafts = drafting_of(drafter).propose(
+        table_of(running("a"), running("prompt", computed=2), running("short", limit=7), running("full", limit=6))
+    )
+    assert [(ask.key, list(ask.token_ids), ask.most) for ask in drafter.asks] == [
+        ("a", [0, 1, 2, 3, 4], 3),
+        ("short", [0, 1, 2, 3, 4], 1),
+    ]
+    assert drafts == {"a": [1, 2, 3], "short": [1]}
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_asked"),
+    [
+        (running("r", params=SamplingParams(speculation=False)), False),
+        (running("r", embed=True), False),
+        (SimpleNamespace(**vars(running("r")) | {"grammar": Forward()}), False),
+        (SimpleNamespace(**vars(running("r")) | {"grammar": Backward()}), True),
+    ],
+    ids=["unwanted", "embedding", "forward", "backward"],
+)
+def test_some_requests_are_not_drafted(request_: SimpleNamespace, *, is_asked: bool) -> None:
+    drafter = Noting()
+    drafting = drafting_of(drafter)
+    assert bool(drafting.propose(table_of(request_))) is is_asked
+    assert bool(drafter.asks) is is_asked
+
+
+def test_a_guess_ends_before_what_is_no_token() -> None:
+    drafter = Noting()
+    drafter.propose = lambda asks: [[7, 50, 3], [-1], ()]  # type: ignore[method-assign]
+    assert drafting_of(drafter).propose(table_of(running("a"), running("b"), running("c"))) == {"a": [7]}
+
+
+def test_who_has_ended_is_forgotten_even_if_another_has_its_name() -> None:
+    drafter = Noting()
+    drafting = drafting_of(drafter)
+    first, other = running("r"), running("other")
+    drafting.propose(table_of(first, other))
+    drafting.propose(table_of(first))
+    assert drafter.forgotten == ["other"]
+    drafting.propose(table_of(running("r")))
+    assert drafter.forgotten == ["other", "r"]
+
+
+def test_who_is_stopped_is_asked_no_more_until_its_name_is_new() -> None:
+    drafting, request = drafting_of(Noting()), running("r")
+    assert drafting.propose(table_of(request))
+    drafting.stop(["r"])
+    assert not drafting.propose(table_of(request))
+    assert drafting.propose(table_of(running("r")))
+
+
+@pytest.mark.parametrize("propose", [lambda asks: 1 / 0, lambda asks: []], ids=["raises", "says too little"])
+def test_a_drafter_that_fails_is_named(propose: Callable[[object], object]) -> None:
+    drafter = Noting()
+    drafter.propose = propose  # type: ignore[assignment]
+    with pytest.raises(PluginError, match=r"enginery-p==1\.2\) could not guess tokens"):
+        drafting_of(drafter).propose(table_of(running("r")))
+    with pytest.raises(PluginError, match=r"enginery-p==1\.2\) could not build the drafter: .*no room"):
+        drafting_of(ValueError("no room"))
+
+
+def chosen(*, most: int = 8, device: str = "cpu", shipped: tuple[str, ...] = (), **asked: str) -> tuple[str | None, int]:
+    registry = SimpleNamespace(drafters=(offer_of(Noting(), most=most),), records=())
+    offer, length, _ = choose_drafter(
+        EngineOptions(**asked),  # type: ignore[arg-type]
+        cast("Registry", registry),
+        device=device,
+        shipped=dict.fromkeys(shipped, Path("somewhere")),
+        config={"architectures": ["Any"]},
+        folder=Path("somewhere"),
+    )
+    return None if offer is None else offer.name, length
+
+
+def test_nothing_is_guessed_unless_a_drafter_is_named() -> None:
+    assert chosen() == (None, 0)
+    assert chosen(drafter="noting") == ("noting", USUAL_DRAFTS)
+    assert chosen(drafter="noting", most=2) == ("noting", 2)
+    assert chosen(drafter="noting", draft_length="7") == ("noting", 7)
+    with pytest.raises(PluginError, match=r"there is no drafter 'other'\. Known: noting, standalone"):
+        chosen(drafter="other")
+
+
+def test_auto_takes_what_comes_with_the_model(tmp_path: Path) -> None:
+    assert chosen(drafter="auto") == (None, 0)
+    assert chosen(drafter="auto", shipped=("missing", "standalone", "noting")) == ("standalone", 7)
+    assert chosen(drafter="auto", shipped=("standalone",), draft_length="2") == ("standalone", 2)
+    assert chosen(drafter="auto", shipped=("standalone",), device="cuda") == (None, 0)
+    (tmp_path / "config.json").write_text('{"architectures": ["AnyForCausalLM"]}')
+    assert chosen(drafter="auto", draft_model=str(tmp_path)) == ("standalone", 7)
+
+
+def test_more_than_the_drafter_is_good_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--draft-length is 9, but noting, from .*, is good for 8 at most; take fewer"):
+        chosen(drafter="noting", draft_length="9")

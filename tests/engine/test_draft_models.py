@@ -1,0 +1,413 @@
+"""Models that draft: tokens are those of plain decoding, and a model that drafts for itself is always right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from engine.random_use import RandomUse
+from engine.test_kinds_at_random import WINDOWS, evict_everything, small_memory
+from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
+from pairwise import EVERYTHING
+from parity.engine_driver import options
+from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
+from parity.test_mamba import FAMILIES as MAMBA
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import LlamaConfig
+
+from enginery.config.resolve import DeviceFacts
+from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import DraftCounts
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.engine.build import build_parts
+from enginery.engine.engine import Engine
+from enginery.errors import CheckpointError, ConfigError, EnginError
+from enginery.plugin.registry import Registry
+from enginery.worker.choice import choose
+from enginery.worker.drafts.model_choice import choose_draft_model
+from enginery.worker.needed_weights import needed_weights
+from enginery_weights_tiny import DRAFTERS, FOLDER
+
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+def asking(about: str, prompt: Iterable[int], **changes: object) -> GenerationRequest:
+    params = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, **changes}
+    return GenerationRequest(request_id=about, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def by_itself(oracle: Oracle, **changes: object) -> EngineOptions:
+    return options(oracle, **{"drafter": "standalone", "draft_model": str(oracle.folder), **changes})
+
+
+def counts_of(engine: Engine) -> DraftCounts:
+    return engine.meter.stats().drafts
+
+
+def assert_told(found: Mapping[str, Told], expected: Mapping[str, Told]) -> None:
+    assert found.keys() == expected.keys()
+    for about, one in found.items():
+        assert (one.tokens, one.reason) == (expected[about].tokens, expected[about].reason), about
+        assert one.logprobs == pytest.approx(expected[about].logprobs, abs=1e-4), about
+
+
+def assert_always_right(engine: Engine) -> None:
+    counts = counts_of(engine)
+    assert counts.verifications > 0
+    assert counts.drafted == counts.accepted, counts
+
+
+# A model that drafts for itself. Where one of its keys or values were missing or another's, a guess would be wrong.
+
+SELVES = {
+    **{name: FAMILIES[name] for name in ("llama", "qwen3", "mistral", "qwen2-window", "deepseek-v2", "glm4")},
+    "gemma2": WINDOWS,
+    "mixtral": EXPERT_FAMILIES["mixtral"],
+}
+SETTINGS = (
+    {"page_size": 16, "max_batch_tokens": 24, "draft_length": "3"},
+    {"page_size": 4, "max_batch_tokens": 64, "draft_length": "8"},
+    {"page_size": 32, "max_batch_tokens": 40},
+    {"page_size": 1, "max_batch_tokens": 24, "draft_length": "1", "overlap": False},
+)
+
+
+@pytest.mark.parametrize("place", range(len(SELVES)), ids=list(SELVES))
+def test_a_model_that_drafts_for_itself_is_always_right(
+    write_oracle: Callable[..., Oracle], registry: Registry, place: int
+) -> None:
+    """Prompts come in chunks and together, a second time from the prefix cache, and amid the decoding of others."""
+    name = list(SELVES)[place]
+    oracle = write_oracle(f"self {name}", SELVES[name])
+    prompts = [oracle.prompts[index] for index in (0, 5, 2, 4, 6)]
+    prompts += [prompts[1], [*prompts[1][:40], *prompts[3][:9]]]
+    requests = [asking(f"{index}", prompt, max_tokens=TOKENS - 5 * index) for index, prompt in enumerate(prompts)]
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    for setting in SETTINGS if EVERYTHING else SETTINGS[place % 4 :][:1]:
+        engine = Engine.build(by_itself(oracle, **setting), registry)
+        assert_told(come_and_go(engine, requests), expected)
+        assert_told(come_and_go(engine, requests), expected)
+        assert_always_right(engine)
+
+
+def test_it_guesses_what_will_be_drawn(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    """A guess is drawn with the number that the target draws with at its position, from logits that are cut as the target's."""
+    oracle = write_oracle("self llama", SELVES["llama"])
+    cuts: tuple[dict[str, object], ...] = ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.0})
+    requests = [
+        asking(f"{at}", oracle.prompts[at], **{"temperature": 1.5, "seed": at + 7, "max_tokens": TOKENS - at, **cut})
+        for at, cut in enumerate(cuts)
+    ]
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    engine = Engine.build(by_itself(oracle, draft_length="3"), registry)
+    assert_told(come_and_go(engine, requests), expected)
+    assert_always_right(engine)
+
+
+def come_and_go(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[str, Told]:
+    """As `answers_of`, one more of them before every other step."""
+    told, waiting, turn = {request.request_id: Told() for request in requests}, list(requests), 0
+    while waiting or engine.has_work:
+        if waiting and turn % 2 == 0:
+            engine.submit(waiting.pop(0))
+        turn += 1
+        for output in engine.step():
+            assert output.error is None
+            one = told[output.request_id]
+            one.tokens += output.token_ids
+            one.reason = output.finish_reason
+        engine._scheduler.check_integrity()
+    engine._scheduler.check_idle()
+    return told
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_it_stays_right_when_requests_are_preempted(
+    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    oracle = write_oracle(f"self {name}", SELVES[name])
+    requests = [asking(f"{index}", oracle.prompts[index % 7][:30], max_tokens=TOKENS) for index in range(9)]
+    requests = [dataclasses.replace(each, prompt_token_ids=(9 + at, *each.prompt_token_ids)) for at, each in enumerate(requests)]
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    small_memory(monkeypatch, windows=16)
+    engine = Engine.build(
+        by_itself(oracle, page_size=4, num_pages=28, max_batch_tokens=32, max_batch_requests=4, max_model_len=100), registry
+    )
+    assert_told(answers_of(engine, requests), expected)
+    assert engine.meter.stats().num_preempted > 0
+    assert_always_right(engine)
+
+
+# Drafters of the embedded model.
+
+SAID = [
+    "Hello",
+    "What is a page?",
+    "What is 47 + 38?",
+    "Tell me a story about a fox named Mia.",
+    "Make a JSON record of this person: Ada is 36 years old, a pilot from Redmill who likes chess.",
+    "Name three colours.",
+    "How do I start the server?",
+    "What day comes after Tuesday?",
+]
+
+
+def prompt_of(text: str) -> tuple[int, ...]:
+    """As the chat template writes it."""
+    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    text = f"<|begin|><|turn|>user\n{text}<|done|>\n<|turn|>assistant\n"
+    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def embedded(**changes: object) -> EngineOptions:
+    return EngineOptions(**{"num_pages": 300, "num_threads": 1, "dtype": "float32", **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def requests(registry: Registry) -> list[GenerationRequest]:
+    """Of all that may be asked for; and some that end amid their drafts."""
+    plain = answers_of(Engine.build(embedded(), registry), [asking("", prompt_of(SAID[3]))])[""].tokens
+    found = [asking(about, prompt_of(SAID[at]), **asked) for at, (about, asked) in enumerate(ASKS.items())]
+    found += [
+        asking(f"{about} {heat}", (at, *prompt_of(SAID[4])), temperature=heat, seed=7, grammar=grammar, ignore_eos=False)
+        for at, (about, grammar) in enumerate(GRAMMARS.items())
+        for heat in (0.0, 0.8)
+    ]
+    found += [asking(f"stops at {at}", prompt_of(SAID[3]), stop_token_ids=(plain[at],), ignore_eos=False) for at in (7, 8, 10)]
+    found += [asking("ends", prompt_of(SAID[0]), ignore_eos=False, max_tokens=200), asking("one token", (8, 9), max_tokens=1)]
+    return [*found, asking("undrafted", prompt_of(SAID[5]), speculation=False)]
+
+
+@pytest.fixture(scope="module")
+def plainly(registry: Registry, requests: list[GenerationRequest]) -> dict[str, Told]:
+    return answers_of(Engine.build(embedded(), registry), requests)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "length"),
+    [("eagle", 4), ("standalone", 3), *([("eagle", 1), ("eagle", 8), ("standalone", 8)] if EVERYTHING else [])],
+)
+def test_the_embedded_model_says_the_same_with_each_of_its_drafters(
+    registry: Registry, requests: list[GenerationRequest], plainly: dict[str, Told], drafter: str, length: int
+) -> None:
+    engine = Engine.build(embedded(drafter=drafter, draft_length=str(length), max_batch_tokens=96), registry)
+    assert_told(answers_of(engine, requests), plainly)
+    counts = counts_of(engine)
+    assert counts.accepted > 0.2 * counts.drafted
+    assert len(counts.by_position) == length
+
+
+@pytest.mark.parametrize(("drafter", "most", "page_size"), [("eagle", 60, 16), ("standalone", 64, 8)])
+def test_guesses_behind_the_longest_context_do_no_harm(registry: Registry, drafter: str, most: int, page_size: int) -> None:
+    """All fill it to its last position, together and alone."""
+    asked = [asking(f"{at}", prompt_of(said), max_tokens=most - len(prompt_of(said))) for at, said in enumerate(SAID[:4])]
+    changes = {"max_model_len": most, "page_size": page_size}
+    expected = answers_of(Engine.build(embedded(**changes), registry), asked)
+    engine = Engine.build(embedded(drafter=drafter, draft_length="8", **changes), registry)
+    assert_told(answers_of(engine, asked), expected)
+    assert_told(answers_of(engine, asked[:1]), {"0": expected["0"]})
+
+
+def test_a_head_of_noise_changes_no_token(
+    registry: Registry, requests: list[GenerationRequest], plainly: dict[str, Told], tmp_path: Path
+) -> None:
+    changed_head(tmp_path, lambda tensors: {name: torch.randn_like(each) for name, each in tensors.items()})
+    engine = Engine.build(embedded(drafter="eagle", draft_model=str(tmp_path)), registry)
+    assert_told(answers_of(engine, requests[::3]), {each.request_id: plainly[each.request_id] for each in requests[::3]})
+    assert counts_of(engine).accepted < 0.05 * counts_of(engine).drafted
+
+
+def test_a_strange_model_with_the_same_vocabulary_changes_no_token(
+    write_oracle: Callable[..., Oracle], registry: Registry, requests: list[GenerationRequest], plainly: dict[str, Told]
+) -> None:
+    strange = write_oracle("strange", LlamaConfig(**shape(vocab_size=4096, num_hidden_layers=2)))
+    engine = Engine.build(embedded(drafter="standalone", draft_model=str(strange.folder)), registry)
+    assert_told(answers_of(engine, requests[1::3]), {each.request_id: plainly[each.request_id] for each in requests[1::3]})
+    assert counts_of(engine).accepted < 0.1 * counts_of(engine).drafted
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "standalone"])
+def test_weights_may_be_drawn(registry: Registry, drafter: str) -> None:
+    """For benchmarks: both models' are."""
+    asked = [asking(f"{at}", prompt_of(said)) for at, said in enumerate(SAID[:3])]
+    expected = answers_of(Engine.build(embedded(load_format="dummy"), registry), asked)
+    engine = Engine.build(embedded(load_format="dummy", drafter=drafter), registry)
+    assert_told(answers_of(engine, asked), expected)
+
+
+def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come, are preempted and aborted amid their drafts; the memory is whole after each step."""
+    chance = random.Random(5)
+    prompts = [prompt_of(said)[:30] for said in SAID]
+    asked = [asking(f"{at}", each, temperature=0.7, seed=1) for at, each in enumerate(prompts)]
+    alone = answers_of(Engine.build(embedded(prefix_cache=False), registry), asked)
+    expected = {request.prompt_token_ids: alone[request.request_id].tokens for request in asked}
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    small = {"page_size": 4, "num_pages": 22, "max_batch_tokens": 24, "max_batch_requests": 4, "max_model_len": 80}
+    engine = Engine.build(embedded(drafter="eagle", draft_length="3", **small), registry)
+
+    def ask(name: str) -> GenerationRequest:
+        return asking(name, chance.choice(prompts), max_tokens=chance.randint(1, 25), temperature=0.7, seed=1)
+
+    use = RandomUse(engine, chance, ask)
+    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
+    for turn in range(80):
+        if chance.random() < 0.5:
+            use.submit()
+        if use.alive and chance.random() < 0.08:
+            use.abort_one()
+        if turn % 30 == 29:
+            evict_everything(engine)
+        told |= use.alive
+        use.step()
+        engine._scheduler.check_integrity()
+    told |= use.alive
+    use.drain()
+    for request, tokens in told.values():
+        assert tokens == expected[request.prompt_token_ids][: len(tokens)]
+    assert engine.meter.stats().num_preempted > 0
+    assert use.counts["finished"] > 15
+    assert counts_of(engine).accepted > 30
+    engine._scheduler.check_idle()
+
+
+def test_no_guess_is_kept_for_requests_that_have_ended(registry: Registry) -> None:
+    engine = Engine.build(embedded(drafter="eagle"), registry)
+    short = [asking(f"{at}", prompt_of(said), max_tokens=1) for at, said in enumerate(SAID)]
+    answers_of(engine, [*short, asking("undrafted", prompt_of(SAID[0]), speculation=False)])
+    answers_of(engine, [asking("another", prompt_of(SAID[1]))])
+    assert engine._made._by_key.keys() <= {"another"}, "what was guessed last is forgotten when a drafter is asked again"
+
+
+# Refusals, and what memory they take.
+
+
+def changed_head(
+    folder: Path,
+    change: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda tensors: tensors,
+    **config: object,
+) -> Path:
+    """The embedded model's head with other tensors, and other values in its config.json."""
+    shutil.copytree(DRAFTERS["eagle"], folder, dirs_exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    save_file(dict(change(load_file(folder / "model.safetensors"))), folder / "model.safetensors")
+    return folder
+
+
+LAYER = {
+    *(f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "layers.0.post_attention_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize(("bias", "beside"), [(True, {"fc.weight", "fc.bias"}), (False, {"fc.weight"})])
+def test_a_head_is_one_layer_without_its_first_norm(registry: Registry, *, bias: bool, beside: set[str]) -> None:
+    (eagle,) = (offer.spec.model for offer in registry.drafters if offer.name == "eagle")
+    assert eagle is not None
+    config = json.loads((DRAFTERS["eagle"] / "config.json").read_text()) | {"bias": bias}
+    pieces = needed_weights(eagle, config, torch.float32).pieces
+    assert {part.name for piece in pieces for part in piece.slices} == {*LAYER, *beside}
+
+
+def without_fc(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in tensors.items() if name != "fc.weight"}
+
+
+HEADS: dict[str, tuple[dict[str, object], str]] = {
+    "two layers": ({"num_hidden_layers": 2}, "has 2 layers (num_hidden_layers); a head has 1"),
+    "another architecture": (
+        {"architectures": ["LlamaForCausalLM"]},
+        "is of the architecture LlamaForCausalLM; give another --draft-model, or --drafter standalone for a whole model",
+    ),
+    "another vocabulary": (
+        {"vocab_size": 4000},
+        "has a vocabulary of 4,000 tokens and enginery-tiny one of 4,096; both need",
+    ),
+    "another hidden size": (
+        {"hidden_size": 512},
+        "takes hidden states of 512 values, and those of enginery-tiny have 256; give the one that was trained for it",
+    ),
+    "quantised": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "has quantised weights, which draft models cannot have yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", HEADS)
+def test_a_head_that_does_not_fit_is_refused(registry: Registry, tmp_path: Path, which: str) -> None:
+    config, message = HEADS[which]
+    folder = changed_head(tmp_path, **config)
+    with pytest.raises(EnginError, match=re.escape(message)):
+        Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
+
+
+def test_a_head_without_one_of_its_tensors_is_refused(registry: Registry, tmp_path: Path) -> None:
+    folder = changed_head(tmp_path, without_fc)
+    with pytest.raises(CheckpointError, match=r"fc\.weight") as refused:
+        Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_model_with_recurrent_layers_drafts_for_nobody(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    recurrent = write_oracle("mamba2", MAMBA["mamba2"])
+    target = write_oracle("llama", FAMILIES["llama"])
+    asked = options(target, drafter="standalone", draft_model=str(recurrent.folder))
+    with pytest.raises(ConfigError, match=r"recurrent layers, whose states cannot go back behind a wrong guess yet; give another"):
+        Engine.build(asked, registry)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "standalone"])
+def test_where_no_draft_model_ships_one_has_to_be_named(
+    write_oracle: Callable[..., Oracle], registry: Registry, drafter: str
+) -> None:
+    target = write_oracle("llama", FAMILIES["llama"])
+    with pytest.raises(ConfigError, match=rf"--drafter is {drafter}, a model; give its checkpoint with --draft-model"):
+        Engine.build(options(target, drafter=drafter), registry)
+
+
+def test_a_draft_model_without_a_drafter_is_refused(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"draft_model is .*, but nothing drafts; name a drafter with --drafter"):
+        Engine.build(embedded(draft_model=str(DRAFTERS["eagle"])), registry)
+
+
+def test_a_gpu_gets_no_draft_model_yet(registry: Registry) -> None:
+    asked = embedded(drafter="eagle")
+    target = choose(asked, registry)
+    facts = DeviceFacts(kind="cuda", name="card", available_bytes=1 << 36, num_threads=1, compute_capability=(9, 0))
+    with pytest.raises(ConfigError, match=r"models draft on the CPU only so far; .* name one of the host: lookup"):
+        choose_draft_model(asked, registry, dataclasses.replace(target, device_facts=facts))
+
+
+def test_more_guesses_than_a_drafter_is_good_for_are_refused(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"--draft-length is 9, but eagle, .* is good for 8 at most"):
+        choose(embedded(drafter="eagle", draft_length="9"), registry)
+
+
+@pytest.mark.parametrize(("drafter", "layers", "kv_heads"), [("eagle", 1, 2), ("standalone", 3, 1)])
+def test_what_a_draft_model_takes_is_in_the_memory_plan(registry: Registry, drafter: str, layers: int, kv_heads: int) -> None:
+    sizes = {"page_size": 16, "num_pages": None, "kv_memory_gib": 0.02, "max_model_len": 256}
+    alone = build_parts(embedded(**sizes), registry).memory
+    both = build_parts(embedded(drafter=drafter, **sizes), registry).memory
+    assert both.page_bytes - alone.page_bytes == layers * 2 * kv_heads * 64 * 16 * 4
+    tensors = load_file(DRAFTERS[drafter] / "model.safetensors")
+    own = sum(each.numel() for name, each in tensors.items() if drafter != "eagle" or name != "embed_tokens.weight")
+    assert both.weights_bytes - alone.weights_bytes == pytest.approx(4 * own, rel=0.001)
+    assert both.workspace_bytes > alone.workspace_bytes
+    assert both.num_pages < alone.num_pages

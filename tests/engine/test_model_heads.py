@@ -1,0 +1,374 @@
+"""EAGLE-3 heads and modules for multi-token prediction, loaded as they are published, guess what they would without a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from engine.heads_made import VOCABULARY, Eagle3, Module, Step, double, eagle3_step, guessed, states_of, write_module
+from engine.test_float8_weights import CONFIG, plain, quantised
+from engine.test_kinds_at_random import WINDOWS
+from engine.test_speculation import answers_of
+from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
+from parity.test_hybrids import DELTA, SOME_EXPERTS
+from transformers import LlamaConfig, PretrainedConfig, Qwen3NextConfig
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.model import Model
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.engine.engine import Engine
+from enginery.errors import CheckpointError, ConfigError, EnginError
+from enginery.plugin.registry import Registry
+from enginery.worker.choice import choose
+from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.drafts.draws import GuessDraws
+
+CHUNK = 24
+PROMPT = 40  # in two chunks
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+def asking(about: str, prompt: Iterable[int], **changes: object) -> GenerationRequest:
+    params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **changes}
+    return GenerationRequest(request_id=about, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def options(folder: Path, **changes: object) -> EngineOptions:
+    given = {"model": str(folder), "num_pages": 300, "device": "cpu", "num_threads": 1, "max_batch_tokens": CHUNK, **changes}
+    return EngineOptions(**given)  # type: ignore[arg-type]
+
+
+Guesses = list[tuple[list[int], list[int], list[torch.Tensor]]]
+
+
+def guesses_of(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> Guesses:
+    """After each step that told: all tokens so far, what is guessed to follow, and the logits that were looked at for it."""
+    looked_at: list[torch.Tensor] = []
+    choose = DraftModel._guess
+
+    def guess(self: DraftModel, state: torch.Tensor, positions: torch.Tensor, draws: GuessDraws) -> torch.Tensor:
+        looked_at.extend(self._model.logits(state)[:1].double())
+        return choose(self, state, positions, draws)
+
+    monkeypatch.setattr(DraftModel, "_guess", guess)
+    engine.submit(asking("a", prompt))
+    tokens, found = list(prompt), []
+    while engine.has_work:
+        looked_at.clear()
+        told = [token for output in engine.step() for token in output.token_ids]
+        tokens += told
+        if told and engine.has_work:
+            made = engine._made._by_key["a"]
+            assert made.num_tokens == len(tokens)
+            found.append((list(tokens), list(made.token_ids), list(looked_at)))
+    return found
+
+
+def next_of_rows(tokens: list[int]) -> list[int]:
+    """Each row's next token, as the engine takes it: the last row of a prompt's first chunk is given that chunk's first token."""
+    ids = tokens[1:]
+    ids[CHUNK - 1] = tokens[0]
+    return ids
+
+
+def assert_guesses(
+    found: Guesses,
+    step: Step,
+    features: Callable[[list[int]], torch.Tensor],
+    *,
+    mixed: Callable[[torch.Tensor], torch.Tensor] = lambda features: features,
+    own: torch.Tensor | None = None,
+) -> None:
+    """own: the target's tokens that the head knows; None for all."""
+    assert len(found) > 3
+    for tokens, guesses, looked_at in found[:5]:
+        expected, logits = guessed(step, features(tokens)[:-1], next_of_rows(tokens), len(guesses), mixed=mixed)
+        assert guesses == expected
+        for one, other in zip(looked_at, logits, strict=True):
+            assert torch.allclose(one, other if own is None else other[own], atol=2e-3, rtol=1e-3)
+
+
+# EAGLE-3.
+
+LAYOUTS: dict[str, Eagle3] = {
+    "its authors'": Eagle3(),
+    "layers.0, the whole vocabulary, the target's head": Eagle3(layer="layers.0", own=256, has_head=False),
+    "the whole vocabulary, its own head": Eagle3(own=256),
+    "speculators": Eagle3(
+        layer="layers.0",
+        is_speculators=True,
+        config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6], "speculators_config": {"algorithm": "eagle3"}},
+    ),
+    "speculators, other norms": Eagle3(
+        layer="layers.0",
+        is_speculators=True,
+        config={"norm_before_residual": False, "norm_before_fc": True, "norm_output": True},
+    ),
+    "layers whose output is named": Eagle3(
+        config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 4, 5], "use_aux_hidden_state": True}}
+    ),
+    "two layers": Eagle3(num_features=2, config={"eagle_aux_hidden_state_layer_ids": [6, 0]}),
+}
+
+
+@pytest.fixture
+def llama(write_oracle: Callable[..., Oracle]) -> Oracle:
+    return write_oracle("llama of six", LlamaConfig(**shape(num_hidden_layers=6, rms_norm_eps=1e-5)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_eagle3_head_guesses_as_in_plain_torch(
+    llama: Oracle, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Of a prompt in two chunks, and after each step; guesses that were wrong are overwritten."""
+    head = LAYOUTS[layout]
+    folder = head.write(tmp_path)
+    engine = Engine.build(options(llama.folder, drafter="eagle3", draft_model=str(folder), draft_length="3"), registry)
+    found = guesses_of(engine, llama.prompts[4][:PROMPT], monkeypatch)
+    target = double(llama)
+    step, mixed = eagle3_step(head, target)
+    layers = head.layers_of(6)
+
+    def features(tokens: list[int]) -> torch.Tensor:
+        states = (*states_of(target, tokens)[:6], before_norm(target, tokens))
+        return torch.cat([states[each] for each in layers], -1)
+
+    own = torch.arange(head.own) + head.tensors().get("d2t", torch.zeros(head.own, dtype=torch.int64))
+    assert_guesses(found, step, features, mixed=mixed, own=own)
+
+
+def before_norm(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    """What the last norm is given, [T, C]."""
+    kept: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, given: kept.append(given[0][0]))
+    states_of(model, tokens)
+    hook.remove()
+    return kept[0]
+
+
+@pytest.mark.parametrize("missing", ["d2t", "lm_head.weight", "midlayer.hidden_norm.weight", "norm.weight"])
+def test_an_eagle3_head_without_one_of_its_tensors_is_refused(
+    llama: Oracle, registry: Registry, tmp_path: Path, missing: str
+) -> None:
+    head = Eagle3()
+    folder = head.write(tmp_path, {name: each for name, each in head.tensors().items() if name != missing})
+    with pytest.raises(CheckpointError, match=rf"tensor '{missing}' \[[\d, ]+\] is missing") as refused:
+        Engine.build(options(llama.folder, drafter="eagle3", draft_model=str(folder)), registry)
+    assert str(folder) in str(refused.value)
+
+
+MISFITS: dict[str, tuple[dict[str, object], str]] = {
+    "another width": (
+        {"target_hidden_size": 96},
+        "is for a model whose hidden states have 96 values, and those of this",
+    ),
+    "no such layer": ({"eagle_aux_hidden_state_layer_ids": [2, 9, 4]}, "takes hidden states of layer 9, and "),
+    "no layers": ({"eagle_aux_hidden_state_layer_ids": "2"}, "has eagle_aux_hidden_state_layer_ids '2', which must be a list"),
+    "norms of each": ({"fc_norm": True}, "has fc_norm True; heads are served with False only"),
+    "one hidden state": (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        "has use_aux_hidden_state False; heads are served",
+    ),
+    "two layers": ({"num_hidden_layers": 2}, "has 2 layers (num_hidden_layers); a head has 1"),
+    "other tokens": ({"vocab_size": 300}, "has a vocabulary of 300 tokens and "),
+}
+
+
+@pytest.mark.parametrize("which", MISFITS)
+def test_an_eagle3_head_that_does_not_fit_is_refused(llama: Oracle, registry: Registry, tmp_path: Path, which: str) -> None:
+    config, message = MISFITS[which]
+    head = Eagle3(target_size=96) if "target_hidden_size" in config else Eagle3()
+    folder = head.write(tmp_path, **config)
+    with pytest.raises(EnginError, match=re.escape(message)):
+        Engine.build(options(llama.folder, drafter="eagle3", draft_model=str(folder)), registry)
+
+
+def test_tokens_that_the_target_has_not_got_are_refused(llama: Oracle, registry: Registry, tmp_path: Path) -> None:
+    """As where d2t has the tokens themselves, and not what is to be added."""
+    head = Eagle3()
+    tensors = head.tensors()
+    tensors["d2t"] = tensors["d2t"] + 2 * torch.arange(head.own)
+    folder = head.write(tmp_path, tensors)
+    with pytest.raises(
+        CheckpointError, match=r"d2t of the EAGLE-3 head gives its token \d+ the number \d+, and the vocabulary has"
+    ):
+        Engine.build(options(llama.folder, drafter="eagle3", draft_model=str(folder)), registry)
+
+
+class Untapped:
+    """A model that keeps its layers' hidden states to itself."""
+
+    def __init__(self, model: Model) -> None:
+        self.forward, self.logits, self.embedded = model.forward, model.logits, model.embedded  # type: ignore[attr-defined]
+
+
+def test_a_target_whose_layers_cannot_be_tapped_is_refused(llama: Oracle, registry: Registry, tmp_path: Path) -> None:
+    (offer,) = (each for each in registry.models if each.name == "llama")
+    spec = dataclasses.replace(offer.spec, build=lambda context: Untapped(offer.spec.build(context)))  # type: ignore[arg-type]
+    closed = dataclasses.replace(registry, models=(dataclasses.replace(offer, spec=spec),))
+    asked = options(llama.folder, drafter="eagle3", draft_model=str(Eagle3().write(tmp_path)))
+    with pytest.raises(ConfigError, match=r"layers 2, 3, 3, which the model of .*model-llama.* does not give: it has no `taps`"):
+        Engine.build(asked, closed)
+
+
+def test_an_eagle3_heads_weights_may_be_drawn(llama: Oracle, registry: Registry, tmp_path: Path) -> None:
+    """For benchmarks. Its tokens are the first of the target's then."""
+    asked = [asking(f"{at}", prompt, temperature=0.8, seed=at) for at, prompt in enumerate(llama.prompts[:3])]
+    expected = answers_of(Engine.build(options(llama.folder, load_format="dummy"), registry), asked)
+    head = {"drafter": "eagle3", "draft_model": str(Eagle3().write(tmp_path))}
+    engine = Engine.build(options(llama.folder, load_format="dummy", **head), registry)
+    assert {key: one.tokens for key, one in answers_of(engine, asked).items()} == {key: one.tokens for key, one in expected.items()}
+    assert engine.meter.stats().drafts.drafted > 0
+
+
+# Modules for multi-token prediction.
+
+ATTENTION = {"layer_types": ["full_attention"] * 4}  # hybrids do not speculate yet
+QWEN3_NEXT = Qwen3NextConfig(**shape(**DELTA, **SOME_EXPERTS, **ATTENTION, experts_implementation="eager"))
+MODULES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
+    "deepseek-v3": (EXPERT_FAMILIES["deepseek-v3"], {"carries_normed": False}),
+    "glm4-moe": (EXPERT_FAMILIES["glm4-moe"], {"carries_normed": True}),
+    "glm4-moe-lite": (EXPERT_FAMILIES["glm4-moe-lite"], {"carries_normed": True}),
+    "qwen3-next": (QWEN3_NEXT, {"carries_normed": True, "is_qwen": True}),
+}
+
+
+@pytest.fixture
+def module_of(write_oracle: Callable[..., Oracle], tmp_path: Path) -> Callable[..., Module]:
+    def made(name: str, **changes: object) -> Module:
+        config, kind = MODULES[name]
+        return write_module(write_oracle(f"mtp {name}", config), tmp_path / "mtp", **kind, **changes)
+
+    return made
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_guesses_as_transformers_layer_does(
+    module_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = module_of(name)
+    engine = Engine.build(options(module.folder, drafter="mtp", draft_length="3"), registry)
+    found = guesses_of(engine, module.oracle.prompts[4][:PROMPT], monkeypatch)
+    target, step = module.step()
+    with torch.no_grad():
+        assert_guesses(found, step, lambda tokens: module.features(target, tokens))
+
+
+def test_a_module_is_stored_as_its_target_is(
+    module_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float8, as DeepSeek's own; it guesses what one of plain weights guesses that are the same numbers."""
+
+    def change(tensors: dict[str, torch.Tensor], *, plainly: bool) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight") and "eh_proj" not in name]:
+            stored = quantised(tensors.pop(name))
+            module = name.removesuffix(".weight")
+            tensors |= {name: plain(stored)} if plainly else {module + suffix: each for suffix, each in stored.items()}
+
+    found = []
+    for plainly, config in ((True, {}), (False, {"quantization_config": CONFIG})):
+        folder = module_of("deepseek-v3", change=partial(change, plainly=plainly), **config).folder
+        engine = Engine.build(options(folder, drafter="mtp", draft_length="3"), registry)
+        found.append([guess[:2] for guess in guesses_of(engine, list(range(20, 60)), monkeypatch)])
+    assert found[0] == found[1]
+    assert len(found[0]) > 3
+
+
+@pytest.mark.parametrize("missing", ["eh_proj.weight", "self_attn.kv_b_proj.weight", "shared_head.norm.weight"])
+def test_a_module_without_one_of_its_tensors_is_refused(module_of: Callable[..., Module], registry: Registry, missing: str) -> None:
+    name = f"model.layers.3.{missing}"
+    module = module_of("deepseek-v3", change=lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=rf"tensor '{name}' \[[\d, ]+\] is missing"):
+        Engine.build(options(module.folder, drafter="mtp"), registry)
+    assert Engine.build(options(module.folder), registry).has_work is False, "without a drafter nobody needs it"
+
+
+@pytest.mark.parametrize(("missing", "drafter"), [(None, "mtp"), ("model.layers.3.hnorm.weight", None)])
+def test_auto_takes_the_module_that_a_checkpoint_has(
+    module_of: Callable[..., Module], registry: Registry, missing: str | None, drafter: str | None
+) -> None:
+    folder = module_of("deepseek-v3", change=lambda tensors: missing and tensors.pop(missing)).folder
+    chosen = choose(options(folder, drafter="auto"), registry)
+    assert (None if chosen.drafter is None else chosen.drafter.name) == drafter
+    (why,) = (made.reason for made in chosen.decisions if made.setting == "drafter")
+    assert why.startswith("auto: no draft model comes" if drafter is None else "auto: its draft model comes with this model")
+
+
+def test_a_checkpoint_that_states_no_module_has_none(module_of: Callable[..., Module], llama: Oracle, registry: Registry) -> None:
+    without = module_of("deepseek-v3", num_nextn_predict_layers=0).folder
+    for folder in (without, llama.folder):
+        with pytest.raises(ConfigError, match=r"--drafter is mtp, which is a part of some models' own checkpoints"):
+            Engine.build(options(folder, drafter="mtp"), registry)
+    several = module_of("deepseek-v3", num_nextn_predict_layers=2).folder
+    with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers 2; one such layer can draft, no more"):
+        Engine.build(options(several, drafter="mtp"), registry)
+    one = module_of("deepseek-v3").folder
+    with pytest.raises(ConfigError, match=r"--drafter is mtp, a part of the model's own checkpoint; leave --draft-model out"):
+        Engine.build(options(one, drafter="mtp", draft_model=str(llama.folder)), registry)
+
+
+# Tokens.
+
+
+def assert_same_answers(
+    registry: Registry,
+    folder: Path,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    **drafter: object,
+) -> None:
+    """Greedy and seeded, prompts in chunks and together, while the number of guesses changes; that these are wrong is said."""
+    asked = [
+        asking(f"{at} {heat}", prompt[: 30 + at], temperature=heat, seed=at, max_tokens=20 + at)
+        for at, prompt in enumerate(prompts)
+        for heat in (0.0, 0.8)
+    ]
+    expected = answers_of(Engine.build(options(folder), registry), asked)
+    chance = random.Random(2)
+    monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, count: chance.choice((0, 1, 2, 4)))
+    monkeypatch.setattr("enginery.engine.meter._ENOUGH_VERIFICATIONS", 20)
+    engine = Engine.build(options(folder, draft_length="4", page_size=4, num_pages=1200, **drafter), registry)
+    for about, one in answers_of(engine, asked).items():
+        assert (one.tokens, one.reason) == (expected[about].tokens, expected[about].reason), about
+    assert engine.meter.stats().drafts.drafted > 100
+    assert re.search(r"a verification told 1\.0\d tokens on average", caplog.text)
+    assert caplog.text.count("guesses are seldom right") == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma2", "longcat-flash"])
+def test_tokens_with_an_eagle3_head_are_those_of_plain_decoding(
+    write_oracle: Callable[..., Oracle],
+    registry: Registry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    oracle = write_oracle(f"tapped {name}", {**FAMILIES, **EXPERT_FAMILIES, "gemma2": WINDOWS}[name])
+    count = 2 if name == "longcat-flash" else 4
+    head = Eagle3(own=VOCABULARY, config={"eagle_aux_hidden_state_layer_ids": [0, 1, count]})
+    drafter = {"drafter": "eagle3", "draft_model": str(head.write(tmp_path))}
+    assert_same_answers(registry, oracle.folder, oracle.prompts[1:5], monkeypatch, caplog, **drafter)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_tokens_with_a_module_are_those_of_plain_decoding(
+    module_of: Callable[..., Module],
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    module = module_of(name)
+    assert_same_answers(registry, module.folder, module.oracle.prompts[1:5], monkeypatch, caplog, drafter="mtp")

@@ -1,0 +1,310 @@
+"""Speculation changes no token: whatever drafts are, and whatever is asked for, each request gets what plain decoding gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from engine.random_use import RandomUse
+from engine.test_kinds_at_random import evict_everything, prompts_of, small_memory
+from parity.engine_driver import options
+from parity.oracle import FAMILIES, Oracle
+
+from enginery import LLM
+from enginery.config.schema import EngineOptions
+from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec
+from enginery.contracts.grammars import Grammar, GrammarKind
+from enginery.contracts.request import FinishReason, GenerationRequest, SamplingParams
+from enginery.engine.engine import Engine
+from enginery.errors import RequestError, Unsupported
+from enginery.plugin.registry import Registry
+
+TOKENS = 40
+VOCABULARY = 256
+
+
+class Scripted:
+    """Drafts by what the requests will say, each of its tokens as it is or not. answers: by prompt."""
+
+    def __init__(self, kind: str, answers: dict[tuple[int, ...], list[int]], seed: int = 0) -> None:
+        self.kind, self.answers, self.chance = kind, answers, random.Random(seed)
+        self.known: set[str] = set()
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        self.known |= {ask.key for ask in asks}
+        return [
+            self._guess(list(ask.token_ids))[: self.chance.choice([0, ask.most]) if self.kind == "some" else ask.most]
+            for ask in asks
+        ]
+
+    def forget(self, key: str) -> None:
+        self.known.remove(key)
+
+    def _guess(self, tokens: list[int]) -> list[int]:
+        prompt = next(prompt for prompt in self.answers if tuple(tokens[: len(prompt)]) == prompt)
+        right = self.answers[prompt][len(tokens) - len(prompt) :]
+        if self.kind in ("right", "some"):
+            return right
+        if self.kind == "wrong":
+            return [(token + 1) % VOCABULARY for token in right]
+        if self.kind == "out of range":
+            return [*right[:1], 1 << 40, -1]
+        return [token if self.chance.random() < 0.7 else self.chance.randrange(VOCABULARY) for token in right]
+
+
+def with_drafter(registry: Registry, build: Callable[[DraftContext], object]) -> Registry:
+    spec = DrafterSpec(name="scripted", api=(2, 0), summary="", most=8, build=build)  # type: ignore[arg-type]
+    return dataclasses.replace(registry, drafters=(dataclasses.replace(registry.drafters[0], spec=spec, name="scripted"),))
+
+
+@dataclasses.dataclass
+class Told:
+    """What a request was told, its log-probabilities by token."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+def answers_of(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[str, Told]:
+    """To requests that come at once; the books are checked after each step."""
+    for request in requests:
+        engine.submit(request)
+    told = {request.request_id: Told() for request in requests}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            one = told[output.request_id]
+            one.tokens += output.token_ids
+            one.logprobs += [found.logprob for found in output.logprobs or ()]
+            one.reason = output.finish_reason
+        engine._scheduler.check_integrity()
+    engine._scheduler.check_idle()
+    return told
+
+
+def assert_equal_answers(registry: Registry, asked: EngineOptions, requests: Sequence[GenerationRequest], kind: str) -> None:
+    """With a drafter that knows the answers, and tells them or not."""
+    plainly = Engine.build(asked, registry)
+    plain = answers_of(plainly, requests)
+    scripted = Scripted(kind, {request.prompt_token_ids: plain[request.request_id].tokens for request in requests})
+    asked = dataclasses.replace(asked, drafter="scripted", draft_length="3")
+    drafted = Engine.build(asked, with_drafter(registry, lambda _: scripted))
+    for about, found in answers_of(drafted, requests).items():
+        expected = plain[about]
+        assert (found.tokens, found.reason) == (expected.tokens, expected.reason), about
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4), about
+    if kind == "right":
+        assert drafted.meter.num_steps < 0.7 * plainly.meter.num_steps
+
+
+ASKS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.9, "seed": 11},
+    "cut": {"temperature": 0.9, "seed": 11, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "bias": {"temperature": 0.7, "seed": 3, "logit_bias": {5: 4.0}},
+    "logprobs": {"temperature": 0.8, "seed": 4, "logprobs": 3, "prompt_logprobs": 1},
+    "least": {"temperature": 0.9, "seed": 5, "min_tokens": 12, "ignore_eos": False, "stop_token_ids": tuple(range(0, 250, 7))},
+    "stops": {"temperature": 0.9, "seed": 6, "ignore_eos": False, "stop_token_ids": tuple(range(0, 250, 40))},
+}
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random", "some", "out of range"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v2"])
+def test_each_is_told_what_plain_decoding_tells(write_oracle: Callable[..., Oracle], name: str, kind: str) -> None:
+    oracle, registry = write_oracle(name, FAMILIES[name]), Registry.load()
+    requests = [
+        GenerationRequest(
+            request_id=about,
+            prompt_token_ids=tuple([3 + index, *oracle.prompts[index % 6]][: 20 + 7 * index]),
+            params=SamplingParams(**{"max_tokens": TOKENS - index, "ignore_eos": True, **asked}),
+        )
+        for index, (about, asked) in enumerate(ASKS.items())
+    ]
+    assert_equal_answers(registry, options(oracle, max_batch_tokens=64), requests, kind)
+
+
+@pytest.mark.parametrize("how", ["alone", "micro-batches", "split", "no overlap"])
+def test_lookup_saves_steps_where_text_repeats(write_oracle: Callable[..., Oracle], how: str) -> None:
+    """The plugin itself; what it guesses of random weights is seldom right, but in a loop."""
+    oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
+    bias = {5: 30.0, 6: 30.0}  # two tokens, again and again
+    changes = {
+        "alone": {},
+        "micro-batches": {"micro_batches": True},
+        "split": {"prefill_attention_backend": "torch", "decode_attention_backend": "torch"},
+        "no overlap": {"overlap": False},
+    }[how]
+    asked = options(oracle, **changes)
+    requests = [
+        GenerationRequest(
+            request_id=f"{index}",
+            prompt_token_ids=(3 + index, *oracle.prompts[index]),
+            params=SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logit_bias=bias, speculation=index > 0),
+        )
+        for index in range(4)
+    ]
+    plain = answers_of(Engine.build(asked, registry), requests)
+    drafted = Engine.build(dataclasses.replace(asked, drafter="lookup", draft_length="3"), registry)
+    for about, found in answers_of(drafted, requests).items():
+        assert (found.tokens, found.reason) == (plain[about].tokens, plain[about].reason)
+    counts = drafted.meter.stats().drafts
+    assert counts.accepted > 0.5 * counts.drafted > 0
+    assert counts.accepted == sum(counts.by_position)
+
+
+def test_counts_are_of_what_was_told(write_oracle: Callable[..., Oracle]) -> None:
+    """Requests end amid right guesses: what was guessed behind their ends is told to nobody, and counted nowhere."""
+    oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.9, seed=6, stop_token_ids=tuple(range(0, 250, 5)))
+    requests = [
+        GenerationRequest(request_id=f"{index}", prompt_token_ids=(3 + index, *oracle.prompts[0][:9]), params=params)
+        for index in range(12)
+    ]
+    unstopped = dataclasses.replace(params, stop_token_ids=(), ignore_eos=True)
+    endless = [dataclasses.replace(each, params=unstopped) for each in requests]
+    plain = answers_of(Engine.build(options(oracle), registry), endless)
+    scripted = Scripted("right", {each.prompt_token_ids: plain[each.request_id].tokens for each in endless})
+    asked = options(oracle, drafter="scripted", draft_length="4")
+    engine = Engine.build(asked, with_drafter(registry, lambda _: scripted))
+    for request in requests:
+        engine.submit(request)
+    verified, others = [], []
+    while engine.has_work:
+        for output in engine.step():
+            (verified if output.num_drafted else others).append(output)
+    counts, told = engine.meter.stats().drafts, sum(len(output.token_ids) for output in verified)
+    stopped = {
+        each.request_id: next(at for at, token in enumerate(plain[each.request_id].tokens) if token % 5 == 0) for each in requests
+    }
+    assert told + sum(len(output.token_ids) for output in others) == sum(at + 1 for at in stopped.values())
+    assert (counts.told, counts.verifications) == (told, len(verified))
+    assert counts.accepted == sum(counts.by_position) == sum(output.num_accepted for output in verified)
+    assert counts.told < counts.verifications + counts.accepted, "some end amid right guesses"
+    assert counts.acceptance_length == counts.told / counts.verifications
+
+
+def test_stop_strings_cut_amid_guesses() -> None:
+    """Of several tokens that a step tells, those behind a stop string are not in the answer, and not counted."""
+    asked, answers = "Tell me a story about a fox named Mia.", []
+    common = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, "logprobs": 1}
+    for drafter in ("off", "eagle"):
+        with LLM(drafter=drafter, num_pages=64, dtype="float32") as model:
+            whole = model.generate(asked, SamplingParams(**common), progress=False)[0]  # type: ignore[arg-type]
+            words = [word for word in whole.text.split() if len(word) > 3]
+            stops = [SamplingParams(**common, stop=(word,), include_stop=at % 2 == 0) for at, word in enumerate(words[2:14])]  # type: ignore[arg-type]
+            for params in stops:
+                *deltas, last = model.stream(asked, params)
+                told = [*deltas, last]
+                logprobs = [found.logprob for delta in told for found in delta.logprobs or ()]
+                tokens = [token for delta in told for token in delta.token_ids]
+                answers.append(("".join(delta.text for delta in told), tokens, last.finish_reason))
+                assert last.finish_reason == "stop"
+                assert len(logprobs) == len(tokens) == last.usage.num_output_tokens
+                assert last.usage.num_accepted_tokens <= len(tokens)
+    plain, drafted = answers[: len(answers) // 2], answers[len(answers) // 2 :]
+    assert plain == drafted
+    assert len(plain) == 12
+
+
+def test_a_python_caller_may_do_without_guesses() -> None:
+    with LLM(drafter="eagle", num_pages=64, dtype="float32") as model:
+        for speculation in (True, False):
+            params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, speculation=speculation)
+            *_, last = model.stream("Tell me a story about a fox.", params)
+            usage = last.usage
+            assert bool(usage.num_drafted_tokens) is bool(usage.num_accepted_tokens) is speculation
+            assert usage.num_accepted_tokens <= min(usage.num_drafted_tokens, usage.num_output_tokens)
+    with pytest.raises(RequestError, match="speculation is 'off', but must be True or False"):
+        SamplingParams(speculation="off")  # type: ignore[arg-type]
+
+
+def test_backends_that_do_not_verify_are_refused() -> None:
+    with pytest.raises(Unsupported, match="phase verify is not among"):
+        Engine.build(EngineOptions(device="cpu", attention_backend="echo", drafter="lookup"), Registry.load())
+
+
+GRAMMARS = {
+    "regex": Grammar(kind=GrammarKind.REGEX, source="[a-f ]{1,25}"),
+    "choice": Grammar(kind=GrammarKind.CHOICE, source='["a rather long answer", "another one"]'),
+    "object": Grammar(kind=GrammarKind.JSON_OBJECT, source=""),
+}
+
+
+@pytest.mark.parametrize("kind", ["right", "random", "out of range"])
+def test_grammars_hold_behind_each_draft(kind: str) -> None:
+    requests = [
+        GenerationRequest(
+            request_id=f"{about} {heat}",
+            prompt_token_ids=tuple(range(5, 20 + index)),
+            params=SamplingParams(max_tokens=TOKENS, temperature=heat, seed=index, grammar=grammar, min_tokens=index),
+        )
+        for index, (about, grammar) in enumerate(GRAMMARS.items())
+        for heat in (0.0, 1.0)
+    ]
+    requests = [
+        dataclasses.replace(each, prompt_token_ids=(9 + place, *each.prompt_token_ids)) for place, each in enumerate(requests)
+    ]
+    assert_equal_answers(Registry.load(), EngineOptions(num_pages=200, num_threads=1, dtype="float32"), requests, kind)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_random_use_in_a_small_memory_breaks_no_promise(
+    write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool
+) -> None:
+    """Requests come, are preempted and aborted amid their drafts; the memory is whole after each step."""
+    oracle = write_oracle(name, FAMILIES[name])
+    engine, counts = used_at_random(Registry.load(), monkeypatch, oracle, turns=150, overlap=overlap)
+    assert engine.meter.stats().num_preempted > 0
+    assert counts["finished"] > 15
+
+
+def used_at_random(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, oracle: Oracle, *, turns: int, **changes: object
+) -> tuple[Engine, Counter[str]]:
+    """Whoever is told something is told what it is told alone. Drafts are right and wrong by chance."""
+    chance = random.Random(3)
+    prompts = [tuple(prompt) for prompt in prompts_of(oracle)]
+    requests = [
+        GenerationRequest(
+            request_id=f"{place}", prompt_token_ids=prompt, params=SamplingParams(max_tokens=40, temperature=1.0, seed=1)
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+    plainly = answers_of(Engine.build(options(oracle, prefix_cache=False), registry), requests)
+    expected = {request.prompt_token_ids: plainly[request.request_id].tokens for request in requests}
+    scripted = Scripted("random", expected)
+    small_memory(monkeypatch, windows=16)
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    small = {"page_size": 4, "num_pages": 32, "max_batch_tokens": 24, "max_batch_requests": 4, "max_model_len": 120}
+    drafting = dataclasses.replace(options(oracle, **{**small, **changes}), drafter="scripted", draft_length="3")
+    engine = Engine.build(drafting, with_drafter(registry, lambda _: scripted))
+
+    def ask(name: str) -> GenerationRequest:
+        params = SamplingParams(max_tokens=chance.randint(1, 40), temperature=1.0, seed=1)
+        return GenerationRequest(request_id=name, prompt_token_ids=chance.choice(prompts), params=params)
+
+    use = RandomUse(engine, chance, ask)
+    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
+    for turn in range(turns):
+        if chance.random() < 0.4:
+            use.submit()
+        if use.alive and chance.random() < 0.08:
+            use.abort_one()
+        if turn % 40 == 39:
+            evict_everything(engine)
+        told |= use.alive
+        use.step()
+        engine._scheduler.check_integrity()
+    told |= use.alive
+    use.drain()
+    for request, tokens in told.values():
+        assert tokens == expected[request.prompt_token_ids][: len(tokens)]
+    engine._scheduler.check_idle()
+    assert len(scripted.known) <= 4, "all are forgotten but for those of the last step"
+    return engine, use.counts

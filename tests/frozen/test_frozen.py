@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pairwise import EVERYTHING
@@ -30,24 +31,17 @@ with serving(model, *flags) as url, httpx.Client(base_url=url, timeout=60, trust
     route, tokens = http.get("/frozen").json(), answer.json()["usage"]["completion_tokens"]
     print(json.dumps({"route": route, "tokens": tokens, "chosen": chosen}))
 """
-ANSWER = """
+ANSWERS = """
 import json, sys
 from enginery import LLM, SamplingParams
 from enginery.testing.fixtures import open_tiny_llm, write_tiny_checkpoint
 from pathlib import Path
-with open_tiny_llm(write_tiny_checkpoint(Path(sys.argv[1])), schedule_policy="frozen") as llm:
+model, said = write_tiny_checkpoint(Path(sys.argv[1])), {}
+with open_tiny_llm(model, schedule_policy="frozen") as llm:
     (answer,) = llm.generate(["hello"], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
     from enginery_observer_frozen import counts
-    print(json.dumps({"tokens": len(answer.token_ids), "steps": counts["steps"]}))
-"""
-
-SPECULATION = """
-import json, sys
-from enginery import SamplingParams
-from enginery.testing.fixtures import open_tiny_llm, write_tiny_checkpoint
-from pathlib import Path
+    said["plain"] = {"tokens": len(answer.token_ids), "steps": counts["steps"]}
 params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logit_bias={7: 50.0, 8: 50.0})
-model, said = write_tiny_checkpoint(Path(sys.argv[1])), {}
 for drafter in ("off", "frozen"):
     with open_tiny_llm(model, drafter=drafter, attention_backend="torch", dtype="float32") as llm:
         *deltas, last = llm.stream("hello", params)
@@ -104,17 +98,22 @@ def test_a_frozen_command_runs(site: Path, tmp_path: Path) -> None:
     assert run(site, "-m", "enginery", "frozen", "a", "b", cwd=tmp_path) == "b a\n"
 
 
-def test_an_engine_runs_with_a_frozen_policy_and_a_frozen_observer(site: Path, tmp_path: Path) -> None:
-    said = json.loads(run(site, "-c", ANSWER, str(tmp_path / "model"), cwd=tmp_path).splitlines()[-1])
-    assert said["tokens"] == 4
-    assert said["steps"] >= 4
+@pytest.fixture(scope="module")
+def answers(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of engines with frozen plugins, in one process."""
+    folder = tmp_path_factory.mktemp("answers")
+    return json.loads(run(site, "-c", ANSWERS, str(folder / "model"), cwd=folder).splitlines()[-1])
 
 
-def test_an_engine_speculates_with_a_frozen_drafter_and_says_the_same(site: Path, tmp_path: Path) -> None:
-    said = json.loads(run(site, "-c", SPECULATION, str(tmp_path / "model"), cwd=tmp_path).splitlines()[-1])
-    assert said["frozen"]["tokens"] == said["off"]["tokens"]
-    assert len(said["off"]["tokens"]) == 40
-    assert said["frozen"]["accepted"] > 10 > said["off"]["accepted"] == 0
+def test_an_engine_runs_with_a_frozen_policy_and_a_frozen_observer(answers: dict[str, dict[str, Any]]) -> None:
+    assert answers["plain"]["tokens"] == 4
+    assert answers["plain"]["steps"] >= 4
+
+
+def test_an_engine_speculates_with_a_frozen_drafter_and_says_the_same(answers: dict[str, dict[str, Any]]) -> None:
+    assert answers["frozen"]["tokens"] == answers["off"]["tokens"]
+    assert len(answers["off"]["tokens"]) == 40
+    assert answers["frozen"]["accepted"] > 10 > answers["off"]["accepted"] == 0
 
 
 def test_a_server_answers_at_a_frozen_route_with_a_frozen_backend_and_policy(site: Path, tmp_path: Path) -> None:

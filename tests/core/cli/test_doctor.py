@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import resource
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from typer.testing import CliRunner
 from enginery.cli import doctor as doctor_module
 from enginery.cli import doctor_checks
 from enginery.cli.main import build_app
+from enginery.plugin import discovery
 
 Rows = dict[str, dict[str, str]]
 PLUGIN = """
@@ -147,6 +151,7 @@ def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, cuda:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"""
 from types import SimpleNamespace
+from typing import Any
 __version__ = "9.9"
 version = SimpleNamespace(cuda={cuda})
 def init():
@@ -335,6 +340,25 @@ def damage(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
 
+@pytest.fixture
+def without_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is looked at in this process: the tests of sound ones have that of the doctor."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(discovery, "distributions", discovery.distributions)
+    asked = doctor_module._ask
+
+    def ask(code: str, *arguments: str, **more: Any) -> tuple[Any, str]:
+        if code != doctor_module._ASK_MODEL:
+            return asked(code, *arguments, **more)
+        said = io.StringIO()
+        monkeypatch.setattr(sys, "argv", ["-c", *arguments])
+        with contextlib.redirect_stdout(said):
+            exec(code, {})
+        return json.loads(said.getvalue()), ""
+
+    monkeypatch.setattr(doctor_module, "_ask", ask)
+
+
 OTHER_FAMILY = damage("config.json", '{"architectures": ["ThatForCausalLM"]}')
 
 
@@ -351,7 +375,9 @@ OTHER_FAMILY = damage("config.json", '{"architectures": ["ThatForCausalLM"]}')
         ((damage("config.json", "{"),), {"model family": "is not JSON", "tokenizer": "config.json cannot be read"}),
     ],
 )
-def test_a_damaged_checkpoint_is_told(checkpoint: Path, faults: tuple[Callable[[Path], object], ...], told: dict[str, str]) -> None:
+def test_a_damaged_checkpoint_is_told(
+    checkpoint: Path, without_processes: None, faults: tuple[Callable[[Path], object], ...], told: dict[str, str]
+) -> None:
     for fault in faults:
         fault(checkpoint)
     rows = examine("-m", str(checkpoint), code=1)

@@ -50,7 +50,7 @@ def test_list_backends_shows_it_without_torch(site, tutorial) -> None:
 
 
 def test_the_kit_is_green_on_it(site, tutorial) -> None:
-    few = [] if EVERYTHING else ["-k", "float32"]  # its own test runs the others
+    few = [] if EVERYTHING else ["-k", "float32"]  # its own test runs some of the others
     arguments = ["test-backend", "loop", "--json", "-o", "loop.float64=true", *few]
     done = site.run(f"from enginery.cli.main import main\nmain({arguments!r})", **ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,8 @@ def test_the_kit_is_green_on_it(site, tutorial) -> None:
 
 
 def test_its_own_test_passes(site, tutorial) -> None:
-    done = site.run(own_tests(tutorial, *([] if EVERYTHING else ["-k", "not float32"])), **ONE_THREAD)
+    few = [] if EVERYTHING else ["-k", "not float32 and (numbers or hooks or refusals)"]
+    done = site.run(own_tests(tutorial, *few), **ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sum(map(int, re.findall(r"(\d+) (?:passed|deselected)", done.stdout))) > 100
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from family_templates_made import FAMILIES
-from test_template_fields import both  # noqa: F401
 from tokenizers_made import byte_level, save
 
 from enginery.errors import RequestError
@@ -61,14 +60,14 @@ TAKES_PARTS = ("gemma", "qwen3.5", "minimax", "granite")
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_a_conversation_renders_as_with_transformers(name, add_generation_prompt, both):  # noqa: F811
+def test_a_conversation_renders_as_with_transformers(name, add_generation_prompt, both):
     ours, theirs = both(FAMILIES[name], TALK, add_generation_prompt=add_generation_prompt)
     assert ours == theirs
     assert "And there?" in ours
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NO_CALLS])
-def test_tools_and_calls_render_as_with_transformers(name, both):  # noqa: F811
+def test_tools_and_calls_render_as_with_transformers(name, both):
     for messages in (CALLED, THOUGHT, SILENT):
         ours, theirs = both(FAMILIES[name], messages, tools=TOOLS)
         assert ours == theirs
@@ -77,7 +76,7 @@ def test_tools_and_calls_render_as_with_transformers(name, both):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", TAKES_PARTS)
-def test_content_in_parts_renders_as_with_transformers(name, both):  # noqa: F811
+def test_content_in_parts_renders_as_with_transformers(name, both):
     ours, theirs = both(FAMILIES[name], PARTS)
     assert ours == theirs
     assert "two" in ours
@@ -87,7 +86,7 @@ def test_content_in_parts_renders_as_with_transformers(name, both):  # noqa: F81
     ("name", "variables"),
     [("gpt-oss", {"reasoning_effort": "high"}), ("qwen3.5", {"enable_thinking": False}), ("jamba", {"today": "1"})],
 )
-def test_the_templates_variables_are_given(name, variables, both):  # noqa: F811
+def test_the_templates_variables_are_given(name, variables, both):
     ours, theirs = both(FAMILIES[name], TALK, **variables)
     assert ours == theirs
     assert ours != both(FAMILIES[name], TALK)[0] or name == "jamba"

@@ -11,10 +11,8 @@ from tokenizers_made import byte_level, save
 from transformers import AutoTokenizer
 
 from enginery.errors import ConfigError, RequestError
-from enginery.text.template import ChatTemplate
 from enginery.text.template_process import Limits
 from enginery.text.text_side import TextSide
-from enginery.text.tokenizer import Tokenizer
 
 ASKED = [{"role": "user", "content": "1+1?"}]
 TALK = [
@@ -23,38 +21,6 @@ TALK = [
     {"role": "user", "content": "and 2+2? 日本"},
 ]
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds <b>", "parameters": {"type": "object"}}}]
-
-
-@pytest.fixture
-def both(tmp_path):
-    """Renders with transformers and with ours, from one folder."""
-    made = []
-
-    def render(template, messages, **given):
-        folder = save(byte_level(), tmp_path, chat_template=template)
-        theirs = AutoTokenizer.from_pretrained(folder)
-        made.append(ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder)))
-        fields = {name: given.pop(name) for name in ("add_generation_prompt", "continue_final_message", "tools") if name in given}
-        wants_answer = not fields.get("continue_final_message")
-        want = theirs.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": wants_answer, **fields, **given})
-        return made[-1].render(messages, variables=given, **fields), want
-
-    yield render
-    for template in made:
-        template.close()
-
-
-@pytest.fixture
-def ours():
-    made = []
-
-    def render(source, messages=ASKED, *, limits=None, **given):
-        made.append(ChatTemplate(source, variables={"bos_token": "<s>"}, limits=limits))
-        return made[-1].render(messages, **given)
-
-    yield render
-    for template in made:
-        template.close()
 
 
 @pytest.mark.parametrize(

@@ -54,19 +54,19 @@ def _facets(case: AttnCase) -> set[Facet]:
 
 
 def _size(case: AttnCase) -> int:
-    """How much there is to compute, about."""
+    """How many programs of kernels there are to interpret, about: each has a recurrence's key dims in one tensor."""
     rule: RecurrentFacts | None = case.facts.recurrent
-    return rule.value_heads * rule.key_dim * rule.value_dim if rule is not None else case.facts.num_heads * case.facts.head_dim
+    return rule.value_heads * rule.value_dim if rule is not None else case.facts.num_heads * case.facts.head_dim
 
 
 def _meeting_each_value(checks: Sequence[Check]) -> list[Check]:
-    """Greedy; of those that add as much the smallest."""
+    """Greedy: whatever adds most for the root of its size. Two small ones are cheaper than one with the largest of all values."""
     facets = {index: _facets(check.case) for index, check in enumerate(checks) if check.case is not None}
     sizes = {index: _size(check.case) for index, check in enumerate(checks) if check.case is not None}
     missing = set[Facet]().union(*facets.values())
     chosen = []
     while missing:
-        best = max(facets, key=lambda index: (len(facets[index] & missing), -sizes[index]))
+        best = max(facets, key=lambda index: len(facets[index] & missing) / sizes[index] ** 0.5)
         missing -= facets[best]
         chosen.append(checks[best])
     return chosen

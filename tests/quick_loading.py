@@ -1,7 +1,7 @@
-"""The installed plugins are imported, checked and asked once in a process, and not for each engine that a test builds: 0.14 s each.
+"""The installed plugins are imported, checked and asked once in a process, and not for each engine that a test builds, 0.14 s each.
 
-What was loaded serves again as long as nothing it comes from is another: paths, the environment, the plugins wanted, the functions of
-the loader, and every name in each plugin's package. Tests that install plugins add a path, and so load them anew. What is not installed
+What was loaded serves again as long as nothing that it comes from is another: paths, the environment, the plugins wanted, functions
+of the loader, and every name in each plugin's package. Tests that install plugins add a path, and so load them anew. What is absent
 is looked for once, too: choosing a backend asks for the same absent modules dozens of times.
 """
 

@@ -1,4 +1,4 @@
-"""For all tests: whether Triton compiles, what is random, and what is run again when it fails.
+"""For all tests: whether Triton compiles, what is random, what is loaded once, and what is run again when it fails.
 
 Triton compiles its kernels or interprets them, and decides that once, when it is first imported. Machines without a CUDA device
 interpret them. torch imports Triton too, so this comes before any test does. The variable must not stay set: the engine would
@@ -20,6 +20,7 @@ from unittest.mock import patch
 import hypothesis
 import pytest
 import quick_interpreter
+import quick_loading
 import torch
 
 # The same are in `with_processes` of the Makefile: tests/meta/test_two_runs.py.
@@ -29,6 +30,8 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.experimental.gluon")
     quick_interpreter.install(importlib.import_module("triton.runtime.interpreter"))
+
+quick_loading.install()
 
 # Under nohup servers that the tests start would ignore it too, and tests of signals wait for nothing.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from enginery.testing.cases import covering
 
 HAS_CUDA = torch.cuda.is_available()
+Value = TypeVar("Value")
 EVERYTHING = HAS_CUDA or os.environ.get("ENGINERY_TESTS") == "full"
 
 
@@ -47,6 +49,12 @@ def in_turn(
     return pytest.mark.parametrize(names, rows, indirect=list(indirect))
 
 
+def spread(values: Iterable[Value], count: int, *, everything: bool = EVERYTHING) -> list[Value]:
+    """All of the values, or so many of them from the first on, as far apart as they can be."""
+    found = list(values)
+    return found if everything or count >= len(found) else [found[index * len(found) // count] for index in range(count)]
+
+
 def examples(count: int) -> int:
     """How many of a property test that drives a scheduler by chance for a hundred actions; the same ones every time."""
-    return count if EVERYTHING else max(1, count * 2 // 5)
+    return count if EVERYTHING else max(1, count * 3 // 10)

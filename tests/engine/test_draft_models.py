@@ -15,7 +15,7 @@ import torch
 from engine.random_use import RandomUse
 from engine.test_kinds_at_random import WINDOWS, evict_everything, small_memory
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
-from pairwise import EVERYTHING
+from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
 from parity.test_mamba import FAMILIES as MAMBA
@@ -77,6 +77,9 @@ SELVES = {
     "gemma2": WINDOWS,
     "mixtral": EXPERT_FAMILIES["mixtral"],
 }
+SOME_SELVES = [
+    list(SELVES).index(name) for name in ("llama", "qwen2-window", "deepseek-v2", "glm4", "gemma2")
+]  # each with a setting
 SETTINGS = (
     {"page_size": 16, "max_batch_tokens": 24, "draft_length": "3"},
     {"page_size": 4, "max_batch_tokens": 64, "draft_length": "8"},
@@ -85,7 +88,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize("place", range(len(SELVES)), ids=list(SELVES))
+@pytest.mark.parametrize("place", range(len(SELVES)) if EVERYTHING else SOME_SELVES)
 def test_a_model_that_drafts_for_itself_is_always_right(
     write_oracle: Callable[..., Oracle], registry: Registry, place: int
 ) -> None:
@@ -94,7 +97,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     oracle = write_oracle(f"self {name}", SELVES[name])
     prompts = [oracle.prompts[index] for index in (0, 5, 2, 4, 6)]
     prompts += [prompts[1], [*prompts[1][:40], *prompts[3][:9]]]
-    requests = [asking(f"{index}", prompt, max_tokens=TOKENS - 5 * index) for index, prompt in enumerate(prompts)]
+    longest = TOKENS if EVERYTHING else 24
+    requests = [asking(f"{index}", prompt, max_tokens=longest - 3 * index) for index, prompt in enumerate(prompts)]
     expected = answers_of(Engine.build(options(oracle), registry), requests)
     for setting in SETTINGS if EVERYTHING else SETTINGS[place % 4 :][:1]:
         engine = Engine.build(by_itself(oracle, **setting), registry)
@@ -134,12 +138,13 @@ def come_and_go(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[s
     return told
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", spread(["gemma2", "llama"], 1))
 def test_it_stays_right_when_requests_are_preempted(
     write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     oracle = write_oracle(f"self {name}", SELVES[name])
-    requests = [asking(f"{index}", oracle.prompts[index % 7][:30], max_tokens=TOKENS) for index in range(9)]
+    longest = TOKENS if EVERYTHING else 24
+    requests = [asking(f"{index}", oracle.prompts[index % 7][:30], max_tokens=longest) for index in range(9)]
     requests = [dataclasses.replace(each, prompt_token_ids=(9 + at, *each.prompt_token_ids)) for at, each in enumerate(requests)]
     expected = answers_of(Engine.build(options(oracle), registry), requests)
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
@@ -243,7 +248,7 @@ def test_a_strange_model_with_the_same_vocabulary_changes_no_token(
 @pytest.mark.parametrize("drafter", ["eagle", "standalone"])
 def test_weights_may_be_drawn(registry: Registry, drafter: str) -> None:
     """For benchmarks: both models' are."""
-    asked = [asking(f"{at}", prompt_of(said)) for at, said in enumerate(SAID[:3])]
+    asked = [asking(f"{at}", prompt_of(said), max_tokens=TOKENS if EVERYTHING else 12) for at, said in enumerate(SAID[:3])]
     expected = answers_of(Engine.build(embedded(load_format="dummy"), registry), asked)
     engine = Engine.build(embedded(load_format="dummy", drafter=drafter), registry)
     assert_told(answers_of(engine, asked), expected)

@@ -16,6 +16,7 @@ import noise
 import numpy as np
 import pytest
 from engine.test_graphs import with_graphs
+from pairwise import in_turn
 
 from enginery import LLM, SamplingParams
 from enginery.config.schema import EngineOptions
@@ -346,8 +347,7 @@ def test_an_answer_that_has_ended_is_not_asked_for_more(slow: tuple[Registry, Sl
     assert outputs["a"][-1].stop_token_id is None
 
 
-@pytest.mark.parametrize("source", ["broken", "fails", "nothing", "liar"])
-@pytest.mark.parametrize("overlap", [False, True])
+@in_turn(("source", ["broken", "fails", "nothing", "liar"]), ("overlap", [False, True]))
 def test_a_grammar_that_fails_ends_its_request_alone(slow: tuple[Registry, Slow], source: str, *, overlap: bool) -> None:
     slow[1].go.set()
     engine = build(slow[0], overlap=overlap)

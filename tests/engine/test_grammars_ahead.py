@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from engine.test_speculation import with_drafter
+from pairwise import in_turn
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.drafting import DraftAsk
@@ -121,19 +122,24 @@ def answer(kind: str, trap: int, guesses: Guesses | None) -> tuple[list[int], st
     return told, error
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    """What it is told where nothing fails."""
+    return answer("none", -1, None)[0]
+
+
 @pytest.mark.parametrize("kind", TRAPS)
-def test_a_grammar_that_fails_behind_a_wrong_draft_harms_nobody(kind: str) -> None:
-    plain, _ = answer("none", -1, None)
+def test_a_grammar_that_fails_behind_a_wrong_draft_harms_nobody(plain: list[int], kind: str) -> None:
     trap = next(token for token in range(3, 256) if token not in plain)
     guesses = Guesses({at: [*plain[at : at + 1], trap, *plain[at + 2 : at + 4]] for at in range(16)})
     assert answer(kind, trap, guesses) == (plain, None)
     assert len(guesses.asked) == 1, "it is not asked again about what may not come"
 
 
-@pytest.mark.parametrize("place", [3, 6])
-@pytest.mark.parametrize("kind", TRAPS)
-def test_a_grammar_that_fails_behind_a_right_draft_ends_the_answer_where_plain_decoding_ends_it(kind: str, place: int) -> None:
-    plain, _ = answer("none", -1, None)
+@in_turn(("kind", TRAPS), ("place", [3, 6]))
+def test_a_grammar_that_fails_behind_a_right_draft_ends_the_answer_where_plain_decoding_ends_it(
+    plain: list[int], kind: str, place: int
+) -> None:
     trap = plain[place]
     assert trap not in plain[:place]
     expected = answer(kind, trap, None)

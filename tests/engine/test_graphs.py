@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from core.testing.graph_backend import GraphBackend, NeverRefreshes
+from pairwise import in_turn
 from parity.engine_driver import assert_greedy, generate, greedy, options
 from parity.oracle import FAMILIES, Oracle
 
@@ -86,8 +87,7 @@ def with_graphs(
     return Engine(dataclasses.replace(parts, graphs=graphs), registry, asked), capture
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("count", [1, 5, 7])
+@in_turn(("count", [1, 5, 7]), ("overlap", [False, True]))
 def test_captured_steps_give_transformers_tokens(
     llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture, *, count: int, overlap: bool
 ) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from engine.hybrid_model import BatchAndFlag, BatchOnly, WithoutHook
 from engine.hybrid_reference import HybridOracle, write_hybrid
-from pairwise import EVERYTHING, in_turn, pairwise
+from pairwise import EVERYTHING, crossed, in_turn, pairwise, spread
 from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy
 from parity.oracle import NUM_GREEDY
 from parity.test_http import train_tokenizer
@@ -156,7 +156,7 @@ def test_logits_of_a_prompt_are_within_1e_4(
     torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=0)
 
 
-@pairwise(("layers", LAYERS), ("page_size", [1, 16]), ("chunk", [16, UNLIMITED]), ("batch", [1, 7]))
+@in_turn(("layers", LAYERS), ("page_size, chunk, batch", crossed([1, 16], [16, UNLIMITED], [1, 7])))
 def test_64_greedy_tokens_are_equal(
     oracles: dict[str, HybridOracle], registry: Registry, *, layers: str, page_size: int, chunk: int, batch: int
 ) -> None:
@@ -254,7 +254,7 @@ def test_the_same_prompt_goes_on_from_its_last_page(
 ) -> None:
     asked = options(oracle, page_size=page_size, num_pages=6400 // page_size, overlap=overlap)
     engine = Engine.build(asked, registry)
-    for length in (64, 49, 33, 16, 17):
+    for length in spread((64, 49, 33, 16, 17), 3):
         prompt = oracle.prompts[LONG][64 - length :]
         before, again = served_after(engine, prompt), served_after(engine, prompt)
         assert_greedy(oracle, [before[0], again[0]], [prompt, prompt])

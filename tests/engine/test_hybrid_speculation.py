@@ -11,7 +11,7 @@ import pytest
 from engine.test_grammars_ahead import Fussy, Grammars
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import ASKS, Scripted, answers_of, assert_equal_answers, used_at_random, with_drafter
-from pairwise import in_turn
+from pairwise import in_turn, spread
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
 from parity.test_gpt_oss import CONFIG as GPT_OSS
@@ -46,7 +46,7 @@ def registry() -> Registry:
     return Registry.load()
 
 
-@in_turn(("name", list(MODELS)), ("kind", KINDS), ("way", range(len(WAYS))))
+@in_turn(("name", spread(MODELS, 7)), ("kind", KINDS), ("way", range(len(WAYS))))
 def test_each_is_told_what_plain_decoding_tells(
     write_oracle: Callable[..., Oracle], registry: Registry, name: str, kind: str, way: int
 ) -> None:
@@ -79,7 +79,7 @@ def test_random_use_in_a_small_memory_breaks_no_promise(
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("qwen3_next", "right"), ("kimi_linear", "random"), ("lfm2", "some"), ("gemma2", "random")],
+    spread([("qwen3_next", "right"), ("kimi_linear", "random"), ("lfm2", "some"), ("gemma2", "random")], 2),
 )
 def test_a_next_turn_goes_on_from_where_the_answer_passed_a_page(
     write_oracle: Callable[..., Oracle], registry: Registry, name: str, kind: str

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import in_turn
 
 from enginery import LLM, SamplingParams
 from enginery.config.schema import EngineOptions
@@ -72,8 +73,7 @@ def test_a_single_prompt_and_params_for_each_are_accepted(echo: Path) -> None:
         model.generate([[1], [2]], each[:1])
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@in_turn(("page_size", [1, 16, 64]), ("prefix_cache", [True, False]))
 def test_memory_is_intact_under_pressure(echo: Path, *, page_size: int, prefix_cache: bool) -> None:
     prompts = [[seed, *range(10, 10 + seed)] for seed in range(1, 40)] * 2
     model = llm(echo, page_size=page_size, num_pages=256 // page_size, max_batch_tokens=32, prefix_cache=prefix_cache)

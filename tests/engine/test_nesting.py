@@ -47,22 +47,19 @@ def test_every_pair_of_composites_gives_what_the_plain_backend_gives(pair: tuple
     assert_same(pair, step, layer=0)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("outer", ["hybrid", "split", "micro"])
+@in_turn(("step", STEPS), ("outer", ["hybrid", "split", "micro"]))
 def test_a_recurrent_layer_is_served_through_composites_over_a_hybrid(outer: str, step: str) -> None:
     if outer == "split":  # its two hybrids share the states of the pool
         assert_same(("split", "hybrid"), step, layer=1)
     assert_same((outer, "hybrid"), step, layer=1)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("step", STEPS)
+@in_turn(("step", STEPS), ("layer", [0, 1]))
 def test_micro_batches_over_a_hybrid_over_a_split_over_mla(step: str, layer: int) -> None:
     assert_same(("micro", "hybrid", "split", "mla"), step, layer)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("step", ["prefill", "mixed"])
+@in_turn(("strategy", STRATEGIES), ("step", ["prefill", "mixed"]))
 def test_every_strategy_gives_the_same_and_is_the_one_asked_for(strategy: PrefillStrategy, step: str) -> None:
     plain, asked = Memory(LATENT, PrefillStrategy.ABSORBED), Memory(LATENT, strategy)
     relay = nest(asked, ("micro", "split", "mla"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import crossed, in_turn
 from parity.engine_driver import assert_greedy, generate, options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
@@ -102,7 +102,7 @@ def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[En
     return Engine(dataclasses.replace(parts, pieces=pieces), registry, wanted), capture
 
 
-@pairwise(("family", ["llama", "qwen3-moe", "deepseek-v2", "longcat-flash"]), ("step", [16, 100]), ("overlap", [False, True]))
+@in_turn(("family", ["llama", "qwen3-moe", "deepseek-v2", "longcat-flash"]), ("step, overlap", crossed([16, 100], [False, True])))
 def test_steps_in_pieces_give_transformers_tokens(
     write_oracle: Callable[..., Oracle], registry: Registry, family: str, step: int, *, overlap: bool
 ) -> None:

@@ -63,7 +63,7 @@ def test_each_gets_what_it_asked_for_and_nothing_is_left(seed: int) -> None:
     )
     engine = Engine.build(asked, Registry.load())
     use = RandomUse(engine, chance, lambda name: anything(chance, name))
-    for _ in range(150):
+    for _ in range(150 if EVERYTHING else 100):
         if chance.random() < 0.35:
             use.submit()
         if use.alive and chance.random() < 0.2:

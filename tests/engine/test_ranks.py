@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine import hybrid_model
 from engine.hybrid_reference import SIZES
+from pairwise import in_turn
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, grouped_expert_shape, latent_shape, shape
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
@@ -104,15 +105,11 @@ def model(request: pytest.FixtureRequest, registry: Registry, models: dict[str, 
     return models[request.param]
 
 
-every_family = pytest.mark.parametrize("model", sorted(CONFIGS), indirect=True)
-
-
 def error(answer: RankAnswer, truth: RankAnswer) -> float:
     return float((answer.logits.double() - truth.logits).norm() / truth.logits.norm())
 
 
-@every_family
-@pytest.mark.parametrize("tensor_size", [2, 4])
+@in_turn(("model", sorted(CONFIGS)), ("tensor_size", [2, 4]), indirect=["model"])
 def test_tensor_ranks_are_as_close_to_float64_as_one(model: OneModel, tensor_size: int) -> None:
     (truth,) = model.run(torch.float64)
     exact = model.run(torch.float64, tensor_size=tensor_size)
@@ -126,8 +123,7 @@ def test_tensor_ranks_are_as_close_to_float64_as_one(model: OneModel, tensor_siz
         assert torch.equal(rank.best, rank.logits.argmax(-1))
 
 
-@every_family
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_turn(("model", sorted(CONFIGS)), ("dtype", [torch.float32, torch.bfloat16]), indirect=["model"])
 def test_two_pipeline_stages_are_one_bit_for_bit(model: OneModel, dtype: torch.dtype) -> None:
     (one,) = model.run(dtype, rows=[3, 23])
     (two,) = model.run(dtype, num_stages=2, rows=[3, 23])

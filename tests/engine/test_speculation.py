@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from engine.random_use import RandomUse
 from engine.test_kinds_at_random import evict_everything, prompts_of, small_memory
+from pairwise import in_turn, spread
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
 
@@ -113,8 +114,7 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["right", "wrong", "random", "some", "out of range"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v2"])
+@in_turn(("name", ["llama", "mistral", "deepseek-v2"]), ("kind", ["right", "wrong", "random", "some", "out of range"]))
 def test_each_is_told_what_plain_decoding_tells(write_oracle: Callable[..., Oracle], name: str, kind: str) -> None:
     oracle, registry = write_oracle(name, FAMILIES[name]), Registry.load()
     requests = [
@@ -235,7 +235,7 @@ GRAMMARS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["right", "random", "out of range"])
+@pytest.mark.parametrize("kind", spread(["right", "out of range", "random"], 2))
 def test_grammars_hold_behind_each_draft(kind: str) -> None:
     requests = [
         GenerationRequest(
@@ -252,8 +252,7 @@ def test_grammars_hold_behind_each_draft(kind: str) -> None:
     assert_equal_answers(Registry.load(), EngineOptions(num_pages=200, num_threads=1, dtype="float32"), requests, kind)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-@pytest.mark.parametrize("overlap", [False, True])
+@in_turn(("name", ["llama", "mistral"]), ("overlap", [False, True]))
 def test_random_use_in_a_small_memory_breaks_no_promise(
     write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool
 ) -> None:

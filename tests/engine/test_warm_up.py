@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_graphs import AgainAndAgain
+from pairwise import EVERYTHING
 from parity.engine_driver import options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
@@ -100,7 +101,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def typical_batches(parts: BuiltParts, *, most: int, longest: int) -> Iterator[ForwardBatch]:
     """Prefills, decoding and mixed steps at random, some of whose requests begin alike, at any place in memory."""
     chance, geometry = random.Random(0), parts.relay.backend.pool.geometry
-    for _ in range(150):
+    for _ in range(150 if EVERYTHING else 60):
         phase = chance.choice([Phase.PREFILL, Phase.DECODE, Phase.MIXED])
         num_decode = 0 if phase is Phase.PREFILL else chance.choice([1, 2, 3, 17, 63, 64, most - 3])
         news = [] if phase is Phase.DECODE else [chance.choice([1, 3, 17, 100]) for _ in range(chance.randint(1, 3))]

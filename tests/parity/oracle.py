@@ -30,7 +30,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-NUM_GREEDY = 64 if EVERYTHING else 40  # more than a page, a window of 16, or what is kept free for a request that runs
+NUM_GREEDY = 64 if EVERYTHING else 36  # more than a page, a window of 16, or what is kept free for a request that runs
 FIRST_ORDINARY_TOKEN = 8
 PROMPT_LENGTHS = (5, 33, 1, 16, 47, 64, 20)
 LLAMA3_ROPE = dict(

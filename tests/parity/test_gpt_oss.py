@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import EVERYTHING
 from parity.engine_driver import assert_greedy, drain, generate, greedy, last_logits, options
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
@@ -60,16 +61,19 @@ def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Regist
         torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"page_size": 16},
-        {"max_batch_tokens": 7, "page_size": 1},
-        {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
-        {"overlap": False},
-    ],
-    ids=str,
-)
+CUTS = [
+    {"page_size": 16},
+    {"max_batch_tokens": 7, "page_size": 1},
+    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
+    {"overlap": False},
+]
+TOGETHER = [
+    {"max_batch_tokens": 7, "page_size": 1, "overlap": False},
+    {"num_pages": 60, "page_size": 16, "max_batch_requests": 3},
+]  # on a CPU several at once
+
+
+@pytest.mark.parametrize("changes", CUTS if EVERYTHING else TOGETHER, ids=str)
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:

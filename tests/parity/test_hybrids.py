@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import EVERYTHING
+from pairwise import EVERYTHING, in_turn
 from parity.engine_driver import assert_greedy, each_last_logits, generate, last_logits, options
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
@@ -95,7 +95,7 @@ TOGETHER: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", CUTS if EVERYTHING else TOGETHER, ids=str)
+@in_turn(("oracle", sorted(HYBRIDS)), ("changes", CUTS if EVERYTHING else TOGETHER), indirect=["oracle"])
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:

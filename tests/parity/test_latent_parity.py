@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import crossed, in_turn, pairwise
 from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy, last_logits, options
 from parity.oracle import FAMILIES, NUM_GREEDY, ROPES, Oracle, latent_shape
 from parity.watch_steps import watch_steps
@@ -89,8 +89,8 @@ def tokens_with_cache_hits(engine: Engine) -> Iterator[tuple[str, int, tuple[int
             yield output.request_id, output.num_cached_tokens, output.token_ids
 
 
-@pairwise(
-    ("latent_oracle", DEEPSEEKS), ("strategy", PrefillStrategy), ("page_size", [1, 16]), indirect=["latent_oracle", "strategy"]
+@in_turn(
+    ("strategy", PrefillStrategy), ("latent_oracle", DEEPSEEKS), ("page_size", [16, 1]), indirect=["latent_oracle", "strategy"]
 )
 def test_logits_of_a_chunked_prompt_are_within_1e_4(
     latent_oracle: Oracle, strategy: PrefillStrategy, asked: Callable[..., EngineOptions], registry: Registry, *, page_size: int
@@ -133,8 +133,8 @@ def test_greedy_tokens_are_equal(
     assert reader.most_chunks >= (4 if strategy is CHUNKED and tokens_per_step == 16 else 0)
 
 
-@pairwise(
-    ("latent_oracle", DEEPSEEKS), ("strategy", PrefillStrategy), ("page_size", [1, 16]), indirect=["latent_oracle", "strategy"]
+@in_turn(
+    ("strategy", PrefillStrategy), ("latent_oracle, page_size", crossed(DEEPSEEKS, [1, 16])), indirect=["latent_oracle", "strategy"]
 )
 def test_prefix_cache_hits_change_no_token(
     latent_oracle: Oracle, strategy: PrefillStrategy, asked: Callable[..., EngineOptions], registry: Registry, *, page_size: int
@@ -159,8 +159,10 @@ def test_prefix_cache_hits_change_no_token(
     assert reader.most_chunks >= (8 if strategy is CHUNKED else 0)
 
 
-@pairwise(
-    ("latent_oracle", DEEPSEEKS), ("strategy", PrefillStrategy), ("page_size", [1, 16]), indirect=["latent_oracle", "strategy"]
+@in_turn(
+    ("strategy", PrefillStrategy),
+    ("latent_oracle, page_size", crossed(DEEPSEEKS[::-1], [16, 1])),
+    indirect=["latent_oracle", "strategy"],
 )
 def test_preemption_changes_no_token(
     latent_oracle: Oracle, strategy: PrefillStrategy, asked: Callable[..., EngineOptions], registry: Registry, *, page_size: int
@@ -175,7 +177,9 @@ def test_preemption_changes_no_token(
     assert reader.strategies == {strategy}
 
 
-@pytest.mark.parametrize(("chunk_tokens", "ragged"), [(CHUNK_TOKENS, CHUNKED), (64, ONE_SHOT)])
+@in_turn(
+    ("chunk_tokens, ragged", [(CHUNK_TOKENS, CHUNKED), (64, ONE_SHOT)]), ("latent_oracle", DEEPSEEKS), indirect=["latent_oracle"]
+)
 def test_left_to_itself_the_engine_chooses_by_size(
     latent_oracle: Oracle, registry: Registry, *, chunk_tokens: int, ragged: PrefillStrategy
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import EVERYTHING, spread
 from parity.engine_driver import assert_greedy, generate, last_logits, options
 from parity.oracle import EXPERT_FAMILIES, Oracle, longcat_shape
 from safetensors.torch import load_file, save_file
@@ -96,16 +97,19 @@ def test_files_that_do_not_fit_their_config_are_refused(
         Engine.build(options(oracle, model=str(tmp_path)), registry)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_pages": 16, "page_size": 16},
-        {"num_pages": 200, "page_size": 1, "max_batch_tokens": 7},
-        {"max_batch_requests": 2},
-        {"overlap": False, "max_batch_tokens": 16},
-    ],
-    ids=str,
-)
+CUTS = [
+    {"num_pages": 16, "page_size": 16},
+    {"num_pages": 200, "page_size": 1, "max_batch_tokens": 7},
+    {"max_batch_requests": 2},
+    {"overlap": False, "max_batch_tokens": 16},
+]
+TOGETHER = [
+    {"num_pages": 200, "page_size": 1, "max_batch_tokens": 7, "overlap": False},
+    {"num_pages": 16, "page_size": 16, "max_batch_requests": 2},
+]  # on a CPU several at once
+
+
+@pytest.mark.parametrize("changes", CUTS if EVERYTHING else TOGETHER, ids=str)
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:
@@ -125,7 +129,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(CHANGED))
+@pytest.mark.parametrize("name", spread(sorted(CHANGED), 2))
 def test_other_shapes_are_transformers_too(name: str, registry: Registry, write_oracle: Callable[..., Oracle]) -> None:
     oracle = write_oracle(f"{FAMILY}-{name}", LongcatFlashConfig(**longcat_shape(**CHANGED[name])))
     for prompt in oracle.prompts[3:5]:

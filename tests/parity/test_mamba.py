@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pairwise import EVERYTHING, in_turn
+from pairwise import EVERYTHING, in_turn, spread
 from parity.engine_driver import assert_greedy, each_last_logits, generate, greedy, options
 from parity.oracle import Oracle, shape
 from transformers import (
@@ -115,7 +115,7 @@ def test_logits_after_a_prompt_are_transformers(oracle: Oracle, registry: Regist
 CUTS: list[dict[str, object]] = [{}, {"max_batch_tokens": 7, "page_size": 1}, {"num_pages": 16, "page_size": 16}]
 
 
-@in_turn(("oracle", sorted(FAMILIES)), ("changes", CUTS), indirect=["oracle"])
+@in_turn(("oracle", spread(sorted(FAMILIES), 7)), ("changes", CUTS), indirect=["oracle"])
 def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     oracle: Oracle, registry: Registry, changes: dict[str, object]
 ) -> None:
@@ -123,7 +123,7 @@ def test_greedy_tokens_are_transformers_however_the_work_is_cut_up(
     assert_greedy(oracle, generate(Engine.build(options(oracle, **changes), registry), prompts), prompts)
 
 
-@pytest.mark.parametrize("oracle", STATES, indirect=True)
+@pytest.mark.parametrize("oracle", spread(STATES, 3), indirect=True)
 def test_a_prompt_seen_before_goes_on_from_its_states(oracle: Oracle, registry: Registry) -> None:
     engine, prompt = Engine.build(options(oracle, page_size=16), registry), oracle.prompts[4]
     answers, cached = [], []

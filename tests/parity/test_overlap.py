@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from pairwise import in_turn
 from parity.engine_driver import assert_greedy, drain, generate, greedy, options
 from parity.oracle import FAMILIES, Oracle
 
@@ -22,8 +23,9 @@ def llama(write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle("llama", FAMILIES["llama"])
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_batch_tokens": 16}, {"num_pages": 14}, {"prefix_cache": False}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "deepseek-v2"])
+@in_turn(
+    ("changes", [{}, {"max_batch_tokens": 16}, {"num_pages": 14}, {"prefix_cache": False}]), ("family", ["llama", "deepseek-v2"])
+)
 def test_overlapped_steps_give_transformers_tokens(
     write_oracle: Callable[..., Oracle], registry: Registry, family: str, changes: dict[str, object]
 ) -> None:

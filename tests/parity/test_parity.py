@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pairwise import EVERYTHING, crossed, in_turn
+from pairwise import EVERYTHING, crossed, in_turn, spread
 from parity.engine_driver import RecordingModel, assert_greedy, drain, generate, greedy, last_logits, options
 from parity.oracle import FAMILIES, NUM_GREEDY, ROPES, Oracle, shape
 from transformers import LlamaConfig
@@ -20,6 +20,7 @@ from enginery.plugin.registry import Registry
 UNLIMITED = 4096
 # Whose turn it is and what is cached is nothing that families differ in, but for how they remember: latents, pages, windows, both.
 MEMORIES = sorted(FAMILIES) if EVERYTHING else ["deepseek-v2", "llama", "mistral", "qwen2-window"]
+OPS = ["packed", "reference"]
 CUTS = crossed([1, 16], [16, UNLIMITED], [1, 7])
 
 
@@ -34,12 +35,13 @@ def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) 
     return write_oracle(request.param, FAMILIES[request.param])
 
 
-@pytest.fixture(scope="module", params=["packed", "reference"])
+@pytest.fixture(scope="module", params=OPS)
 def any_ops(request: pytest.FixtureRequest) -> Registry:
     """With the CPU plugin's operations and with the core's own."""
     return Registry.load(blocked=() if request.param == "packed" else ("ops-cpu",))
 
 
+@in_turn(("oracle", sorted(FAMILIES)), ("any_ops", OPS), indirect=["oracle", "any_ops"])
 def test_logits_of_a_prompt_are_within_1e_4(oracle: Oracle, any_ops: Registry) -> None:
     parts = build_parts(options(oracle, max_batch_tokens=16), any_ops)
     recording = RecordingModel(parts.model)
@@ -147,7 +149,8 @@ def test_requests_that_arrive_and_leave_midway_disturb_nobody(oracle: Oracle, re
 @pytest.mark.parametrize("rope", sorted(ROPES))
 def test_every_rope_scaling_gives_equal_greedy_tokens(rope: str, registry: Registry, write_oracle: Callable[..., Oracle]) -> None:
     oracle = write_oracle(f"rope-{rope}", LlamaConfig(**shape(rope_parameters=ROPES[rope])))
-    assert_greedy(oracle, generate(Engine.build(options(oracle), registry), oracle.prompts))
+    some = spread(oracle.prompts, 3)
+    assert_greedy(oracle, generate(Engine.build(options(oracle), registry), some), some)
 
 
 def test_the_hub_spelling_of_rope_scaling_is_read_too(registry: Registry, write_oracle: Callable[..., Oracle], tmp_path) -> None:
@@ -166,7 +169,7 @@ def test_the_hub_spelling_of_rope_scaling_is_read_too(registry: Registry, write_
     assert_greedy(oracle, generate(engine, oracle.prompts[:2]), oracle.prompts[:2])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@in_turn(("oracle", sorted(FAMILIES)), ("dtype", ["bfloat16", "float16"]), indirect=["oracle"])
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry, *, dtype: str) -> None:
     prompt = oracle.prompts[4]
     expected = oracle.logits(prompt)[-1]

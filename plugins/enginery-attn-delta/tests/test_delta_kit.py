@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from few_checks import few
+from few_checks import ABOUT_PLANS, few
 
 from enginery.api import AttnLayerFacts, Phase, RecurrentFacts, Unsupported
 from enginery.testing.cases import AttnCase
@@ -47,7 +47,7 @@ class TestDeltaInterpreted(AttnBackendSuite):
 
     @classmethod
     def checks(cls, subject: Subject) -> list[Check]:
-        return few(checks_of(subject), without=["another-process"])
+        return few(checks_of(subject), without=["another-process"], of_plans=ABOUT_PLANS)
 
 
 @pytest.mark.gpu

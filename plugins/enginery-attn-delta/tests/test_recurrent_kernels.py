@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import crossed, in_turn
 
 from enginery_attn_delta.kernels.launch import INTERPRETED
 from enginery_attn_delta.launch import CHUNK_ROWS, Gating, Heads, Rows, convolve, recur, scan
@@ -117,9 +118,7 @@ def expected_of(
 
 
 @on_devices
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("rule", RULES)
+@in_turn(("rule", RULES), ("lengths, places", crossed(LENGTHS, PLACES)))
 def test_recurrences(rule: str, lengths: list[int], places: str, device: str) -> None:
     reads, writes = (pages[: len(lengths)] for pages in PLACES[places])
     asked, num_values, key_dim, value_dim = RULES[rule], 2, 24, 40

@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from few_checks import few
+from few_checks import ABOUT_PLANS, few
 
 from enginery.testing.conformance import Check, checks_of
 from enginery.testing.subject import Subject
@@ -43,7 +43,7 @@ class TestTritonInterpreted(AttnBackendSuite):
     @classmethod
     def checks(cls, subject: Subject) -> list[Check]:
         """Without the slowest cases. On a GPU they run."""
-        return few([check for check in checks_of(subject) if not str(check).startswith(TOO_SLOW)])
+        return few([check for check in checks_of(subject) if not str(check).startswith(TOO_SLOW)], of_plans=ABOUT_PLANS)
 
 
 @pytest.mark.gpu

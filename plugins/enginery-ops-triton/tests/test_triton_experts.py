@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import HAS_CUDA, pairwise
+from pairwise import HAS_CUDA, crossed, in_turn, pairwise
 
 from enginery.api import ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts
@@ -153,11 +153,10 @@ TILINGS = {"pairs": PAIRS, "tiles": TILES, "wide tiles": WIDE_TILES, "described 
 
 
 @on_devices
-@pairwise(
+@in_turn(
+    ("tiling, float8", crossed(TILINGS, [False, True])),
     ("num_tokens, top_k", [(0, 2), (1, 1), (1, 4), (3, 2), (11, 3)]),
-    ("tiling", TILINGS),
     ("dtype", DTYPES),
-    ("float8", [False, True]),
 )
 def test_experts_equal_the_reference(
     num_tokens: int, top_k: int, tiling: str, dtype: torch.dtype, float8: bool, device: str

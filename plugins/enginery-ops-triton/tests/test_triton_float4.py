@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import pairwise
+from pairwise import crossed, in_turn, pairwise
 
 from enginery.api import Activation, ExpertBiases, ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
 from enginery.nn import reference_experts
@@ -128,7 +128,7 @@ TILINGS = {
 
 
 @on_devices
-@pairwise(
+@in_turn(
     (
         "num_tokens, top_k, tiling",
         [
@@ -137,8 +137,7 @@ TILINGS = {
         ],
     ),
     ("dtype", DTYPES),
-    ("biased", [False, True]),
-    ("activation", ACTIVATIONS[:2]),
+    ("biased, activation", crossed([False, True], ACTIVATIONS[:2])),
 )
 def test_experts_in_mxfp4_equal_float64(
     num_tokens: int, top_k: int, tiling: str, dtype: torch.dtype, biased: bool, activation: Activation, device: str

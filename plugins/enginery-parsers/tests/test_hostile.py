@@ -17,7 +17,7 @@ from enginery_parsers.spec import PARSERS
 SPECS = {spec.name: spec for spec in PARSERS}
 TOOLS = (Tool(name="f", parameters={"properties": {"s": {"type": "string"}}}),)
 MILLION = 1_000_000
-LENGTH = MILLION if EVERYTHING else 400_000
+LENGTH = MILLION if EVERYTHING else 250_000
 
 
 def hostile(length: int) -> dict[str, str]:

@@ -265,7 +265,7 @@ def parts_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=120 if EVERYTHING else 40, deadline=None)
+@settings(max_examples=120 if EVERYTHING else 25, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), inside=st.booleans())
 def test_any_text_gives_the_same_events_however_it_is_cut(name: str, data: st.DataObject, seed: int, *, inside: bool) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(parts_of(name)), max_size=30)))
@@ -275,7 +275,7 @@ def test_any_text_gives_the_same_events_however_it_is_cut(name: str, data: st.Da
 
 
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=150 if EVERYTHING else 50, deadline=None)
+@settings(max_examples=150 if EVERYTHING else 30, deadline=None)
 @given(data=st.data())
 def test_nothing_of_any_text_is_lost_or_doubled(name: str, data: st.DataObject) -> None:
     numbers, words = count(), ["WORD", '"city": "WORD"', '"arguments": {"WORD": ["WORD"]}', "'WORD'", "(WORD='WORD')"]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pairwise import examples
 
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import NoPrefixCache, RadixPrefixCache
@@ -255,5 +256,5 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.cache.num_cached - self.cache.num_evictable == len(locked)
 
 
-PrefixCacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PrefixCacheMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 test_random_use_agrees_with_a_dict_of_prefixes = PrefixCacheMachine.TestCase

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import examples
 
 from enginery.contracts.batch import STATE
 from enginery.kv.kinds import WindowKind, WindowPages, most_window_pages, reach_of
@@ -49,7 +50,7 @@ def test_a_page_is_free_when_its_last_owner_gives_it_back():
         allocator.hold(pages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_counted_owners_agree_with_plain_counts(data):
     allocator, users, shares = PageAllocator(6), Counter(), Counter()

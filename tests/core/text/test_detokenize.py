@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import examples
 from tokenizers_made import KINDS, byte_fallback, byte_level, save
 
 from enginery.contracts.request import SamplingParams
@@ -151,7 +152,7 @@ def stopped_naively(words, stops, min_tokens, *, include_stop):
     include_stop=st.booleans(),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_an_output_stops_where_a_stop_string_ends_after_min_tokens(words, stops, min_tokens, include_stop, sizes):
     params = {"stop": tuple(stops), "min_tokens": min_tokens, "include_stop": include_stop}
     pieces, count, _ = feed(Words(words), range(len(words)), sizes, **params)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
-from enginery.contracts.model import Feature, ModelFacts, ModelSpec
+from enginery.contracts.model import Feature, Model, ModelFacts, ModelSpec
 from enginery.contracts.versions import ApiVersion
 
 if TYPE_CHECKING:
@@ -59,6 +59,13 @@ class MappedVocabulary(Protocol):
     target_ids: torch.Tensor | None
 
 
+@runtime_checkable
+class Chained(Protocol):
+    """A draft model of several modules, the first of them itself: see `DrafterSpec.modules`."""
+
+    modules: Sequence[Model]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftContext:
     """What a drafter is built from.
@@ -87,7 +94,9 @@ class DrafterSpec:
     comes next; what it returns, [T, C'], stands for the hidden state at that next position: `arrived[CARRIED]` of the next guess.
     Else a row is a token, as the target takes it. Either way its logits, from what it returned, are of the token after. features:
     given its config.json and the target's facts, which hidden states these are; None: the one after the last norm. It may raise
-    `CheckpointError` for a target that it is not made for. Raises TypeError for several kinds or none.
+    `CheckpointError` for a target that it is not made for. modules: given its config.json, of how many it is a chain (`Chained`).
+    Each of several guesses one token and no more: it is given the token behind that of the one before, and in `CARRIED` what that
+    one returned, for all rows. A single one guesses again by what it returned. Raises TypeError for several kinds or none.
     """
 
     name: str
@@ -100,6 +109,7 @@ class DrafterSpec:
     takes_features: bool = False
     features: Callable[[Mapping[str, object], ModelFacts], tuple[Feature, ...]] | None = None
     suits: Callable[[Mapping[str, object]], bool] | None = None
+    modules: Callable[[Mapping[str, object]], int] | None = None
     options: type | None = None
 
     def __post_init__(self) -> None:

@@ -249,7 +249,7 @@ class ModelSpec:
     architectures: entries of config.json's `architectures` it serves. priority: of several families for one architecture the
     highest is taken that refuses nothing. refuse: reasons to leave a config.json to another family. describe: config.json ->
     facts, without torch; raises `CheckpointError` for what it cannot serve. build: imports what is heavy. ignored_weights: fnmatch
-    patterns of tensors that checkpoints carry and the model does not need, with `{key}` for a value of config.json.
+    patterns of tensors that checkpoints carry and the model does not need, or what gives them for a config.json.
     stacked_weights: by the end of a tensor's name, the ends of those that are stacked in it, with `{}` for the index along its
     first dimension, see `unstack`.
     """
@@ -261,7 +261,7 @@ class ModelSpec:
     build: Callable[[ModelContext], Model]
     priority: int = 0
     refuse: Callable[[Mapping[str, object]], list[Reason]] = _refuses_nothing
-    ignored_weights: tuple[str, ...] = ()
+    ignored_weights: tuple[str, ...] | Callable[[Mapping[str, Any]], Sequence[str]] = ()
     stacked_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -60,7 +60,8 @@ def check_weights(choice: Choice) -> NeededWeights:
         family.spec.build(context)
     if stored is not None:
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
-        ignored = (pattern.format_map(checkpoint.config) for pattern in family.spec.ignored_weights)
+        stated = family.spec.ignored_weights
+        ignored = stated(checkpoint.config) if callable(stated) else stated
         check(record, stored, (*ignored, *tied), folder=checkpoint.folder)
     return NeededWeights(record=record, stored=stored, reader=reader)
 

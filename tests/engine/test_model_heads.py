@@ -30,6 +30,7 @@ from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
 from parity.test_hybrids import DELTA, SOME_EXPERTS
 from transformers import LlamaConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
+from enginery.checkpoint import files
 from enginery.config.schema import EngineOptions
 from enginery.contracts.model import Model
 from enginery.contracts.request import GenerationRequest, SamplingParams
@@ -350,6 +351,19 @@ def test_auto_takes_the_module_that_a_checkpoint_has(
     assert (None if chosen.drafter is None else chosen.drafter.name) == drafter
     (why,) = (made.reason for made in chosen.decisions if made.setting == "drafter")
     assert why.startswith("auto: no draft model comes" if drafter is None else "auto: its draft model comes with this model")
+
+
+def test_a_checkpoint_s_headers_are_read_once(
+    module_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it has the module, what the target takes, what the module takes. Whoever writes it is read again."""
+    read: list[Path] = []
+    scan = files._scan_file
+    monkeypatch.setattr(files, "_scan_file", lambda file: (read.append(file), scan(file))[1])
+    for count in (1, 2):
+        folder = module_of("glm4-moe").folder
+        Engine.build(options(folder, drafter="auto"), registry)
+        assert read == [folder / "model.safetensors"] * count
 
 
 def test_a_checkpoint_that_states_no_module_has_none(module_of: Callable[..., Module], llama: Oracle, registry: Registry) -> None:

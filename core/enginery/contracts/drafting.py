@@ -25,12 +25,13 @@ class DraftAsk(NamedTuple):
     """What a drafter is asked. key: of the request, until `forget`.
 
     token_ids: all of its tokens, prompt and answer; read the sequence, do not keep or change it. most: how many tokens are wanted,
-    at least one.
+    at least one. salt: the request's `cache_salt`: what it is told may show, by its timing, in answers to equal salts alone.
     """
 
     key: str
     token_ids: Sequence[int]
     most: int
+    salt: str = ""
 
 
 class HostDrafter(Protocol):

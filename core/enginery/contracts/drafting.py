@@ -97,7 +97,12 @@ class DrafterSpec:
     given its config.json and the target's facts, which hidden states these are; None: the one after the last norm. It may raise
     `CheckpointError` for a target that it is not made for. modules: given its config.json, of how many it is a chain (`Chained`).
     Each of several guesses one token and no more: it is given the token behind that of the one before, and in `CARRIED` what that
-    one returned, for all rows. A single one guesses again by what it returned. Raises TypeError for several kinds or none.
+    one returned, for all rows. A single one guesses again by what it returned.
+
+    reads: given its config.json and the target's facts, which of the target's layers with memory, by their place in
+    `ModelFacts.layers`, each of its own reads. It has no keys and values then and runs over no step: a row is the token that was
+    told last, at its position, in `FEATURES` what the target computed before it, and its `attend` sees the keys and values before
+    it. For further guesses the position stays. Raises TypeError for several kinds or none.
     """
 
     name: str
@@ -111,6 +116,7 @@ class DrafterSpec:
     features: Callable[[Mapping[str, object], ModelFacts], tuple[Feature, ...]] | None = None
     suits: Callable[[Mapping[str, object]], bool] | None = None
     modules: Callable[[Mapping[str, object]], int] | None = None
+    reads: Callable[[Mapping[str, object], ModelFacts], tuple[int, ...]] | None = None
     options: type | None = None
 
     def __post_init__(self) -> None:

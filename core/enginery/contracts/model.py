@@ -84,6 +84,7 @@ class StageLayers:
     """The part of the model that is built here. layers: decoder layers of this pipeline stage, by their number in the model.
 
     memory: of those that have memory, by `LocalLayerId`, with the heads of this rank. first_global_id: of the first of them.
+    reads: of a draft model without memory, the target's layer that each of them reads; empty: its own.
     """
 
     layers: range
@@ -91,13 +92,14 @@ class StageLayers:
     first_global_id: int = 0
     is_first: bool = True
     is_last: bool = True
+    reads: tuple[int, ...] = ()
 
     def specs(self, decoder_layer: int, *, scale: float, sinks: torch.Tensor | None = None) -> tuple[LayerSpec, ...]:
         """The spec of each layer with memory in `decoder_layer`: none, one or several. scale, sinks: see `LayerSpec`."""
         return tuple(
             LayerSpec(
                 global_id=GlobalLayerId(self.first_global_id + place),
-                local_id=LocalLayerId(place),
+                local_id=LocalLayerId(self.reads[place] if self.reads else place),
                 facts=facts,
                 scale=scale,
                 sinks=sinks,

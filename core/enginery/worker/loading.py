@@ -5,6 +5,7 @@ A family builds its model twice: on the `meta` device, where it only says which 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -118,7 +119,7 @@ def model_context(
         device=device,
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
-        stage=stage_of(choice.facts, PARALLEL),
+        stage=dataclasses.replace(stage_of(choice.facts, PARALLEL), reads=choice.reads),
         comm=comm,
         target=target,
         taps=choice.taps,

@@ -49,7 +49,16 @@ from enginery.contracts.batch import (
     StateView,
     View,
 )
-from enginery.contracts.drafting import CARRIED, FEATURES, DraftAsk, DraftContext, DrafterSpec, HostDrafter, MappedVocabulary
+from enginery.contracts.drafting import (
+    CARRIED,
+    FEATURES,
+    Chained,
+    DraftAsk,
+    DraftContext,
+    DrafterSpec,
+    HostDrafter,
+    MappedVocabulary,
+)
 from enginery.contracts.engine import EngineFacts, EngineHandle, EngineStats
 from enginery.contracts.grammars import (
     CompiledGrammar,
@@ -177,6 +186,7 @@ __all__ = [
     "BackendContext",
     "BindExpertsFn",
     "Capabilities",
+    "Chained",
     "Channel",
     "CheckpointError",
     "CheckpointSpec",

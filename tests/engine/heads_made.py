@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,21 @@ Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @torch.no_grad()
+def guessed_by_chain(
+    steps: Sequence[Step], features: torch.Tensor, shifted: Sequence[int], count: int
+) -> tuple[list[int], list[torch.Tensor]]:
+    """As `guessed`, by modules one behind the other: the same rows, each time with the tokens one further."""
+    ids, hidden = list(shifted), features
+    tokens, every = [], []
+    for step in steps[:count]:
+        hidden, logits = step(torch.tensor(ids), hidden)
+        every.append(logits[-1])
+        tokens.append(int(logits[-1].argmax()))
+        ids = [*ids[1:], tokens[-1]]
+    return tokens, every
+
+
+@torch.no_grad()
 def guessed(
     step: Step, features: torch.Tensor, shifted: Sequence[int], count: int, *, mixed: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[list[int], list[torch.Tensor]]:
@@ -192,26 +208,33 @@ def eagle3_step(head: Eagle3, target: torch.nn.Module) -> tuple[Step, Callable[[
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A module for multi-token prediction in a checkpoint: the last layer of a model that transformers made is its layer."""
+    """Modules for multi-token prediction in a checkpoint: the last layers of a model that transformers made are theirs.
+
+    names: of the norms and products beside each layer, those of each module.
+    """
 
     oracle: Oracle
     folder: Path
     beside: Mapping[str, torch.Tensor]
-    names: tuple[str, ...]
+    names: tuple[tuple[str, ...], ...]
     carries_normed: bool
     is_qwen: bool
 
     def features(self, target: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
-        """[T, C]: what goes into the layer too many; of Qwen behind the target's norm."""
-        found = states_of(target, tokens)[target.config.num_hidden_layers - 1]
+        """[T, C]: what goes into the first layer too many; of Qwen behind the target's norm."""
+        found = states_of(target, tokens)[target.config.num_hidden_layers - len(self.names)]
         return target.model.norm(found) if self.is_qwen else found
 
-    def step(self) -> tuple[torch.nn.Module, Step]:
-        """The target of float64 behind which it stands, with a layer too many, and the module."""
+    def steps(self) -> tuple[torch.nn.Module, list[Step]]:
+        """The target of float64 behind which they stand, with layers too many, and the modules."""
         target = double(self.oracle)
-        *norms, mix = (self.beside[name].double() for name in self.names)
+        layers = target.model.layers[-len(self.names) :]
+        return target, [self._step(target, layer, names) for layer, names in zip(layers, self.names, strict=True)]
+
+    def _step(self, target: torch.nn.Module, layer: torch.nn.Module, names: Sequence[str]) -> Step:
+        *norms, mix = (self.beside[name].double() for name in names)
         embedding_norm, hidden_norm, last_norm = (each + self.is_qwen for each in norms)
-        layer, eps = target.model.layers[-1], target.config.rms_norm_eps
+        eps = target.config.rms_norm_eps
 
         def step(ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             embedded = norm(target.model.embed_tokens.weight[ids], embedding_norm, eps)
@@ -228,7 +251,7 @@ class Module:
             normed = norm(made, last_norm, eps)
             return (normed if self.carries_normed else made), normed @ target.lm_head.weight.T
 
-        return target, step
+        return step
 
 
 def write_module(
@@ -237,31 +260,43 @@ def write_module(
     *,
     carries_normed: bool,
     is_qwen: bool = False,
+    is_beside_images: bool = False,
+    count: int = 1,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
     **config: object,
 ) -> Module:
-    """Of a model with a layer more: that one is behind the last then, in DeepSeek's and GLM's layout, or in `mtp`, as Qwen's is."""
+    """Of a model with `count` layers more: these are behind the last then, in DeepSeek's and GLM's layout, or in `mtp`, as Qwen's.
+
+    is_beside_images: as the hub has Qwen3.5, its config in `text_config`, and longer names.
+    """
     tensors = load_file(oracle.folder / "model.safetensors")
     stated = json.loads((oracle.folder / "config.json").read_text())
-    last = stated["num_hidden_layers"] - 1
-    at = "mtp" if is_qwen else f"model.layers.{last}"
-    *norms, mix = QWEN if is_qwen else DEEPSEEK
-    names = [f"{at}.{name}.weight" for name in (*norms, mix)]
-    beside = drawn({**dict.fromkeys(names[:3], (SIZE,)), names[3]: (SIZE, 2 * SIZE)})
-    if is_qwen:
-        tensors = {name.replace(f"model.layers.{last}.", "mtp.layers.0."): each for name, each in tensors.items()}
-        again = {}
-    else:
-        again = {
-            f"{at}.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-            f"{at}.shared_head.head.weight": tensors["lm_head.weight"].clone(),
-        }
+    last = stated["num_hidden_layers"] - count
+    names, beside, again = [], {}, {}
+    for index in range(count):
+        at = "mtp" if is_qwen else f"model.layers.{last + index}"
+        own = [f"{at}.{name}.weight" for name in (QWEN if is_qwen else DEEPSEEK)]
+        beside |= drawn({**dict.fromkeys(own[:3], (SIZE,)), own[3]: (SIZE, 2 * SIZE)}, seed=3 + index)
+        names.append(tuple(own))
+        if is_qwen:
+            tensors = {
+                name.replace(f"model.layers.{last + index}.", f"mtp.layers.{index}."): each for name, each in tensors.items()
+            }
+        else:
+            again[f"{at}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            again[f"{at}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     whole = {**tensors, **beside, **again}
     change(whole)
-    stated |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1, **config}
+    stated |= {"num_hidden_layers": last, "num_nextn_predict_layers": count, **config}
     for key in ("mlp_layer_types", "layer_types"):
         if key in stated and key not in config:
             stated[key] = stated[key][:last]
+    if is_beside_images:
+        del stated["num_nextn_predict_layers"]
+        stated |= {"mtp_num_hidden_layers": count}
+        stated = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": stated}
+        whole = {re.sub(r"^model\.", "model.language_model.", name): each for name, each in whole.items()}
+        whole["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
     save_file(whole, folder / "model.safetensors")

@@ -52,11 +52,21 @@ def test_each_is_told_what_plain_decoding_tells(
 ) -> None:
     """Greedy and seeded; chunks of prompts lie beside verifications, some as long as these."""
     oracle = write_oracle(name, MODELS[name])
-    requests = [
+    assert_equal_answers(registry, options(oracle, **WAYS[way]), requests_of(oracle), kind)
+
+
+def requests_of(oracle: Oracle) -> list[GenerationRequest]:
+    return [
         asking(about, [3 + index, *oracle.prompts[index % 6]][: 20 + 7 * index], **{"max_tokens": 22 - 2 * index, **ASKS[about]})
         for index, about in enumerate(("greedy", "seeded", "penalties", "logprobs"))
     ]
-    assert_equal_answers(registry, options(oracle, **WAYS[way]), requests, kind)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_next", "random"), ("nemotron_h", "some"), ("gemma2", "right")])
+def test_keys_and_values_may_be_float8(write_oracle: Callable[..., Oracle], registry: Registry, name: str, kind: str) -> None:
+    """States are not: neither matrices nor the inputs of convolutions, which steps of one row would round and others not."""
+    oracle = write_oracle(name, MODELS[name])
+    assert_equal_answers(registry, options(oracle, kv_dtype="fp8", max_batch_tokens=24), requests_of(oracle), kind)
 
 
 def asking(about: str, prompt: Sequence[int], **params: object) -> GenerationRequest:

@@ -5,20 +5,32 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from engine.heads_made import VOCABULARY, Eagle3, Module, Step, double, eagle3_step, guessed, states_of, write_module
+from engine.heads_made import (
+    VOCABULARY,
+    Eagle3,
+    Module,
+    Step,
+    double,
+    eagle3_step,
+    guessed,
+    guessed_by_chain,
+    states_of,
+    write_module,
+)
 from engine.test_float8_weights import CONFIG, plain, quantised
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import answers_of
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
 from parity.test_hybrids import DELTA, SOME_EXPERTS
-from transformers import LlamaConfig, PretrainedConfig, Qwen3NextConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
+from enginery.checkpoint import files
 from enginery.config.schema import EngineOptions
 from enginery.contracts.model import Model
 from enginery.contracts.request import GenerationRequest, SamplingParams
@@ -56,9 +68,9 @@ def guesses_of(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatc
     looked_at: list[torch.Tensor] = []
     choose = DraftModel._guess
 
-    def guess(self: DraftModel, state: torch.Tensor, positions: torch.Tensor, draws: GuessDraws) -> torch.Tensor:
-        looked_at.extend(self._model.logits(state)[:1].double())
-        return choose(self, state, positions, draws)
+    def guess(self: DraftModel, by: Model, state: torch.Tensor, positions: torch.Tensor, draws: GuessDraws) -> torch.Tensor:
+        looked_at.extend(by.logits(state)[:1].double())
+        return choose(self, by, state, positions, draws)
 
     monkeypatch.setattr(DraftModel, "_guess", guess)
     engine.submit(asking("a", prompt))
@@ -74,25 +86,22 @@ def guesses_of(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatc
     return found
 
 
-def next_of_rows(tokens: list[int]) -> list[int]:
-    """Each row's next token, as the engine takes it: the last row of a prompt's first chunk is given that chunk's first token."""
-    ids = tokens[1:]
-    ids[CHUNK - 1] = tokens[0]
-    return ids
-
-
 def assert_guesses(
     found: Guesses,
-    step: Step,
+    steps: Sequence[Step],
     features: Callable[[list[int]], torch.Tensor],
     *,
     mixed: Callable[[torch.Tensor], torch.Tensor] = lambda features: features,
     own: torch.Tensor | None = None,
 ) -> None:
-    """own: the target's tokens that the head knows; None for all."""
+    """steps: of a chain's modules, or one, again and again. own: the target's tokens that the head knows; None for all."""
     assert len(found) > 3
     for tokens, guesses, looked_at in found[:5]:
-        expected, logits = guessed(step, features(tokens)[:-1], next_of_rows(tokens), len(guesses), mixed=mixed)
+        hidden, following, count = features(tokens)[:-1], tokens[1:], len(guesses)
+        if len(steps) > 1:
+            expected, logits = guessed_by_chain(steps, hidden, following, count)
+        else:
+            expected, logits = guessed(steps[0], hidden, following, count, mixed=mixed)
         assert guesses == expected
         for one, other in zip(looked_at, logits, strict=True):
             assert torch.allclose(one, other if own is None else other[own], atol=2e-3, rtol=1e-3)
@@ -144,7 +153,7 @@ def test_an_eagle3_head_guesses_as_in_plain_torch(
         return torch.cat([states[each] for each in layers], -1)
 
     own = torch.arange(head.own) + head.tensors().get("d2t", torch.zeros(head.own, dtype=torch.int64))
-    assert_guesses(found, step, features, mixed=mixed, own=own)
+    assert_guesses(found, [step], features, mixed=mixed, own=own)
 
 
 def before_norm(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
@@ -233,13 +242,15 @@ def test_an_eagle3_heads_weights_may_be_drawn(llama: Oracle, registry: Registry,
 
 # Modules for multi-token prediction.
 
-ATTENTION = {"layer_types": ["full_attention"] * 4}  # hybrids do not speculate yet
-QWEN3_NEXT = Qwen3NextConfig(**shape(**DELTA, **SOME_EXPERTS, **ATTENTION, experts_implementation="eager"))
+KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]  # the last: the module's
+HYBRID = shape(**DELTA, num_hidden_layers=5, layer_types=KINDS)
+QWEN3_NEXT = Qwen3NextConfig(**HYBRID, **SOME_EXPERTS, experts_implementation="eager")
 MODULES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
     "deepseek-v3": (EXPERT_FAMILIES["deepseek-v3"], {"carries_normed": False}),
     "glm4-moe": (EXPERT_FAMILIES["glm4-moe"], {"carries_normed": True}),
     "glm4-moe-lite": (EXPERT_FAMILIES["glm4-moe-lite"], {"carries_normed": True}),
     "qwen3-next": (QWEN3_NEXT, {"carries_normed": True, "is_qwen": True}),
+    "qwen3.5": (Qwen3_5TextConfig(**HYBRID), {"carries_normed": True, "is_qwen": True, "is_beside_images": True}),
 }
 
 
@@ -259,9 +270,47 @@ def test_a_module_guesses_as_transformers_layer_does(
     module = module_of(name)
     engine = Engine.build(options(module.folder, drafter="mtp", draft_length="3"), registry)
     found = guesses_of(engine, module.oracle.prompts[4][:PROMPT], monkeypatch)
-    target, step = module.step()
+    target, steps = module.steps()
     with torch.no_grad():
-        assert_guesses(found, step, lambda tokens: module.features(target, tokens))
+        assert_guesses(found, steps, lambda tokens: module.features(target, tokens))
+
+
+@pytest.fixture
+def chain_of(write_oracle: Callable[..., Oracle], tmp_path: Path) -> Callable[..., Module]:
+    """Three modules behind three layers; of Qwen three layers in `mtp`."""
+
+    def made(name: str) -> Module:
+        config, kind = MODULES[name]
+        changes: dict[str, object] = {"num_hidden_layers": 6, "experts_implementation": "eager"}
+        if name == "qwen3.5":
+            changes["layer_types"] = [*KINDS[:3], *["full_attention"] * 3]
+        elif config.to_dict().get("mlp_layer_types"):
+            changes["mlp_layer_types"] = ["dense", *["sparse"] * 5]
+        longer = type(config)(**{**config.to_dict(), **changes})
+        return write_module(write_oracle(f"chain {name}", longer), tmp_path / "chain", count=3, **kind)
+
+    return made
+
+
+@pytest.mark.parametrize(("name", "count"), [("deepseek-v3", 3), ("glm4-moe", 2), ("glm4-moe", 3), ("qwen3.5", 3)])
+def test_a_chain_of_modules_guesses_as_transformers_layers_do(
+    chain_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str, count: int
+) -> None:
+    """Each module is given the tokens that came since, in place of the guesses it was given; of a prompt in chunks too."""
+    module = chain_of(name)
+    engine = Engine.build(options(module.folder, drafter="mtp", draft_length=str(count)), registry)
+    found = guesses_of(engine, module.oracle.prompts[4][:PROMPT], monkeypatch)
+    assert {len(guesses) for _, guesses, _ in found[:5]} == {count}
+    target, steps = module.steps()
+    with torch.no_grad():
+        assert_guesses(found, steps, lambda tokens: module.features(target, tokens))
+
+
+def test_a_chain_guesses_no_more_tokens_than_it_has_modules(chain_of: Callable[..., Module], registry: Registry) -> None:
+    module = chain_of("glm4-moe")
+    assert choose(options(module.folder, drafter="auto"), registry).draft_length == 3
+    with pytest.raises(ConfigError, match=r"--draft-length is 4, but mtp, from .*, is good for 3 at most"):
+        choose(options(module.folder, drafter="mtp", draft_length="4"), registry)
 
 
 def test_a_module_is_stored_as_its_target_is(
@@ -304,13 +353,26 @@ def test_auto_takes_the_module_that_a_checkpoint_has(
     assert why.startswith("auto: no draft model comes" if drafter is None else "auto: its draft model comes with this model")
 
 
+def test_a_checkpoint_s_headers_are_read_once(
+    module_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it has the module, what the target takes, what the module takes. Whoever writes it is read again."""
+    read: list[Path] = []
+    scan = files._scan_file
+    monkeypatch.setattr(files, "_scan_file", lambda file: (read.append(file), scan(file))[1])
+    for count in (1, 2):
+        folder = module_of("glm4-moe").folder
+        Engine.build(options(folder, drafter="auto"), registry)
+        assert read == [folder / "model.safetensors"] * count
+
+
 def test_a_checkpoint_that_states_no_module_has_none(module_of: Callable[..., Module], llama: Oracle, registry: Registry) -> None:
     without = module_of("deepseek-v3", num_nextn_predict_layers=0).folder
     for folder in (without, llama.folder):
         with pytest.raises(ConfigError, match=r"--drafter is mtp, which is a part of some models' own checkpoints"):
             Engine.build(options(folder, drafter="mtp"), registry)
     several = module_of("deepseek-v3", num_nextn_predict_layers=2).folder
-    with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers 2; one such layer can draft, no more"):
+    with pytest.raises(CheckpointError, match=r"tensor 'model.layers.4.\S+' .* is missing"):
         Engine.build(options(several, drafter="mtp"), registry)
     one = module_of("deepseek-v3").folder
     with pytest.raises(ConfigError, match=r"--drafter is mtp, a part of the model's own checkpoint; leave --draft-model out"):
@@ -326,6 +388,8 @@ def assert_same_answers(
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    *,
+    most: int = 4,
     **drafter: object,
 ) -> None:
     """Greedy and seeded, prompts in chunks and together, while the number of guesses changes; that these are wrong is said."""
@@ -336,9 +400,9 @@ def assert_same_answers(
     ]
     expected = answers_of(Engine.build(options(folder), registry), asked)
     chance = random.Random(2)
-    monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, count: chance.choice((0, 1, 2, 4)))
+    monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, count: chance.choice((0, 1, 2, most)))
     monkeypatch.setattr("enginery.engine.meter._ENOUGH_VERIFICATIONS", 20)
-    engine = Engine.build(options(folder, draft_length="4", page_size=4, num_pages=1200, **drafter), registry)
+    engine = Engine.build(options(folder, draft_length=str(most), page_size=4, num_pages=1200, **drafter), registry)
     for about, one in answers_of(engine, asked).items():
         assert (one.tokens, one.reason) == (expected[about].tokens, expected[about].reason), about
     assert engine.meter.stats().drafts.drafted > 100
@@ -372,3 +436,15 @@ def test_tokens_with_a_module_are_those_of_plain_decoding(
 ) -> None:
     module = module_of(name)
     assert_same_answers(registry, module.folder, module.oracle.prompts[1:5], monkeypatch, caplog, drafter="mtp")
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5"])
+def test_tokens_with_a_chain_are_those_of_plain_decoding(
+    chain_of: Callable[..., Module],
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    module = chain_of(name)
+    assert_same_answers(registry, module.folder, module.oracle.prompts[1:5], monkeypatch, caplog, most=3, drafter="mtp")

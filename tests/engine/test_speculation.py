@@ -128,6 +128,32 @@ def test_each_is_told_what_plain_decoding_tells(write_oracle: Callable[..., Orac
     assert_equal_answers(registry, options(oracle, max_batch_tokens=64), requests, kind)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("llama", "right"), ("mistral", "random")])
+def test_keys_and_values_in_float8_are_the_same_ones(write_oracle: Callable[..., Oracle], name: str, kind: str) -> None:
+    """Rows that verify read the numbers that decoding reads."""
+    oracle, registry = write_oracle(name, FAMILIES[name]), Registry.load()
+    requests = [
+        GenerationRequest(
+            request_id=about,
+            prompt_token_ids=tuple([3 + index, *oracle.prompts[index]][: 20 + 9 * index]),
+            params=SamplingParams(**{"max_tokens": TOKENS - index, "ignore_eos": True, **ASKS[about]}),
+        )
+        for index, about in enumerate(("greedy", "seeded", "penalties"))
+    ]
+    assert_equal_answers(registry, options(oracle, max_batch_tokens=24, kv_dtype="fp8"), requests, kind)
+
+
+def test_a_draft_model_has_float8_keys_and_values_too() -> None:
+    told = {}
+    for drafter in ("off", "standalone", "eagle"):
+        with LLM(drafter=drafter, num_pages=64, dtype="float32", kv_dtype="fp8", num_threads=1) as model:
+            params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+            *deltas, last = model.stream("Tell me a story about a fox named Mia.", params)
+            told[drafter] = [token for delta in (*deltas, last) for token in delta.token_ids]
+            assert (last.usage.num_accepted_tokens > 30) is (drafter != "off")
+    assert told["off"] == told["standalone"] == told["eagle"]
+
+
 @pytest.mark.parametrize("how", ["alone", "micro-batches", "split", "no overlap"])
 def test_lookup_saves_steps_where_text_repeats(write_oracle: Callable[..., Oracle], how: str) -> None:
     """The plugin itself; what it guesses of random weights is seldom right, but in a loop."""

@@ -122,7 +122,7 @@ def family_sizes(
         dense_parameters=sum(tensor.parameters for tensor in dense),
         experts=experts,
         contexts=tuple(_context_sizes(facts, kv_dtype or dtype)),
-        state_bytes=state_bytes(KVGeometry(pages={}, page_size=1, layers=facts.layers, dtype=kv_dtype or dtype)),
+        state_bytes=state_bytes(KVGeometry(pages={}, page_size=1, layers=facts.layers, dtype=dtype)),
     )
 
 

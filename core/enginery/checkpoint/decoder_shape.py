@@ -140,12 +140,12 @@ class DecoderShape:
         dense = 3 * self.intermediate_size
         return dense if self.experts is None else max(dense, self.experts.width(self.hidden_size))
 
-    def one_more(self) -> DecoderShape:
-        """Of a single layer like the last one: what a module for multi-token prediction has."""
+    def one_more(self, count: int = 1) -> DecoderShape:
+        """Of a single layer like the last one, or of several: what modules for multi-token prediction have."""
         experts, last = self.experts, len(self.windows) - 1
         if experts is not None:
-            experts = replace(experts, layers=frozenset({0} if last in experts.layers else ()))
-        return replace(self, windows=self.windows[-1:], experts=experts)
+            experts = replace(experts, layers=frozenset(range(count) if last in experts.layers else ()))
+        return replace(self, windows=self.windows[-1:] * count, experts=experts)
 
     def facts(self) -> ModelFacts:
         """The part that the core needs."""

@@ -6,12 +6,14 @@ tensor's dtype, shape and byte range. https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -56,7 +58,17 @@ def _no_file(file: Path, folder: Path, *, index: Path | None) -> CheckpointError
 
 
 def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
-    """All tensors of `folder` by name. Raises `CheckpointError` with the file and the tensor that is missing or cut off."""
+    """All tensors of `folder` by name. Raises `CheckpointError` with the file and the tensor that is missing or cut off.
+
+    Of the last folder that was looked at, they are known until one of its files is written.
+    """
+    stats = {file.name: file.stat() for file in sorted(folder.glob("*.safetensors*")) if file.exists()}
+    return _scanned(folder, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()))
+
+
+@functools.lru_cache(maxsize=1)
+def _scanned(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> Mapping[str, StoredTensor]:
+    """stamps: of all that is read, a key and no more."""
     stored: dict[str, StoredTensor] = {}
     index = folder / "model.safetensors.index.json"
     weight_map = _weight_map(index) if index.exists() else {}
@@ -68,7 +80,7 @@ def scan_checkpoint(folder: Path) -> Mapping[str, StoredTensor]:
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].file.name != file_name:
             raise CheckpointError(f"{index} says that tensor {name!r} is in {file_name}, but it is not; fetch that file again")
-    return stored
+    return MappingProxyType(stored)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

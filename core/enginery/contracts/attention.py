@@ -192,7 +192,8 @@ class KVGeometry:
 
     Paged: [num_pages + 1, page_size, K, D], keys and values; MLA layers: [num_pages + 1, page_size, 1, R + P]. Each state of
     a recurrent layer: [state pages + 2, *dims]. The page after the last of each kind belongs to nobody, padding writes there;
-    nor does the seat after the last one, `num_seats`. The state page after that is zero for ever.
+    nor does the seat after the last one, `num_seats`. The state page after that is zero for ever. dtype: of keys and values.
+    state_dtype: of states that name none; empty: the same.
     """
 
     pages: Mapping[MemoryKind, int]
@@ -200,6 +201,7 @@ class KVGeometry:
     layers: tuple[AttnLayerFacts, ...]
     dtype: str
     num_seats: int = 0
+    state_dtype: str = ""
 
     @property
     def num_pages(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
-from enginery.contracts.model import Feature, ModelFacts, ModelSpec
+from enginery.contracts.model import Feature, Model, ModelFacts, ModelSpec
 from enginery.contracts.versions import ApiVersion
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ class DraftAsk(NamedTuple):
     """What a drafter is asked. key: of the request, until `forget`.
 
     token_ids: all of its tokens, prompt and answer; read the sequence, do not keep or change it. most: how many tokens are wanted,
-    at least one.
+    at least one. salt: the request's `cache_salt`: what it is told may show, by its timing, in answers to equal salts alone.
     """
 
     key: str
     token_ids: Sequence[int]
     most: int
+    salt: str = ""
 
 
 class HostDrafter(Protocol):
@@ -57,6 +58,13 @@ class MappedVocabulary(Protocol):
     """
 
     target_ids: torch.Tensor | None
+
+
+@runtime_checkable
+class Chained(Protocol):
+    """A draft model of several modules, the first of them itself: see `DrafterSpec.modules`."""
+
+    modules: Sequence[Model]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +95,14 @@ class DrafterSpec:
     comes next; what it returns, [T, C'], stands for the hidden state at that next position: `arrived[CARRIED]` of the next guess.
     Else a row is a token, as the target takes it. Either way its logits, from what it returned, are of the token after. features:
     given its config.json and the target's facts, which hidden states these are; None: the one after the last norm. It may raise
-    `CheckpointError` for a target that it is not made for. Raises TypeError for several kinds or none.
+    `CheckpointError` for a target that it is not made for. modules: given its config.json, of how many it is a chain (`Chained`).
+    Each of several guesses one token and no more: it is given the token behind that of the one before, and in `CARRIED` what that
+    one returned, for all rows. A single one guesses again by what it returned.
+
+    reads: given its config.json and the target's facts, which of the target's layers with memory, by their place in
+    `ModelFacts.layers`, each of its own reads. It has no keys and values then and runs over no step: a row is the token that was
+    told last, at its position, in `FEATURES` what the target computed before it, and its `attend` sees the keys and values before
+    it. For further guesses the position stays. Raises TypeError for several kinds or none.
     """
 
     name: str
@@ -100,6 +115,8 @@ class DrafterSpec:
     takes_features: bool = False
     features: Callable[[Mapping[str, object], ModelFacts], tuple[Feature, ...]] | None = None
     suits: Callable[[Mapping[str, object]], bool] | None = None
+    modules: Callable[[Mapping[str, object]], int] | None = None
+    reads: Callable[[Mapping[str, object], ModelFacts], tuple[int, ...]] | None = None
     options: type | None = None
 
     def __post_init__(self) -> None:

@@ -84,6 +84,7 @@ class StageLayers:
     """The part of the model that is built here. layers: decoder layers of this pipeline stage, by their number in the model.
 
     memory: of those that have memory, by `LocalLayerId`, with the heads of this rank. first_global_id: of the first of them.
+    reads: of a draft model without memory, the target's layer that each of them reads; empty: its own.
     """
 
     layers: range
@@ -91,13 +92,14 @@ class StageLayers:
     first_global_id: int = 0
     is_first: bool = True
     is_last: bool = True
+    reads: tuple[int, ...] = ()
 
     def specs(self, decoder_layer: int, *, scale: float, sinks: torch.Tensor | None = None) -> tuple[LayerSpec, ...]:
         """The spec of each layer with memory in `decoder_layer`: none, one or several. scale, sinks: see `LayerSpec`."""
         return tuple(
             LayerSpec(
                 global_id=GlobalLayerId(self.first_global_id + place),
-                local_id=LocalLayerId(place),
+                local_id=LocalLayerId(self.reads[place] if self.reads else place),
                 facts=facts,
                 scale=scale,
                 sinks=sinks,
@@ -249,7 +251,7 @@ class ModelSpec:
     architectures: entries of config.json's `architectures` it serves. priority: of several families for one architecture the
     highest is taken that refuses nothing. refuse: reasons to leave a config.json to another family. describe: config.json ->
     facts, without torch; raises `CheckpointError` for what it cannot serve. build: imports what is heavy. ignored_weights: fnmatch
-    patterns of tensors that checkpoints carry and the model does not need, with `{key}` for a value of config.json.
+    patterns of tensors that checkpoints carry and the model does not need, or what gives them for a config.json.
     stacked_weights: by the end of a tensor's name, the ends of those that are stacked in it, with `{}` for the index along its
     first dimension, see `unstack`.
     """
@@ -261,7 +263,7 @@ class ModelSpec:
     build: Callable[[ModelContext], Model]
     priority: int = 0
     refuse: Callable[[Mapping[str, object]], list[Reason]] = _refuses_nothing
-    ignored_weights: tuple[str, ...] = ()
+    ignored_weights: tuple[str, ...] | Callable[[Mapping[str, Any]], Sequence[str]] = ()
     stacked_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

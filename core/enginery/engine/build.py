@@ -125,8 +125,7 @@ def build_parts(
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket)
-        count = geometry.pages[FULL]
-        draft_model = build_draft_model(asked, registry, draft, target=choice, verifier=model, ops=ops, num_pages=count)
+        draft_model = build_draft_model(asked, registry, draft, target=choice, verifier=model, ops=ops, pool=pool, socket=socket)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice))
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)

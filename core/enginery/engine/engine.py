@@ -330,7 +330,8 @@ def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, ma
         return None
     if parts.draft_model is None:
         return Drafting.of_host(offer, registry, length=DraftLength(most, fixed=most), vocab_size=vocab_size)
-    length = DraftLength(most, fixed=None if asked.draft_length == "auto" else most)
+    fixed = None if asked.draft_length == "auto" else most
+    length = DraftLength(most, fixed=fixed, device=parts.choice.device.type)
     return Drafting(made, offer, length=length, vocab_size=vocab_size)
 
 

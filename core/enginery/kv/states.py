@@ -27,9 +27,7 @@ def state_bytes(geometry: KVGeometry) -> int:
 
 
 def _dtype(state: State, geometry: KVGeometry) -> torch.dtype:
-    if state.dtype is None and geometry.dtype == "float8_e4m3fn":  # the inputs of a convolution are no keys
-        return torch.bfloat16
-    return TORCH_DTYPES[geometry.dtype if state.dtype is None else state.dtype]
+    return TORCH_DTYPES[state.dtype or geometry.state_dtype or geometry.dtype]
 
 
 class RecurrentStatePool:

@@ -7,6 +7,7 @@ Embedding and output head are the target's: checkpoints that store them again st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from enginery.checkpoint.decoder_shape import DecoderShape
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import CARRIED, FEATURES
-from enginery.contracts.model import ModelContext, WeightSource
+from enginery.contracts.model import Model, ModelContext, WeightSource
 from enginery.contracts.parallel import StageTensors
 from enginery.contracts.weights import LinearShape
 from enginery.nn.decoder import DecoderLayer
@@ -46,14 +47,19 @@ class NextTokenModule:
         layer: DecoderLayer,
         carries_normed: bool,
         names: NextTokenNames = DEEPSEEK,
+        further: Sequence[Model] = (),
     ) -> None:
-        """shape: `DecoderShape.one_more`. carries_normed: a guess leaves to the next what its norm gave, else what it was given."""
+        """shape: `DecoderShape.one_more`. carries_normed: a guess leaves to the next what its norm gave, else what it was given.
+
+        further: of a chain, the modules behind this one, which is the first.
+        """
         size = shape.hidden_size
         norms = (names.embedding_norm, names.hidden_norm, names.norm)
         self.embedding_norm, self.hidden_norm, self.norm = (
             take_norm(weights, name, size, offset=shape.norm_offset) for name in norms
         )
         self.mix = weights.linear(LinearShape(names=(names.mix,), rows=(size,), columns=2 * size))
+        self.modules = (self, *further)
         self.layer, self.carries_normed, self.eps = layer, carries_normed, shape.rms_eps
         self.target, self.rms_norm, self.embed = context.target, context.ops.rms_norm, context.ops.embed
         self.rotary = rotary_table(shape.rope, context.max_positions, dtype=context.dtype, device=context.device)

@@ -92,7 +92,7 @@ class Drafting:
 
     def _ask(self, request: Request) -> DraftAsk:
         self._asked[request.request_id] = request
-        return DraftAsk(request.request_id, request.token_ids, min(self._length.most, _room(request)))
+        return DraftAsk(request.request_id, request.token_ids, min(self._length.most, _room(request)), request.asked.cache_salt)
 
     def _may_draft(self, request: Request) -> bool:
         """Whether it decodes, wants drafts and has room, and its grammar, if it has one, can go back behind a wrong one."""

@@ -2,9 +2,13 @@
 
 A verification of L guesses tells 1 + a1 + a1 a2 + ... + a1..aL tokens on average, where aj is how often the guess at place j is
 right if those before it were. It takes t(B, L) seconds with B requests, guessing included. Both are measured while the engine runs:
-now and then another length is tried for a few steps, the next longer one, the next shorter one or none: a longer one is taken if it
+now and then another length is tried for a few steps, none, the next longer one or the next shorter one: a longer one is taken if it
 gives a twelfth more, a shorter one if it gives a fiftieth. None is tried too because it is no neighbour: steps without guesses are
 plain decoding, which may be faster than a length whose neighbours are both slower.
+
+Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
+trials have lost, by what they told in their time, may be a hundredth of the time that there was; a longer length that was never
+tried is taken to lose two steps in each of its own. Guesses that become seldom right are given up without a trial.
 """
 
 from __future__ import annotations
@@ -16,14 +20,19 @@ from dataclasses import dataclass, field
 from typing import Final
 
 LENGTHS: Final = (0, 1, 2, 3, 5, 7)
-_FIRST: Final = ((2, 5), (8, 3), (32, 1))  # up to so many requests begin with so many guesses, others with none
+# Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do (SGLang's table).
+FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (8, 3), (32, 1))}
+_BEFORE_THE_FIRST_TRIAL: Final = 4
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
 _MOST_STEPS: Final = 256
 _STEPS_OF_A_TRIAL: Final = 3
+_MOST_LOST: Final = 0.01
+_LOST_BY_A_STEP: Final = 2.0
 _GAIN_OF_MORE: Final = 1.08
 _GAIN_OF_FEWER: Final = 1.02
 _WEIGHT_OF_A_TIME: Final = 0.2
-_WEIGHT_OF_A_GUESS: Final = 0.02
+_WEIGHT_OF_A_GUESS: Final = 0.02  # at least; the first ones have more
+_GUESSES_AT_FIRST: Final = 4  # that the share below is worth
 _ACCEPTED_AT_FIRST: Final = 0.7
 
 
@@ -40,17 +49,20 @@ class _Load:
     seconds: dict[int, float] = field(default_factory=dict)
     trial: int | None = None
     steps: int = 0
-    patience: int = _FEWEST_STEPS
+    patience: int = _BEFORE_THE_FIRST_TRIAL
     turn: int = 0
+    spent_s: float = 0.0
+    lost_s: float = 0.0
 
 
 class DraftLength:
-    """most: no longer than that. fixed: always so many, whatever is measured."""
+    """most: no longer than that. fixed: always so many, whatever is measured. device: its kind, for what to begin with."""
 
-    def __init__(self, most: int, *, fixed: int | None = None) -> None:
-        self.fixed = fixed
+    def __init__(self, most: int, *, fixed: int | None = None, device: str = "cpu") -> None:
+        self.fixed, self._first = fixed, FIRST_ON[device]
         self._lengths = [length for length in LENGTHS if length <= most] if fixed is None else [fixed]
         self._accepted = [_ACCEPTED_AT_FIRST] * max(self._lengths)
+        self._num_guesses = [_GUESSES_AT_FIRST] * len(self._accepted)
         self._loads: dict[int, _Load] = {}
 
     @property
@@ -68,8 +80,9 @@ class DraftLength:
     def told(self, num_drafted: int, num_accepted: int) -> None:
         """What became of one request's guesses."""
         for place in range(min(num_accepted + 1, num_drafted, len(self._accepted))):
-            was = self._accepted[place]
-            self._accepted[place] = was + _WEIGHT_OF_A_GUESS * ((place < num_accepted) - was)
+            was, self._num_guesses[place] = self._accepted[place], self._num_guesses[place] + 1
+            weight = max(_WEIGHT_OF_A_GUESS, 1 / self._num_guesses[place])
+            self._accepted[place] = was + weight * ((place < num_accepted) - was)
 
     def took(self, num_requests: int, length: int, seconds: float) -> None:
         """A step of so many requests that verified `length` guesses each and made as many."""
@@ -78,7 +91,9 @@ class DraftLength:
         load = self._load(num_requests)
         was = load.seconds.get(length)
         load.seconds[length] = seconds if was is None else was + _WEIGHT_OF_A_TIME * (min(seconds, 4 * was) - was)
-        load.steps += 1
+        load.steps, load.spent_s = load.steps + 1, load.spent_s + seconds
+        if load.trial is None and {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
+            load.length = 0  # guesses are seldomer right than they were
         if load.trial is None and load.steps >= load.patience:
             self._begin_trial(load)
         elif load.trial is not None and load.steps >= _STEPS_OF_A_TRIAL:
@@ -91,24 +106,40 @@ class DraftLength:
     def _load(self, num_requests: int) -> _Load:
         size = (num_requests - 1).bit_length()
         if size not in self._loads:
-            wanted = next((length for most, length in _FIRST if num_requests <= most), 0)
+            wanted = next((length for most, length in self._first if num_requests <= most), 0)
             length = max(each for each in self._lengths if each <= wanted)
             self._loads[size] = _Load(length)
         return self._loads[size]
 
     def _begin_trial(self, load: _Load) -> None:
-        """Of the next longer one, the next shorter one and none in turn."""
+        """Of none, the next longer one and the next shorter one in turn, if there is time to lose for it."""
         at = self._lengths.index(load.length)
-        tried = (at + 1, at - 1, 0)[load.turn % 3]
-        load.turn, load.steps = load.turn + 1, 0
-        load.trial = self._lengths[tried] if 0 <= tried < len(self._lengths) and tried != at else None
+        tried = (0, at + 1, at - 1)[load.turn % 3]
+        load.steps = 0
+        if not 0 <= tried < len(self._lengths) or tried == at:
+            load.turn += 1
+        elif tried < at or load.lost_s + self._lost_by(load, self._lengths[tried]) <= _MOST_LOST * load.spent_s:
+            load.turn, load.trial = load.turn + 1, self._lengths[tried]
+
+    def _lost_by(self, load: _Load, length: int) -> float:
+        """Seconds that a trial of this length loses: what its tokens take at the length that was found best is not lost."""
+        usual_s = load.seconds[load.length]
+        if length not in load.seconds:
+            return _STEPS_OF_A_TRIAL * _LOST_BY_A_STEP * usual_s
+        told = self.told_each_step(length) / self.told_each_step(load.length)
+        return _STEPS_OF_A_TRIAL * max(0.0, load.seconds[length] - told * usual_s)
+
+    def _gains(self, load: _Load, length: int) -> bool:
+        """Whether this length tells clearly more tokens a second than the one that is taken."""
+        rates = {each: self.told_each_step(each) / load.seconds[each] for each in (length, load.length)}
+        return rates[length] > (_GAIN_OF_MORE if length > load.length else _GAIN_OF_FEWER) * rates[load.length]
 
     def _end_trial(self, load: _Load) -> None:
         trial, load.trial, load.steps = load.trial, None, 0
         assert trial is not None, "a trial has a length"
         if trial in load.seconds and load.length in load.seconds:
-            rates = {length: self.told_each_step(length) / load.seconds[length] for length in (trial, load.length)}
-            if rates[trial] > (_GAIN_OF_MORE if trial > load.length else _GAIN_OF_FEWER) * rates[load.length]:
+            load.lost_s += self._lost_by(load, trial)
+            if self._gains(load, trial):
                 load.length, load.patience = trial, _FEWEST_STEPS
                 load.turn -= 1  # on in this direction
                 return

@@ -96,7 +96,7 @@ class Choice:
 
     first_attention: the backends to begin with while kernels of `attention` are compiled; None: begin with `attention`.
     to_compile: what `attention` lacks. considered: every attention backend and set of operations, with why it was refused. taps:
-    hidden states that a draft model takes from this one.
+    hidden states that a draft model takes from this one. reads: of a draft model, see `DrafterSpec`.
     """
 
     checkpoint: Checkpoint
@@ -117,6 +117,7 @@ class Choice:
     considered: tuple[str, ...]
     decisions: tuple[Decision, ...]
     taps: tuple[Feature, ...] = ()
+    reads: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:

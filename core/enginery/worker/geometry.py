@@ -18,7 +18,8 @@ def no_pages(choice: Choice, parallel: ParallelFacts) -> KVGeometry:
     settings = choice.settings
     layers = stage_of(choice.facts, parallel).memory
     pages = {} if largest_window(choice) is None else {WINDOW: 0}
-    return KVGeometry(pages=pages, page_size=settings.page_size, layers=layers, dtype=settings.kv_dtype)
+    size, own = settings.page_size, settings.dtype  # the inputs of a convolution are no keys
+    return KVGeometry(pages=pages, page_size=size, layers=layers, dtype=settings.kv_dtype, state_dtype=own)
 
 
 def with_pages(geometry: KVGeometry, memory: MemoryPlan, *, max_requests: int, asked: Mapping[MemoryKind, int]) -> KVGeometry:

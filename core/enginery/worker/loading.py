@@ -5,6 +5,7 @@ A family builds its model twice: on the `meta` device, where it only says which 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -60,7 +61,8 @@ def check_weights(choice: Choice) -> NeededWeights:
         family.spec.build(context)
     if stored is not None:
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
-        ignored = (pattern.format_map(checkpoint.config) for pattern in family.spec.ignored_weights)
+        stated = family.spec.ignored_weights
+        ignored = stated(checkpoint.config) if callable(stated) else stated
         check(record, stored, (*ignored, *tied), folder=checkpoint.folder)
     return NeededWeights(record=record, stored=stored, reader=reader)
 
@@ -117,7 +119,7 @@ def model_context(
         device=device,
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
-        stage=stage_of(choice.facts, PARALLEL),
+        stage=dataclasses.replace(stage_of(choice.facts, PARALLEL), reads=choice.reads),
         comm=comm,
         target=target,
         taps=choice.taps,

@@ -48,7 +48,7 @@ class Lists:
 
 def over_lists(**options: int) -> tuple[SuffixDrafter, Lists]:
     trees = Lists()
-    return SuffixDrafter(trees, SuffixOptions(**options)), trees
+    return SuffixDrafter(lambda: trees, SuffixOptions(**options)), trees
 
 
 def test_what_is_new_is_taken_in_once() -> None:
@@ -77,12 +77,36 @@ def test_who_has_ended_leaves_its_answer_and_its_name() -> None:
     assert trees.own == {"a": [5, 6, 7]}
 
 
+def test_answers_are_no_guesses_for_requests_with_another_salt() -> None:
+    drafter = SuffixDrafter(Lists, SuffixOptions())
+    text = [9, 1, 2, 3, 4, 5, 6]
+    for end in range(2, 8):
+        drafter.propose([DraftAsk("a", text[:end], 8, "mine")])
+    asks = [DraftAsk(salt, [7, 2, 3], 8, salt) for salt in ("mine", "yours", "")]
+    assert drafter.propose(asks) == [[4, 5], [], []]
+    drafter.forget("a")
+    assert drafter.propose([DraftAsk("b", [7, 2, 3], 8, "mine"), DraftAsk("c", [7, 2, 3], 8)]) == [[4, 5], []]
+
+
+def test_the_trees_of_salts_that_nobody_uses_are_dropped() -> None:
+    opened = []
+    drafter = SuffixDrafter(lambda: opened.append(Lists()) or opened[-1], SuffixOptions(salts=3))  # type: ignore[func-returns-value]
+    for at in range(9):
+        drafter.propose([DraftAsk(f"{at}", [1, 2], 1, f"{at}")])
+    assert len(drafter._by_salt) == 9, "they run"
+    for at in range(9):
+        drafter.forget(f"{at}")
+    drafter.propose([DraftAsk("again", [1, 2], 1, "8")])
+    assert list(drafter._by_salt) == ["6", "7", "8"]
+    assert len(opened) == 10, "those of no salt were there, and those of 8 still"
+
+
 def test_only_so_many_last_tokens_are_looked_up() -> None:
     drafter, _ = over_lists(depth=2)
     assert drafter.propose([DraftAsk("a", [1, 2, 3, 4, 9, 1, 2, 3], 8)]) == [[4, 9]]
 
 
-@pytest.mark.parametrize("wrong", [{"depth": 0}, {"cached_requests": -1}, {"factor": 0.0}, {"least_share": 2.0}])
+@pytest.mark.parametrize("wrong", [{"depth": 0}, {"salts": 0}, {"cached_requests": -1}, {"factor": 0.0}, {"least_share": 2.0}])
 def test_options_that_would_find_nothing_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="would find nothing; take"):
         build(**wrong)

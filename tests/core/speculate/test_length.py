@@ -51,6 +51,45 @@ def test_it_follows_when_guesses_become_right() -> None:
     assert share(good, 7) + share(good, 5) > 0.7
 
 
+def rate_of(length: DraftLength, seconds: Callable[[int], float], *, chance: float, num_requests: int, tokens: int) -> float:
+    """Tokens of a request in the time of a step without guesses, until each has so many. Times vary by a tenth."""
+    draw, told, spent_s = random.Random(1), 0, 0.0
+    while told < tokens * num_requests:
+        now = length.of(num_requests)
+        step_s = seconds(now) * draw.uniform(0.9, 1.1)
+        for _ in range(num_requests):
+            right = next((place for place in range(now) if draw.random() > chance), now)
+            length.told(now, right)
+            told += 1 + right
+        length.took(num_requests, now, step_s)
+        spent_s += step_s
+    return told / num_requests / spent_s
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+@pytest.mark.parametrize("num_requests", [1, 2, 4, 8, 16, 64])
+def test_it_is_never_clearly_slower_than_no_guesses(num_requests: int, chance: float) -> None:
+    """A row costs nothing, what it costs on a CPU, or too much. From the first token on, where that begins with no guesses."""
+    a_row_s = {1: 0.15, 2: 0.15, 4: 0.3}.get(num_requests, 1.0)
+    for seconds in (lambda length: 1 + 0.05 * length, lambda length: 1 + a_row_s * length, lambda length: 1 + 1.2 * length):
+        length = DraftLength(7)
+        first = rate_of(length, seconds, chance=chance, num_requests=num_requests, tokens=160)
+        later = rate_of(length, seconds, chance=chance, num_requests=num_requests, tokens=400)
+        assert later > 0.98
+        assert first > (0.98 if num_requests > 4 else 0.85)
+
+
+def test_guesses_that_pay_are_made_with_many_requests_too() -> None:
+    length = DraftLength(7)
+    rate_of(length, lambda length: 1 + 0.1 * length, chance=0.85, num_requests=32, tokens=1500)
+    assert rate_of(length, lambda length: 1 + 0.1 * length, chance=0.85, num_requests=32, tokens=500) > 1.5
+
+
+def test_a_gpu_begins_with_guesses_where_rows_cost_little() -> None:
+    assert [DraftLength(7, device="cuda").of(count) for count in (1, 8, 32, 64)] == [5, 3, 1, 0]
+    assert [DraftLength(7).of(count) for count in (1, 4, 8, 64)] == [5, 2, 0, 0]
+
+
 def test_one_slow_step_changes_nothing() -> None:
     length = DraftLength(7)
     lengths_over(length, lambda length: 1 + 0.02 * length, chances=[0.95] * 7, num_requests=1, steps=600)

@@ -65,7 +65,7 @@ def choose_drafter(
             return ChosenDrafter(None, 0, why)
     else:
         offer, why = _named(asked.drafter, every, registry), "asked for"
-    length = _length(asked, offer)
+    length = _length(asked, offer, config)
     return ChosenDrafter(offer, length, f"{why}, from {offer.source}; up to {length} tokens of a request in a step")
 
 
@@ -134,8 +134,11 @@ def _running(every: Mapping[str, Offer[DrafterSpec]], folder: Path) -> Offer[Dra
     return next(fitting, every[STANDALONE.name])
 
 
-def _length(asked: EngineOptions, offer: Offer[DrafterSpec]) -> int:
-    most = offer.spec.most
+def _length(asked: EngineOptions, offer: Offer[DrafterSpec], config: Mapping[str, object]) -> int:
+    """config: the target's, where the drafter is a part of its checkpoint."""
+    most, modules = offer.spec.most, offer.spec.modules
+    if modules is not None and (count := modules(config)) > 1:
+        most = min(most, count)
     if asked.draft_length == "auto":
         return min(MOST_BY_A_MODEL if offer.spec.is_model else USUAL_DRAFTS, most)
     if int(asked.draft_length) > most:

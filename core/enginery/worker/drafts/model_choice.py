@@ -8,6 +8,7 @@ from pathlib import Path
 
 from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import FULL
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.errors import CheckpointError, ConfigError
@@ -39,10 +40,12 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     with inside(family, f"describe the draft model in {folder}"):
         facts = family.spec.describe(config)
     _refuse_misfits(facts, offer, config, target=target, folder=folder)
-    softmax, recurrent = (
-        attn_needs(facts, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
-    )
-    attention, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
+    attention, reads = target.attention, _layers_read(facts, offer, config, target=target)
+    if not reads:
+        softmax, recurrent = (
+            attn_needs(facts, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
+        )
+        attention, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     checkpoint = dataclasses.replace(target.checkpoint, folder=folder, names=(str(folder),), config=config, note="")
     return dataclasses.replace(
         target,
@@ -55,6 +58,7 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
         coordinator=None,
         drafter=None,
         draft_length=0,
+        reads=reads,
         weight_format=None if offer.spec.suits is None else target.weight_format,
         considered=(),
         decisions=(),
@@ -87,6 +91,28 @@ def _own_family(offer: Offer[DrafterSpec], architectures: Sequence[str], folder:
     return Offer(
         spec=spec, group=offer.group, name=offer.name, plugin=offer.plugin, distribution=offer.distribution, version=offer.version
     )
+
+
+def _layers_read(facts: ModelFacts, offer: Offer[DrafterSpec], config: Mapping[str, object], *, target: Choice) -> tuple[int, ...]:
+    """The target's layer that each of its layers reads; empty where it has keys and values of its own."""
+    if offer.spec.reads is None:
+        return ()
+    with inside(offer, "say which keys and values it reads"):
+        reads = tuple(offer.spec.reads(config, target.facts))
+    theirs = target.facts.layers
+    if any(layer.kind != FULL or layer.latent is not None for layer in theirs):
+        raise ConfigError(
+            f"--drafter is {offer.name}, which reads the keys and values of {target.checkpoint.name}, and some of its layers have "
+            "windows, latents or states, which nobody can read yet; take another drafter"
+        )
+    fits = len(reads) == len(facts.layers) and all(0 <= place < len(theirs) for place in reads)
+    rows = [(layer.num_kv_heads, layer.head_dim, layer.value_dim) for layer in facts.layers]
+    if not fits or rows != [(theirs[each].num_kv_heads, theirs[each].head_dim, theirs[each].value_dim) for each in reads]:
+        raise ConfigError(
+            f"--drafter is {offer.name}, whose {len(facts.layers)} layers read those of {target.checkpoint.name} at {list(reads)}: "
+            "each must be there, with as many KV heads, as wide; give the draft model that was trained for it"
+        )
+    return reads
 
 
 def _refuse_misfits(

@@ -47,7 +47,7 @@ class DraftNeeds:
         return KVGeometry(
             pages={FULL: num_pages + 1 + self._pages_behind},
             page_size=settings.page_size,
-            layers=stage_of(self.choice.facts, PARALLEL).memory,
+            layers=() if self.choice.reads else stage_of(self.choice.facts, PARALLEL).memory,
             dtype=settings.kv_dtype,
             num_seats=settings.max_batch_requests,
         )
@@ -116,30 +116,35 @@ def build_draft_model(
     target: Choice,
     verifier: Model,
     ops: OpTable,
-    num_pages: int,
+    pool: PagedKVPool,
+    socket: LayerSocket,
 ) -> DraftModel | None:
-    """Loaded, and bound to a pool and attention backends of its own; None where no model drafts. verifier: the target's model."""
+    """Loaded, and bound to a pool and attention backends of its own, or to the target's; None where no model drafts.
+
+    verifier: the target's model. pool, socket: its memory, and its way to its backends.
+    """
     offer = target.drafter
     if needs is None or offer is None:
         return None
     choice = dataclasses.replace(needs.choice, settings=target.settings)
     weights = load_weights(asked, choice, needs.needed, report_to_nobody)
-    geometry = needs.geometry(num_pages)
-    pool = PagedKVPool(geometry, choice.device)
-    relay = _build_backends(asked, registry, choice, pool)
+    if not choice.reads:
+        pool = PagedKVPool(needs.geometry(pool.geometry.pages[FULL]), choice.device)
+        socket = LayerSocket(_build_backends(asked, registry, choice, pool))
     model = build_model(
         choice,
         weights,
         reader=needs.needed.reader,
         ops=ops,
         pool=pool,
-        socket=LayerSocket(relay),
+        socket=socket,
         target=_as_target(verifier, target) if offer.spec.takes_features else None,
     )
     return DraftModel(
         model,
-        relay,
+        socket,
         most=target.draft_length,
+        reads=bool(choice.reads),
         takes_features=offer.spec.takes_features,
         max_positions=choice.settings.max_model_len,
     )

@@ -68,7 +68,7 @@ class TorchAttention:
     def _attend_group(self, q: torch.Tensor, group: DecodeGroup, layer: LayerSpec, out: torch.Tensor) -> None:
         size, kv_heads, dim = group.size, layer.facts.num_kv_heads, layer.facts.head_dim
         k, v = (
-            self._gather(pages, group.pages.view(-1)).view(size, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
+            self._gather(pages, group.pages.view(-1)).to(q.dtype).view(size, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
             for pages in self._pages(layer)
         )
         grouped = q[:size].view(size, kv_heads, -1, 1, dim)  # [B, K, G, 1, D]
@@ -77,7 +77,7 @@ class TorchAttention:
         out[:size] = attended.reshape(size, -1, attended.shape[-1])[..., : layer.facts.value_dim]
 
     def _attend_part(self, q: torch.Tensor, part: RequestPart, layer: LayerSpec, out: torch.Tensor) -> None:
-        k, v = (self._in_one_piece(pages, part) for pages in self._pages(layer))  # [1, K, L, D or V]
+        k, v = (self._in_one_piece(pages, part).to(q.dtype) for pages in self._pages(layer))  # [1, K, L, D or V]
         kv_heads, dim = layer.facts.num_kv_heads, layer.facts.head_dim
         num_queries = part.stop - part.start
         rows = q[part.start : part.stop].view(1, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)  # [1, K, G, S, D]

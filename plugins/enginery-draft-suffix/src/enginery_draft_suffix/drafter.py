@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from enginery.api import ConfigError, DraftAsk
@@ -43,12 +43,25 @@ def open_trees(options: SuffixOptions) -> SuffixTrees:
     return trees
 
 
-class SuffixDrafter:
-    """Implements `HostDrafter`. trees: of prompts by request, and of all answers."""
+class _Salted:
+    """The trees of the requests with one salt. active: keys of those that run."""
 
-    def __init__(self, trees: SuffixTrees, options: SuffixOptions) -> None:
-        self._trees = trees
+    def __init__(self, trees: SuffixTrees) -> None:
+        self.trees = trees
+        self.active: set[str] = set()
+
+
+class SuffixDrafter:
+    """Implements `HostDrafter`. open_trees: empty ones, of prompts by request and of all answers, for requests with one salt.
+
+    A guess shows in the time that an answer takes, so what one client is told is no guess for another with another salt.
+    """
+
+    def __init__(self, open_trees: Callable[[], SuffixTrees], options: SuffixOptions) -> None:
+        self._open = open_trees
         self._options = options
+        self._by_salt: dict[str, _Salted] = {"": _Salted(open_trees())}  # the one used last is the last
+        self._salt_of: dict[str, str] = {}
         self._num_seen: dict[str, int] = {}
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
@@ -60,19 +73,36 @@ class SuffixDrafter:
     def forget(self, key: str) -> None:
         """Drop its prompt. Its answer stays for others, until `cached_requests` newer ones have come."""
         if self._num_seen.pop(key, None) is not None:
-            self._trees.stop_request(key)
+            own = self._by_salt[self._salt_of.pop(key)]
+            own.active.remove(key)
+            own.trees.stop_request(key)
 
     def _take_in(self, ask: DraftAsk) -> None:
         """What is new. A request is first asked about when its first token has been told."""
         seen = self._num_seen.get(ask.key)
         if seen is None:
             seen = len(ask.token_ids) - 1
-            self._trees.start_request(ask.key, list(ask.token_ids[:seen]))
-        self._trees.add_active_response(ask.key, list(ask.token_ids[seen:]))
+            own = self._begin(ask)
+            own.trees.start_request(ask.key, list(ask.token_ids[:seen]))
+        self._of(ask).add_active_response(ask.key, list(ask.token_ids[seen:]))
         self._num_seen[ask.key] = len(ask.token_ids)
+
+    def _of(self, ask: DraftAsk) -> SuffixTrees:
+        return self._by_salt[ask.salt].trees
+
+    def _begin(self, ask: DraftAsk) -> _Salted:
+        """The trees of its salt, which are used last now. Of too many those used longest ago go, unless requests run."""
+        own = self._by_salt.pop(ask.salt, None) or _Salted(self._open())
+        self._by_salt[ask.salt] = own
+        own.active.add(ask.key)
+        self._salt_of[ask.key] = ask.salt
+        idle = [salt for salt, each in self._by_salt.items() if not each.active]
+        for salt in idle[: max(0, len(self._by_salt) - self._options.salts)]:
+            del self._by_salt[salt]
+        return own
 
     def _propose(self, ask: DraftAsk) -> list[int]:
         options = self._options
         context = list(ask.token_ids[-options.depth :])
-        path = self._trees.speculate(ask.key, context, ask.most, options.factor, min_token_prob=options.least_share)
+        path = self._of(ask).speculate(ask.key, context, ask.most, options.factor, min_token_prob=options.least_share)
         return list(path.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from enginery.api import ConfigError, DraftContext, DrafterSpec, HostDrafter
 
@@ -10,24 +11,32 @@ from enginery.api import ConfigError, DraftContext, DrafterSpec, HostDrafter
 @dataclass(frozen=True, kw_only=True)
 class SuffixOptions:
     """depth: tokens of the longest run. cached_requests: answers that are kept for others. factor: guesses for each token that
-    matched. least_share: how often a token must have followed to be guessed.
+    matched. least_share: how often a token must have followed to be guessed. salts: of requests, whose answers are kept apart.
     """
 
     depth: int = 24
     cached_requests: int = 1000
     factor: float = 1.0
     least_share: float = 0.1
+    salts: int = 64
 
 
 def build(context: DraftContext) -> HostDrafter:
     """Raises `ConfigError` where Arctic Inference is not installed, and for options that would find nothing."""
     options = context.options
     assert isinstance(options, SuffixOptions)
-    if options.depth < 1 or options.cached_requests < 0 or options.factor <= 0 or not 0 <= options.least_share <= 1:
-        raise ConfigError(f"{options} would find nothing; take depth >= 1, cached_requests >= 0, factor > 0, 0 <= least_share <= 1")
+    if (
+        min(options.depth, options.salts) < 1
+        or options.cached_requests < 0
+        or options.factor <= 0
+        or not 0 <= options.least_share <= 1
+    ):
+        raise ConfigError(
+            f"{options} would find nothing; take depth, salts >= 1, cached_requests >= 0, factor > 0, 0 <= least_share <= 1"
+        )
     from enginery_draft_suffix.drafter import SuffixDrafter, open_trees
 
-    return SuffixDrafter(open_trees(options), options)
+    return SuffixDrafter(partial(open_trees, options), options)
 
 
 SUFFIX = DrafterSpec(

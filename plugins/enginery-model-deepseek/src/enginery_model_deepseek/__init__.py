@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3, and GLM-4.7-Flash, which has V3's layers."""
 
 from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
-from enginery_model_deepseek.spec import MTP, build, describe
+from enginery_model_deepseek.spec import MTP, build, describe, ignored_weights
 
 FAMILIES = {
     "deepseek-v2": "DeepseekV2ForCausalLM",
@@ -20,7 +20,7 @@ def register_models() -> list[ModelSpec]:
             architectures=(architecture,),
             describe=describe,
             build=build,
-            ignored_weights=("*.rotary_emb.inv_freq", "model.layers.{num_hidden_layers}.*"),
+            ignored_weights=ignored_weights,
             stacked_weights=ExpertNames().stacked,
         )
         for name, architecture in FAMILIES.items()

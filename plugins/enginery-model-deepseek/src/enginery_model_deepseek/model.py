@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -23,11 +24,16 @@ def build_decoder(context: ModelContext) -> Model:
 
 
 def build_module(context: ModelContext) -> Model:
-    """The layer behind the last. GLM norms what a guess leaves to the next, DeepSeek does not (vLLM #46075)."""
-    deepseek, config = module_shape(context.config), context.config
-    weights = context.weights.scope(f"{deepseek.decoder.stem}.layers.{config['num_hidden_layers']}")
-    layer = _layer(context, weights, shape=deepseek.decoder, index=0, deepseek=deepseek)
-    return NextTokenModule(context, weights, shape=deepseek.decoder, layer=layer, carries_normed=FLASH in config["architectures"])
+    """The layers behind the last. GLM norms what a guess leaves to the next, DeepSeek does not (vLLM #46075)."""
+    deepseek, normed = module_shape(context.config), FLASH in context.config["architectures"]
+    decoder, behind = deepseek.decoder, int(context.config["num_hidden_layers"])
+
+    def module(index: int, further: Sequence[Model] = ()) -> NextTokenModule:
+        weights = context.weights.scope(f"{decoder.stem}.layers.{behind + index}")
+        layer = _layer(context, weights, shape=decoder, index=index, deepseek=deepseek)
+        return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=normed, further=further)
+
+    return module(0, [module(index) for index in range(1, len(decoder.windows))])
 
 
 def _layer(

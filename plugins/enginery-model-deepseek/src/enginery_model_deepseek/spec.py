@@ -138,16 +138,26 @@ def build(context: ModelContext) -> Model:
     return build_decoder(context)
 
 
+def num_modules(config: Mapping[str, Any]) -> int:
+    """Layers behind the last, each of which predicts one token more."""
+    return whole_number(config, "num_nextn_predict_layers")
+
+
+def ignored_weights(config: Mapping[str, Any]) -> list[str]:
+    """Of the layers behind the last, which only a drafter asks for; one may be there of which config.json says nothing."""
+    first = whole_number(config, "num_hidden_layers")
+    behind = [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 1))]
+    return ["*.rotary_emb.inv_freq", *behind]
+
+
 def module_shape(config: Mapping[str, Any]) -> DeepseekShape:
-    """Of the layer behind the last. Raises `CheckpointError` for several of them."""
-    if (count := whole_number(config, "num_nextn_predict_layers")) != 1:
-        raise CheckpointError(f"config.json has num_nextn_predict_layers {count}; one such layer can draft, no more")
+    """Of the layers behind the last."""
     whole = shape(config)
-    return dataclasses.replace(whole, decoder=whole.decoder.one_more())
+    return dataclasses.replace(whole, decoder=whole.decoder.one_more(num_modules(config)))
 
 
 def describe_module(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layer behind the last."""
+    """The facts of the layers behind the last."""
     return module_shape(config).facts()
 
 
@@ -165,6 +175,7 @@ MTP: Final = DrafterSpec(
     most=8,
     takes_features=True,
     features=lambda config, target: (Feature(target.num_decoder_layers),),
+    modules=num_modules,
     suits=lambda config: bool(config.get("num_nextn_predict_layers")),
     model=ModelSpec(
         name="mtp",

@@ -1,7 +1,7 @@
 """GLM-4 (0414) and GLM-4.5."""
 
 from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
-from enginery_model_glm.spec import MTP, build, describe
+from enginery_model_glm.spec import MTP, build, describe, ignored_weights
 
 
 @hookimpl
@@ -15,7 +15,7 @@ def register_models() -> list[ModelSpec]:
             architectures=("Glm4MoeForCausalLM",),
             describe=describe,
             build=build,
-            ignored_weights=("model.layers.{num_hidden_layers}.*",),
+            ignored_weights=ignored_weights,
             stacked_weights=ExpertNames().stacked,
         ),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from enginery.api import Model, ModelContext
 from enginery.nn.decoder import Decoder
 from enginery.nn.moe import expert_layer
@@ -15,8 +17,12 @@ def build_decoder(context: ModelContext) -> Model:
 
 
 def build_module(context: ModelContext) -> Model:
-    """The layer behind the last. What a guess leaves to the next is behind its norm (vLLM #46075)."""
-    decoder = module_shape(context.config)
-    weights = context.weights.scope(f"{decoder.stem}.layers.{context.config['num_hidden_layers']}")
-    layer = expert_layer(context, weights, shape=decoder, index=0)
-    return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=True)
+    """The layers behind the last. What a guess leaves to the next is behind its norm (vLLM #46075)."""
+    decoder, behind = module_shape(context.config), int(context.config["num_hidden_layers"])
+
+    def module(index: int, further: Sequence[Model] = ()) -> NextTokenModule:
+        weights = context.weights.scope(f"{decoder.stem}.layers.{behind + index}")
+        layer = expert_layer(context, weights, shape=decoder, index=index)
+        return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=True, further=further)
+
+    return module(0, [module(index) for index in range(1, len(decoder.windows))])

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from enginery.api import (
-    CheckpointError,
     DecoderShape,
     DrafterSpec,
     ExpertNames,
@@ -59,15 +58,24 @@ def build(context: ModelContext) -> Model:
     return build_decoder(context)
 
 
+def num_modules(config: Mapping[str, Any]) -> int:
+    """Layers behind the last, each of which predicts one token more."""
+    return whole_number(config, "num_nextn_predict_layers")
+
+
+def ignored_weights(config: Mapping[str, Any]) -> list[str]:
+    """Of the layers behind the last, which only a drafter asks for; one may be there of which config.json says nothing."""
+    first = whole_number(config, "num_hidden_layers")
+    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 1))]
+
+
 def module_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Of the layer behind the last. Raises `CheckpointError` for several of them."""
-    if (count := whole_number(config, "num_nextn_predict_layers")) != 1:
-        raise CheckpointError(f"config.json has num_nextn_predict_layers {count}; one such layer can draft, no more")
-    return shape(config).one_more()
+    """Of the layers behind the last."""
+    return shape(config).one_more(num_modules(config))
 
 
 def describe_module(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layer behind the last."""
+    """The facts of the layers behind the last."""
     return module_shape(config).facts()
 
 
@@ -85,6 +93,7 @@ MTP: Final = DrafterSpec(
     most=8,
     takes_features=True,
     features=lambda config, target: (Feature(target.num_decoder_layers),),
+    modules=num_modules,
     suits=lambda config: bool(config.get("num_nextn_predict_layers")),
     model=ModelSpec(
         name="mtp",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from enginery.api import DecoderShape, Model, ModelContext, WeightSource
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
 from enginery.nn.gated_attention import GatedSelfAttention
@@ -40,7 +42,14 @@ def hybrid_layer(context: ModelContext, weights: WeightSource, *, shape: Decoder
 
 
 def build_module(context: ModelContext) -> Model:
-    """The module `mtp`. It takes and leaves hidden states that are behind a norm (llama.cpp #24025)."""
+    """The module `mtp`. It takes and leaves hidden states that are behind a norm (llama.cpp #24025).
+
+    Where it has several layers, each is a module, with norms and mix in common.
+    """
     weights, decoder = context.weights.scope("mtp"), module_shape(context.config)
-    layer = hybrid_layer(context, weights.scope("layers.0"), shape=decoder, index=0)
-    return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=True, names=MTP_NAMES)
+
+    def module(index: int, further: Sequence[Model] = ()) -> NextTokenModule:
+        layer = hybrid_layer(context, weights.scope(f"layers.{index}"), shape=decoder, index=index)
+        return NextTokenModule(context, weights, shape=decoder, layer=layer, carries_normed=True, names=MTP_NAMES, further=further)
+
+    return module(0, [module(index) for index in range(1, len(decoder.windows))])

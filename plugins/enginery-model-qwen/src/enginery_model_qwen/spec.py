@@ -8,7 +8,6 @@ from typing import Any
 
 from enginery.api import (
     AttnLayerFacts,
-    CheckpointError,
     DecoderShape,
     DrafterSpec,
     ExpertNames,
@@ -171,20 +170,18 @@ def build(context: ModelContext) -> Model:
 
 
 def _num_modules(config: Mapping[str, Any]) -> int:
-    """Of `mtp`. Files that say nothing have one, as Qwen3-Next's."""
+    """Layers of `mtp`, each of which predicts one token more. Files that say nothing have one, as Qwen3-Next's."""
     text = text_of(config)
     return int(text.get("mtp_num_hidden_layers", text.get("num_nextn_predict_layers", 1)) or 0)
 
 
 def module_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Of the layer in `mtp`, which has attention. Raises `CheckpointError` for several of them."""
-    if (count := _num_modules(config)) != 1:
-        raise CheckpointError(f"config.json states {count} layers for multi-token prediction; one such layer can draft, no more")
-    return shape(config).one_more()
+    """Of the layers in `mtp`, which have attention."""
+    return shape(config).one_more(_num_modules(config))
 
 
 def describe_module(config: Mapping[str, Any]) -> ModelFacts:
-    """The facts of the layer in `mtp`."""
+    """The facts of the layers in `mtp`."""
     return module_shape(config).facts()
 
 
@@ -202,6 +199,7 @@ MTP = DrafterSpec(
     most=8,
     takes_features=True,
     features=lambda config, target: (Feature(target.num_decoder_layers, "final"),),
+    modules=_num_modules,
     suits=lambda config: _num_modules(config) > 0,
     model=ModelSpec(
         name="mtp",

@@ -1,0 +1,103 @@
+"""The last rows of each request that a draft model runs over again, because what follows them was not known the first time.
+
+Row p of module k is given the token at p + 1 + k. Behind a prompt's chunk none of these tokens is known, behind a sampled token
+those of all modules but the first are guesses. So the rows are kept until the request's next step, which begins with them:
+
+    step n          rows  5 6 7      module 0 is given t6 t7 t8, module 1 t7 t8 and a guess at t9
+    step n + 1    7 | 8 9            module 0 is given t8 | t9 t10, module 1 t9 | t10 and a guess
+
+T rows of a step, F * C values of the target's hidden states of a row, B items.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from enginery.attention.axes import renewed
+from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
+from enginery.contracts.step import INT, StepInput
+from enginery.worker.layout import rows_of_items
+from enginery.worker.page_tables import PageTables
+
+
+class _Tail(NamedTuple):
+    """end: the position behind its last row. ids: [n] int64, the rows' own tokens. features: [n, F * C]."""
+
+    end: int
+    ids: torch.Tensor
+    features: torch.Tensor
+
+
+_NOTHING = _Tail(-1, torch.empty(0, dtype=torch.int64), torch.empty(0))
+
+
+class FollowedRows(NamedTuple):
+    """What a draft model runs over: batch, with each row's own token, and features, [T', F * C]. place: [T], of the step's rows."""
+
+    batch: ForwardBatch
+    features: torch.Tensor
+    place: torch.Tensor
+
+
+class Tails:
+    """Of all requests, by seat. num_modules: of the draft model."""
+
+    def __init__(self, num_modules: int) -> None:
+        self._num_modules = num_modules
+        self._by_seat: dict[int, _Tail] = {}
+
+    def before(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor, tables: PageTables) -> FollowedRows:
+        """The step's rows with those of each request that are to be run over again in front."""
+        if (new := step.pages.get(FULL)) is not None:
+            for seat, first, *_ in np.frombuffer(new.rows, INT).reshape(-1, 4).tolist():
+                if first == 0:  # another request sits there now
+                    self._by_seat.pop(seat, None)
+        items, view, count = step.columns(), batch.views[FULL], batch.num_tokens
+        own = renewed(batch, views={FULL: view}, logits_rows=None)
+        found = [self._by_seat.pop(seat, _NOTHING) for seat in items.seat.tolist()]
+        tails = [tail if tail.end == start else _NOTHING for tail, start in zip(found, items.start.tolist(), strict=True)]
+        lens = np.array([len(tail.ids) for tail in tails])
+        if not lens.any():
+            return FollowedRows(own, features, torch.arange(count))
+        assert isinstance(view, View), "full pages have slots"
+        rows = rows_of_items(step)
+        item = np.arange(len(rows)).repeat(lens)  # of each row of a tail
+        places = np.concatenate([np.arange(tail.end - len(tail.ids), tail.end) for tail in tails if len(tail.ids)])
+        columns, offsets = np.divmod(places, tables.page_size)
+        pages = tables.full.of(items.seat, int(columns.max()) + 1)[item, columns].astype(np.int64)
+        order = torch.from_numpy(np.concatenate((item, np.arange(len(rows)).repeat(rows))).argsort(kind="stable"))
+        ids, positions, slots = (
+            torch.cat((front, behind)).index_select(0, order)
+            for front, behind in (
+                (torch.cat([tail.ids for tail in tails]), batch.input_ids),
+                (torch.from_numpy(places), batch.positions),
+                (torch.from_numpy(pages * tables.page_size + offsets), view.slots),
+            )
+        )
+        longer = ForwardBatch(
+            phase=Phase.PREFILL,
+            input_ids=ids,
+            positions=positions,
+            q_lens_cpu=torch.from_numpy((rows + lens).astype(np.int32)),
+            kv_lens_cpu=batch.kv_lens_cpu,
+            num_logits_cpu=batch.num_logits_cpu,
+            seats_cpu=batch.seats_cpu,
+            views={FULL: View(slots=slots, page_table_cpu=view.page_table_cpu)},
+        )
+        whole = torch.cat([*(tail.features for tail in tails if len(tail.ids)), features])
+        return FollowedRows(longer, whole.index_select(0, order), order.argsort()[len(item) :])
+
+    def keep(self, step: StepInput, rows: FollowedRows, last: torch.Tensor) -> None:
+        """For the next step of each request. last: [B], the row in `rows` of its last token that is told, or of its chunk's end."""
+        lasts = last.tolist()
+        begins = np.cumsum(rows.batch.q_lens_cpu.numpy()) - rows.batch.q_lens_cpu.numpy()
+        wanted = self._num_modules - (step.columns().samples != 0)  # [B]
+        for index in np.flatnonzero(wanted).tolist():
+            stop = lasts[index] + 1
+            part = slice(max(stop - int(wanted[index]), int(begins[index])), stop)
+            end = int(rows.batch.positions[stop - 1]) + 1
+            seat = int(step.columns().seat[index])
+            self._by_seat[seat] = _Tail(end, rows.batch.input_ids[part].clone(), rows.features[part].clone())

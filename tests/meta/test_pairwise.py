@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from pairwise import in_turn, pairwise
+from pairwise import in_turn, pairwise, spread
 
 AXES = {"page": [1, 16], "chunk": [16, 4096], "batch": [1, 7], "family": list("abcdefg")}
 
@@ -38,3 +38,9 @@ def test_in_turn_each_value_is_met_and_the_longest_axis_has_a_case_a_value() -> 
     chosen = in_turn(("family", "abcde"), ("page", [1, 16]), everything=False).args[1]
     assert chosen == [("a", 1), ("b", 16), ("c", 1), ("d", 16), ("e", 1)]
     assert len(in_turn(("family", "abcde"), ("page", [1, 16]), everything=True).args[1]) == 10
+
+
+def test_values_are_spread() -> None:
+    assert spread(range(10), 3, everything=False) == [0, 3, 6]
+    assert spread("abc", 5, everything=False) == ["a", "b", "c"]
+    assert spread("abc", 1, everything=True) == ["a", "b", "c"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from few_checks import few
+from few_checks import ABOUT_PLANS, few
 
 from enginery.testing.cases import AttnCase
 from enginery.testing.conformance import RULES, Check, checks_of
@@ -51,3 +51,11 @@ def test_kinds_of_states_take_turns() -> None:
 
     left = [check for check in few(checks(), everything=False) if check.rule.name != "numbers"]
     assert claims(left) == claims(checks())
+
+
+def test_of_rules_about_plans_there_is_one_case_and_kernels_take_turns() -> None:
+    left = few(checks(), of_plans=ABOUT_PLANS, everything=False)
+    cases = [check.case for check in left if check.rule.name in ABOUT_PLANS]
+    assert len(cases) == len(ABOUT_PLANS)
+    assert len({case.facts.recurrent and case.facts.recurrent.rule for case in cases if case is not None}) > 1
+    assert numbers(left) == numbers(few(checks(), everything=False))

@@ -29,16 +29,16 @@ help:
 serve: $(VENV)/.serve
 	@exec $(bin)/engine serve --drafter auto $(ARGS)
 
-# Tests of real processes wait half of their time, so they go last and on twice as many workers. Each worker takes neighbouring tests
-# and then what others have not begun, so a module's server is started once, or twice if the module is shared at the end.
+# Tests of real processes wait half of their time, so they go last and on half as many workers more, a whole file each: a module's
+# server is started once. Of the others each worker takes neighbouring tests and then what others have not begun.
 # Compiled modules are kept even where the environment says not to: some hundred processes import the same ones.
 pytest := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(bin)/pytest -rfER -m 'not gpu'
 with_processes := tests/chaos tests/serve tests/engine/test_bench_serve.py plugins/enginery-web
 named := $(wildcard $(foreach word,$(ARGS),$(firstword $(subst ::, ,$(word)))))
 # pytest ends with 5 if no test has the words of -k in it: that is fine in one of the two runs.
 in_two_runs = status=0; ran=5; \
-	for tests in "--dist worksteal $(addprefix --ignore=,$(with_processes))" "--dist loadfile $(with_processes)"; do \
-		$(pytest) -n $(JOBS) $$tests $(ARGS); code=$$?; \
+	for tests in "-n $(JOBS) --dist worksteal $(addprefix --ignore=,$(with_processes))" "-n $(shell expr $(JOBS) \* 3 / 2) --dist loadfile $(with_processes)"; do \
+		$(pytest) $$tests $(ARGS); code=$$?; \
 		case $$code in 0) ran=0;; 2) exit 2;; 5) ;; *) ran=0; status=$$code;; esac; \
 	done; \
 	[ $$ran = 0 ] || status=5; exit $$status

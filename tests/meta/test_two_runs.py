@@ -40,7 +40,7 @@ def test_a_failure_of_either_run_is_one_of_both_and_no_test_at_all_too(
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     first, second = (tmp_path / "bin/pytest.asked").read_text().splitlines()
     assert "-n 2 --dist worksteal --ignore=tests/chaos --ignore=tests/serve" in first
-    assert "-n 2 --dist loadfile tests/chaos tests/serve" in second
+    assert "-n 3 --dist loadfile tests/chaos tests/serve" in second
     assert first.endswith("-k one or two")
 
 

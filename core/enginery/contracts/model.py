@@ -263,7 +263,7 @@ class ModelSpec:
     build: Callable[[ModelContext], Model]
     priority: int = 0
     refuse: Callable[[Mapping[str, object]], list[Reason]] = _refuses_nothing
-    ignored_weights: tuple[str, ...] | Callable[[Mapping[str, Any]], Sequence[str]] = ()
+    ignored_weights: tuple[str, ...] | Callable[[Mapping[str, object]], Sequence[str]] = ()
     stacked_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -80,32 +80,29 @@ class DraftModel:
         batch: the step's, with all of its input tokens. features: [T, F * C], of the target. tokens: [R], what was sampled.
         accepted: [S], how many drafts of each item are among that; None: none. draws: how a guess is chosen.
         """
-        items, counts, ends = step.columns(), step.sampled_rows, np.cumsum(rows_of_items(step))
-        firsts = ends[step.sampling] - counts  # [S], the first of each item's rows that are sampled
+        items, counts = step.columns(), step.sampled_rows
+        firsts = np.cumsum(rows_of_items(step))[step.sampling] - counts  # [S], the first of each item's rows that are sampled
         inside = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)  # [R], each row's place in its item
         right = torch.zeros(len(counts), dtype=torch.int64) if accepted is None else accepted.cpu()
         told = tokens[torch.from_numpy(np.cumsum(counts) - counts) + right]  # [S], each item's last token
         at = (items.start + items.num_tokens - 1 - items.num_drafts)[step.sampling].astype(np.int64)
         positions = torch.from_numpy(at) + right + 1  # [S], of that token
+        last = torch.from_numpy(firsts) + right  # [S], the row before it
         if self._reads:
-            state = features[torch.from_numpy(firsts) + right]
+            state = features[last]
             guesses = self._read(items.seat[step.sampling], told, positions, state, tables, most=step.draft_len, draws=draws)
         elif self._takes_features:
             rows = self._tails.before(step, batch, features, tables)
-            last = torch.from_numpy(ends) - 1  # [B], of each item's tokens that are known
-            last[torch.from_numpy(step.sampling)] = torch.from_numpy(firsts) + right
-            self._tails.keep(step, rows, rows.place[last])
-            sampled = rows.place[torch.from_numpy(firsts.repeat(counts) + inside)]
-            last = rows.place[last[torch.from_numpy(step.sampling)]]
+            self._tails.keep(step, rows, last)
+            sampled, last = rows.place[torch.from_numpy(firsts.repeat(counts) + inside)], rows.place[last]
             state, guesses = self._follow(rows, sampled, tokens, last=last, first=positions + 1, most=step.draft_len, draws=draws)
         else:
             state, guesses = self._forward(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), []
         seats, first, ids = items.seat[step.sampling], positions + 1, guesses[-1] if guesses else told
         while len(seats) and len(guesses) < step.draft_len and not self._reads:
             state = self._step(seats, ids, positions, state, tables)
-            ids = self._guess(self._modules[0], state, first + len(guesses), draws)
-            guesses.append(ids)
-            positions = positions + 1
+            guesses.append(self._guess(self._modules[0], state, first + len(guesses), draws))
+            ids, positions = guesses[-1], positions + 1
         return torch.stack(guesses, 1) if guesses else told.new_empty(len(seats), 0)
 
     def _follow(

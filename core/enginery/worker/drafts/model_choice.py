@@ -15,7 +15,7 @@ from enginery.errors import CheckpointError, ConfigError
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
-from enginery.worker.choice import Choice, choose_attention, shipped_drafters
+from enginery.worker.choice import AttentionChoice, Choice, choose_attention, shipped_drafters
 from enginery.worker.needs import attn_needs
 from enginery.worker.weights.formats import stated_quantization
 
@@ -40,19 +40,14 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     with inside(family, f"describe the draft model in {folder}"):
         facts = family.spec.describe(config)
     _refuse_misfits(facts, offer, config, target=target, folder=folder)
-    attention, reads = target.attention, _layers_read(facts, offer, config, target=target)
-    if not reads:
-        softmax, recurrent = (
-            attn_needs(facts, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
-        )
-        attention, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
+    reads = () if offer.spec.reads is None else _layers_read(facts, offer, config, target=target)
     checkpoint = dataclasses.replace(target.checkpoint, folder=folder, names=(str(folder),), config=config, note="")
     return dataclasses.replace(
         target,
         checkpoint=checkpoint,
         family=family,
         facts=facts,
-        attention=attention,
+        attention=_choose_attention(asked, registry, facts, target, reads=bool(reads)),
         first_attention=None,
         to_compile=(),
         coordinator=None,
@@ -93,10 +88,21 @@ def _own_family(offer: Offer[DrafterSpec], architectures: Sequence[str], folder:
     )
 
 
+def _choose_attention(
+    asked: EngineOptions, registry: Registry, facts: ModelFacts, target: Choice, *, reads: bool
+) -> AttentionChoice:
+    """The backends of its own layers, or the target's, if it reads what these wrote."""
+    if reads:
+        return target.attention
+    softmax, recurrent = (
+        attn_needs(facts, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
+    )
+    return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]
+
+
 def _layers_read(facts: ModelFacts, offer: Offer[DrafterSpec], config: Mapping[str, object], *, target: Choice) -> tuple[int, ...]:
-    """The target's layer that each of its layers reads; empty where it has keys and values of its own."""
-    if offer.spec.reads is None:
-        return ()
+    """The target's layer that each of its layers reads. Raises `ConfigError` for those that it cannot."""
+    assert offer.spec.reads is not None, "it reads the target's"
     with inside(offer, "say which keys and values it reads"):
         reads = tuple(offer.spec.reads(config, target.facts))
     theirs = target.facts.layers
@@ -105,9 +111,9 @@ def _layers_read(facts: ModelFacts, offer: Offer[DrafterSpec], config: Mapping[s
             f"--drafter is {offer.name}, which reads the keys and values of {target.checkpoint.name}, and some of its layers have "
             "windows, latents or states, which nobody can read yet; take another drafter"
         )
-    fits = len(reads) == len(facts.layers) and all(0 <= place < len(theirs) for place in reads)
-    rows = [(layer.num_kv_heads, layer.head_dim, layer.value_dim) for layer in facts.layers]
-    if not fits or rows != [(theirs[each].num_kv_heads, theirs[each].head_dim, theirs[each].value_dim) for each in reads]:
+    there = [theirs[place] for place in reads if 0 <= place < len(theirs)]
+    own, read = ([(layer.num_kv_heads, layer.head_dim, layer.value_dim) for layer in layers] for layers in (facts.layers, there))
+    if own != read:
         raise ConfigError(
             f"--drafter is {offer.name}, whose {len(facts.layers)} layers read those of {target.checkpoint.name} at {list(reads)}: "
             "each must be there, with as many KV heads, as wide; give the draft model that was trained for it"

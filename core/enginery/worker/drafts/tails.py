@@ -11,6 +11,7 @@ T rows of a step, F * C values of the target's hidden states of a row, B items.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,48 +52,20 @@ class Tails:
 
     def before(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor, tables: PageTables) -> FollowedRows:
         """The step's rows with those of each request that are to be run over again in front."""
-        if (new := step.pages.get(FULL)) is not None:
-            for seat, first, *_ in np.frombuffer(new.rows, INT).reshape(-1, 4).tolist():
-                if first == 0:  # another request sits there now
-                    self._by_seat.pop(seat, None)
-        items, view, count = step.columns(), batch.views[FULL], batch.num_tokens
-        own = renewed(batch, views={FULL: view}, logits_rows=None)
+        items = step.columns()
+        self._forget_begun(step)
         found = [self._by_seat.pop(seat, _NOTHING) for seat in items.seat.tolist()]
         tails = [tail if tail.end == start else _NOTHING for tail, start in zip(found, items.start.tolist(), strict=True)]
-        lens = np.array([len(tail.ids) for tail in tails])
-        if not lens.any():
-            return FollowedRows(own, features, torch.arange(count))
-        assert isinstance(view, View), "full pages have slots"
-        rows = rows_of_items(step)
-        item = np.arange(len(rows)).repeat(lens)  # of each row of a tail
-        places = np.concatenate([np.arange(tail.end - len(tail.ids), tail.end) for tail in tails if len(tail.ids)])
-        columns, offsets = np.divmod(places, tables.page_size)
-        pages = tables.full.of(items.seat, int(columns.max()) + 1)[item, columns].astype(np.int64)
-        order = torch.from_numpy(np.concatenate((item, np.arange(len(rows)).repeat(rows))).argsort(kind="stable"))
-        ids, positions, slots = (
-            torch.cat((front, behind)).index_select(0, order)
-            for front, behind in (
-                (torch.cat([tail.ids for tail in tails]), batch.input_ids),
-                (torch.from_numpy(places), batch.positions),
-                (torch.from_numpy(pages * tables.page_size + offsets), view.slots),
-            )
-        )
-        longer = ForwardBatch(
-            phase=Phase.PREFILL,
-            input_ids=ids,
-            positions=positions,
-            q_lens_cpu=torch.from_numpy((rows + lens).astype(np.int32)),
-            kv_lens_cpu=batch.kv_lens_cpu,
-            num_logits_cpu=batch.num_logits_cpu,
-            seats_cpu=batch.seats_cpu,
-            views={FULL: View(slots=slots, page_table_cpu=view.page_table_cpu)},
-        )
-        whole = torch.cat([*(tail.features for tail in tails if len(tail.ids)), features])
-        return FollowedRows(longer, whole.index_select(0, order), order.argsort()[len(item) :])
+        if any(len(tail.ids) for tail in tails):
+            return _joined(step, tails, batch, features, tables)
+        own = renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)
+        return FollowedRows(own, features, torch.arange(batch.num_tokens))
 
-    def keep(self, step: StepInput, rows: FollowedRows, last: torch.Tensor) -> None:
-        """For the next step of each request. last: [B], the row in `rows` of its last token that is told, or of its chunk's end."""
-        lasts = last.tolist()
+    def keep(self, step: StepInput, rows: FollowedRows, told: torch.Tensor) -> None:
+        """For the next step of each request. told: [S], of items that sample, the step's row before the last told token."""
+        last = torch.from_numpy(np.cumsum(rows_of_items(step)).astype(np.int64)) - 1  # [B]
+        last[torch.from_numpy(step.sampling)] = told
+        lasts = rows.place[last].tolist()
         begins = np.cumsum(rows.batch.q_lens_cpu.numpy()) - rows.batch.q_lens_cpu.numpy()
         wanted = self._num_modules - (step.columns().samples != 0)  # [B]
         for index in np.flatnonzero(wanted).tolist():
@@ -101,3 +74,45 @@ class Tails:
             end = int(rows.batch.positions[stop - 1]) + 1
             seat = int(step.columns().seat[index])
             self._by_seat[seat] = _Tail(end, rows.batch.input_ids[part].clone(), rows.features[part].clone())
+
+    def _forget_begun(self, step: StepInput) -> None:
+        """Another request sits there now."""
+        if (new := step.pages.get(FULL)) is not None:
+            for seat, first, *_ in np.frombuffer(new.rows, INT).reshape(-1, 4).tolist():
+                if first == 0:
+                    self._by_seat.pop(seat, None)
+
+
+def _joined(
+    step: StepInput, tails: Sequence[_Tail], batch: ForwardBatch, features: torch.Tensor, tables: PageTables
+) -> FollowedRows:
+    """Each request's tail in front of its rows."""
+    view, rows = batch.views[FULL], rows_of_items(step)
+    assert isinstance(view, View), "full pages have slots"
+    lens = np.array([len(tail.ids) for tail in tails])
+    item = np.arange(len(rows)).repeat(lens)  # of each row of a tail
+    there = [tail for tail in tails if len(tail.ids)]
+    places = np.concatenate([np.arange(tail.end - len(tail.ids), tail.end) for tail in there])
+    columns, offsets = np.divmod(places, tables.page_size)
+    pages = tables.full.of(step.columns().seat, int(columns.max()) + 1)[item, columns].astype(np.int64)
+    order = torch.from_numpy(np.concatenate((item, np.arange(len(rows)).repeat(rows))).argsort(kind="stable"))
+    ids, positions, slots, joined = (
+        torch.cat((front, behind)).index_select(0, order)
+        for front, behind in (
+            (torch.cat([tail.ids for tail in there]), batch.input_ids),
+            (torch.from_numpy(places), batch.positions),
+            (torch.from_numpy(pages * tables.page_size + offsets), view.slots),
+            (torch.cat([tail.features for tail in there]), features),
+        )
+    )
+    longer = ForwardBatch(
+        phase=Phase.PREFILL,
+        input_ids=ids,
+        positions=positions,
+        q_lens_cpu=torch.from_numpy((rows + lens).astype(np.int32)),
+        kv_lens_cpu=batch.kv_lens_cpu,
+        num_logits_cpu=batch.num_logits_cpu,
+        seats_cpu=batch.seats_cpu,
+        views={FULL: View(slots=slots, page_table_cpu=view.page_table_cpu)},
+    )
+    return FollowedRows(longer, joined, order.argsort()[len(item) :])

@@ -5,7 +5,17 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 NATIVE = Path("src/enginery_ops_cpu/native")
-FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
 
 setup(
     ext_modules=[

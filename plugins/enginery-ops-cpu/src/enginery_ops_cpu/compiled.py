@@ -1,7 +1,7 @@
 """The operations as the core calls them, by compiled kernels. What these cannot take goes to torch.
 
-A decoding step of a small model calls some hundred of them, and each takes a few microseconds: so what can be known when weights are
-bound is, and the rest is addresses and sizes. M rows, N outputs, K columns, T tokens, H heads, D head dim.
+A decoding step of a small model calls some hundred of them, and each takes a few microseconds: so what can be known when weights
+are bound is, and the rest is addresses and sizes. M rows, N outputs, K columns, T tokens, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from enginery.api import LinearFn, StoredWeight
 from enginery.nn import reference_ops
 
 CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MOST_ROWS: Final = 64  # beyond, torch's products are as fast or faster
+ALL_ROWS: Final = 1 << 62
+FEW_ROWS: Final = 16
+# Up to so many rows a product runs in these kernels, by instruction set and dtype, beyond in torch (docs/log.md, 2026-11-23): with
+# AVX-512 torch is slower in float32 at every size, and 6 % faster in bfloat16 at a thousand rows; with AMX it is far faster.
+MOST_ROWS: Final = {
+    ("avx512_bf16", torch.float32): ALL_ROWS,
+    ("avx512", torch.float32): ALL_ROWS,
+    ("avx512_bf16", torch.bfloat16): 128,
+}
 
 
 class CompiledOps:
@@ -44,12 +52,13 @@ class CompiledOps:
             return reference_ops.bind_linear(weight, bias)
         weight = weight.contiguous()
         outputs, columns = weight.shape
+        most = MOST_ROWS.get((self.kernels.isa, dtype), FEW_ROWS)
         code, product, empty = self.codes[dtype], self.kernels.linear, torch.empty
         at, offset = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
 
         def linear(x: torch.Tensor) -> torch.Tensor:
             shape = x.shape
-            if len(shape) != 2 or shape[0] > MOST_ROWS or x.dtype is not dtype or shape[1] != columns or x.stride(1) != 1:
+            if len(shape) != 2 or shape[0] > most or x.dtype is not dtype or shape[1] != columns or x.stride(1) != 1:
                 return F.linear(x, weight, bias)
             rows = shape[0]
             out = empty((rows, outputs), dtype=dtype)
@@ -126,7 +135,7 @@ class CompiledOps:
         values: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """`qk_norm_rotary` on the first H + K heads, then keys and values to the rows of their slots. Raises IndexError for others."""
+        """`qk_norm_rotary` on the first H + K heads, then keys and values to their slots. Raises IndexError for others."""
         strides = keys.stride()
         kept = keys.dtype in self.codes and keys.dtype is values.dtype and strides == values.stride() and strides[2] == 1
         if not kept or not slots.is_contiguous() or not self._rotates(qkv, weight, cos_sin):

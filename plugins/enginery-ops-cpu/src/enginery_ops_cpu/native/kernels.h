@@ -52,8 +52,9 @@ struct Greedy {  // ids [M]: the first largest of each row of logits [M, N]; a r
 
 struct Kernels {
     const char *name;
+    int64_t tile_rows;
     int64_t (*packed_bytes[NUM_DTYPES])(int64_t M, int64_t K);
-    void (*pack[NUM_DTYPES])(const Pack &);
+    void (*pack[NUM_DTYPES])(const Pack &, int64_t begin, int64_t end);  // rows, in multiples of tile_rows
     void (*linear[NUM_DTYPES])(const Linear &, int64_t begin, int64_t end);  // outputs
     void (*norm[NUM_DTYPES])(const Norm &, int64_t begin, int64_t end);  // rows
     void (*rotate[NUM_DTYPES][NUM_DTYPES])(const Rotate &, int64_t begin, int64_t end);  // tokens; by dtype of keys and values too

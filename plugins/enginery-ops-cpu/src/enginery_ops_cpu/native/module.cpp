@@ -75,10 +75,10 @@ struct Call {
     Of of;
 };
 
-// Run the kernel over [0, total), which reads and writes `bytes` for each.
+// Run the kernel over [0, total), which takes as long as to read `bytes` for each. Pieces of it are multiples of `least_piece`.
 template <class Of>
-PyObject *spread(const Call<Of> &call, int64_t total, int64_t bytes, int64_t least_piece = 1) {
-    const int64_t all = total * bytes, useful = all / UNSHARED;
+void spread(const Call<Of> &call, int64_t total, int64_t bytes, int64_t least_piece = 1) {
+    const int64_t useful = total * bytes / UNSHARED;
     const int count = useful < 2 ? 1 : useful < threads::most() ? (int)useful : threads::most();
     int64_t piece = count > 1 ? total / (count * 8) : total;
     if (piece * bytes < UNSHARED / 4) piece = UNSHARED / 4 / bytes;
@@ -87,15 +87,25 @@ PyObject *spread(const Call<Of> &call, int64_t total, int64_t bytes, int64_t lea
         const Call<Of> *own = static_cast<const Call<Of> *>(given);
         own->kernel(own->of, begin, end);
     };
-    void *data = const_cast<Call<Of> *>(&call);
-    if (all < KEEPS_LOCK) {
-        threads::run_pieces(count, total, piece, work, data);
+    threads::run_pieces(count, total, piece, work, const_cast<Call<Of> *>(&call));
+}
+
+// Do `work`, without Python's lock if it takes long.
+template <class Work>
+PyObject *done(int64_t bytes, Work work) {
+    if (bytes < KEEPS_LOCK) {
+        work();
     } else {
         Py_BEGIN_ALLOW_THREADS
-        threads::run_pieces(count, total, piece, work, data);
+        work();
         Py_END_ALLOW_THREADS
     }
     Py_RETURN_NONE;
+}
+
+template <class Of>
+PyObject *spread_and_return(const Call<Of> &call, int64_t total, int64_t bytes) {
+    return done(total * bytes, [&] { spread(call, total, bytes); });
 }
 
 int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
@@ -124,12 +134,16 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!read(args, given, 9, a)) return nullptr;
     if (!has(a[0]) || !chosen->linear[a[0]]) return unknown_dtype(a[0]);
     const int64_t M = a[5], N = a[6], K = a[7];
+    if (!M) Py_RETURN_NONE;
     void *packed = scratch(chosen->packed_bytes[a[0]](M, K));
     if (!packed) return PyErr_NoMemory();
-    chosen->pack[a[0]](Pack{address<void>(a[1]), packed, M, K, a[8]});
+    const Pack pack = {address<void>(a[1]), packed, M, K, a[8]};
     const Linear of = {packed, address<void>(a[2]), address<void>(a[3]), address<void>(a[4]), M, N, K};
-    const int64_t longer = M > 4 ? M / 4 : 1;  // with more rows than these a product takes longer than reading the weight
-    return spread(Call<Linear>{chosen->linear[a[0]], of}, M ? N : 0, K * size_of(a[0]) * longer, 8);
+    const int64_t bytes = K * size_of(a[0]), longer = M > 4 ? M / 4 : 1;  // more rows take longer than reading the weight
+    return done(N * bytes * longer, [&] {
+        spread(Call<Pack>{chosen->pack[a[0]], pack}, M, 2 * bytes, chosen->tile_rows);
+        spread(Call<Linear>{chosen->linear[a[0]], of}, N, bytes * longer, M > 64 ? 64 : 8);
+    });
 }
 
 PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t given) {
@@ -138,7 +152,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!read(args, given, 10, a, &eps)) return nullptr;
     if (!has(a[0]) || !chosen->norm[a[0]]) return unknown_dtype(a[0]);
     const Norm of = {address<void>(a[1]), address<void>(a[2]), address<void>(a[3]), address<void>(a[4]), a[6], a[7], a[8], a[9], eps};
-    return spread(Call<Norm>{chosen->norm[a[0]], of}, a[5], of.C * 8);
+    return spread_and_return(Call<Norm>{chosen->norm[a[0]], of}, a[5], of.C * 8);
 }
 
 PyObject *rotate(PyObject *, PyObject *const *args, Py_ssize_t given) {
@@ -150,7 +164,7 @@ PyObject *rotate(PyObject *, PyObject *const *args, Py_ssize_t given) {
     const Rotate of = {address<void>(a[2]), address<void>(a[3]), address<void>(a[4]), address<void>(a[5]), address<void>(a[6]), slots,
                        a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18], a[19], eps};
     if (of.keys && outside(slots, tokens, num_slots, "slot")) return nullptr;
-    return spread(Call<Rotate>{chosen->rotate[a[0]][a[1]], of}, tokens, (of.rotated + of.kv) * of.D * 8);
+    return spread_and_return(Call<Rotate>{chosen->rotate[a[0]][a[1]], of}, tokens, (of.rotated + of.kv) * of.D * 8);
 }
 
 PyObject *gate(PyObject *, PyObject *const *args, Py_ssize_t given) {
@@ -158,7 +172,7 @@ PyObject *gate(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!read(args, given, 6, a)) return nullptr;
     if (!has(a[0]) || !chosen->gate[a[0]]) return unknown_dtype(a[0]);
     const Gate of = {address<void>(a[1]), address<void>(a[2]), a[4], a[5]};
-    return spread(Call<Gate>{chosen->gate[a[0]], of}, a[3], of.C * 16);
+    return spread_and_return(Call<Gate>{chosen->gate[a[0]], of}, a[3], of.C * 16);
 }
 
 PyObject *greedy(PyObject *, PyObject *const *args, Py_ssize_t given) {
@@ -166,7 +180,7 @@ PyObject *greedy(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!read(args, given, 6, a)) return nullptr;
     if (!has(a[0]) || !chosen->greedy[a[0]]) return unknown_dtype(a[0]);
     const Greedy of = {address<void>(a[1]), address<int64_t>(a[2]), a[4], a[5]};
-    return spread(Call<Greedy>{chosen->greedy[a[0]], of}, a[3], of.N * size_of(a[0]));
+    return spread_and_return(Call<Greedy>{chosen->greedy[a[0]], of}, a[3], of.N * size_of(a[0]));
 }
 
 struct Embed {
@@ -184,7 +198,7 @@ PyObject *embed(PyObject *, PyObject *const *args, Py_ssize_t given) {
     const auto copy = [](const Embed &own, int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) memcpy(own.out + i * own.bytes, own.table + own.ids[i] * own.stride, own.bytes);
     };
-    return spread(Call<Embed>{copy, of}, a[4], of.bytes * 2);
+    return spread_and_return(Call<Embed>{copy, of}, a[4], of.bytes * 2);
 }
 
 PyMethodDef methods[] = {

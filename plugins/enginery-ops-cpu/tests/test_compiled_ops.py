@@ -150,9 +150,10 @@ def test_there_is_one_pool_of_threads() -> None:
 
 @pytest.mark.parametrize("isa", [] if os.environ.get("ENGINERY_CPU_ISA") else KERNELS.supported[1:])
 def test_every_narrower_instruction_set_does_the_same(isa: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not pool and not 2", str(Path(__file__))]
-    done = subprocess.run(command, env={**os.environ, "ENGINERY_CPU_ISA": isa}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
+    if os.environ.get("ENGINERY_TESTS") == "full":
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not pool", str(Path(__file__))]
+        done = subprocess.run(command, env={**os.environ, "ENGINERY_CPU_ISA": isa}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:]
     command = [sys.executable, "-m", "enginery", "test-op", "cpu-compiled", "--device", "cpu"]
     done = subprocess.run(command, env={**os.environ, "ENGINERY_CPU_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -34,8 +34,11 @@ try:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 except Exception as error:
     why = str(error).strip().split("\\n")[0]
-found = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": names, "why": why}
-print(json.dumps(found | {"bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}))
+try:
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+except AttributeError:  # built without oneDNN
+    fast = True
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": names, "why": why, "bfloat16": fast}))
 """
 _ASK_MODEL: Final = """
 import json, sys

@@ -122,7 +122,7 @@ def test_a_sound_machine_without_a_gpu_has_no_warning_and_is_told_so(reading) ->
 
 def test_operations_that_were_not_built_and_slow_bfloat16_are_told(sound, monkeypatch) -> None:
     answers = {
-        doctor_module._ASK_TORCH: ALL_FINE | {"bfloat16": False},
+        doctor_module._ASK_TORCH: ALL_FINE | {"devices": [], "bfloat16": False},
         doctor_module._ASK_PLUGINS: {
             "records": [],
             "default": {"name": "m", "folder": "/nowhere"},

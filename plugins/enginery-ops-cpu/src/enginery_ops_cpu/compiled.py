@@ -159,7 +159,8 @@ class CompiledOps:
         (tokens, count, dim), (token_stride, head_stride, _) = heads.shape, heads.stride()
         angle_stride, rotary = cos_sin.stride(0), cos_sin.shape[1]
         scale, scale_stride = (0, 0) if weight is None else (weight.data_ptr(), weight.stride(0))
-        kept, kv, at, slot_strides = heads.dtype, 0, (0, 0, 0, 0), (0, 0)
+        kept, kv, at = heads.dtype, 0, (0, 0, 0, 0)
+        slot_strides: tuple[int, ...] = (0, 0)
         if stored is not None:
             keys, values, slots = stored
             kept, at = keys.dtype, (keys.data_ptr(), values.data_ptr(), slots.data_ptr(), keys.shape[0])

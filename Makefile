@@ -7,6 +7,7 @@ bin := $(VENV)/bin
 wheels := $(VENV)/editable
 projects := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 plugins := $(patsubst %/pyproject.toml,%,$(filter plugins/%,$(projects)))
+compiled := $(sort $(wildcard plugins/*/setup.py plugins/*/src/*/native/*))
 sources := core/enginery $(sort $(wildcard plugins/*/src)) tests/meta/typing_snippets
 # The projects of this tree share one setuptools.
 install := $(bin)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt
@@ -59,7 +60,7 @@ dev: $(VENV)/.test $(VENV)/.lint
 
 # One pip call for the core and all plugins: in two, the first could take a stranger's `enginery` from the package index. It would leave
 # those of the same version that are there already as they are. Of 170 MB of compiled modules, only those that a server imports are made.
-$(VENV)/.serve: $(projects) constraints.txt
+$(VENV)/.serve: $(projects) $(compiled) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Enginery needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@$(install) --quiet 'setuptools>=77'

@@ -34,7 +34,11 @@ try:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 except Exception as error:
     why = str(error).strip().split("\\n")[0]
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": names, "why": why}))
+try:
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+except AttributeError:  # built without oneDNN
+    fast = True
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": names, "why": why, "bfloat16": fast}))
 """
 _ASK_MODEL: Final = """
 import json, sys
@@ -68,15 +72,20 @@ print(json.dumps(rows))
 _ASK_PLUGINS: Final = """
 import json, sys
 from dataclasses import asdict
+from enginery.contracts.ops import OpNeeds
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
+from enginery.plugin.selection import refusals
 registry = Registry.load(blocked=sys.argv[1:])
+needs = OpNeeds(device="cpu", dtype="float32")
+refused = [(offer.name, reason) for offer in registry.ops for reason in refusals(offer, needs)]
+lacking = [[name, reason.text] for name, reason in refused if reason.rule == "compiled"]
 try:
     model = registry.default_checkpoint()
     default = {"name": model.name, "folder": str(model.spec.folder)}
 except EnginError:
     default = None
-print(json.dumps({"records": [asdict(record) for record in registry.records], "default": default}))
+print(json.dumps({"records": [asdict(record) for record in registry.records], "default": default, "lacking": lacking}))
 """
 
 
@@ -173,7 +182,8 @@ def _torch() -> list[Check]:
         advice = "Install a torch for the CUDA version that nvidia-smi shows, or a newer driver."
         rows.append(Check(name="devices", status="fail", detail=detail, advice=advice))
     else:
-        rows.append(Check(name="devices", status="ok", detail="CPU only"))
+        slow = "; it has no instructions for bfloat16 (AVX-512), in which prompts are slower than in float32"
+        rows.append(Check(name="devices", status="ok", detail="CPU only" + ("" if found.get("bfloat16", True) else slow)))
     return rows
 
 
@@ -192,6 +202,8 @@ def _plugins(*, is_model_named: bool) -> list[Check]:
             rows.append(Check(name=name, status="fail", detail=f"{detail}: {record['reason']}", advice=advice))
         else:
             rows.append(Check(name=name, status=status, detail=detail + (f": {record['reason']}" if record["reason"] else "")))
+    if "cuda" not in present_devices():
+        rows += [Check(name=f"operations {name}", status="warn", detail=text) for name, text in found.get("lacking", ())]
     return rows if is_model_named else [*rows, _default_model(found["default"])]
 
 

@@ -165,7 +165,8 @@ def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, objec
     if asked.dtype != "auto":
         if asked.dtype not in DTYPES:
             raise ConfigError(f"dtype is {asked.dtype!r}, but must be one of auto, {', '.join(DTYPES)}")
-        return Decision(setting="dtype", value=asked.dtype, reason="asked for")
+        slow = device.kind == "cpu" and asked.dtype == "bfloat16" and not device.has_bfloat16
+        return Decision(setting="dtype", value=asked.dtype, reason=f"asked for{'; float32 is faster on this CPU' if slow else ''}")
     stated = config.get("dtype") or config.get("torch_dtype")
     if stated not in DTYPES:
         return Decision(setting="dtype", value="float32", reason="config.json states none of the supported ones")

@@ -8,7 +8,7 @@ import torch
 from enginery.api import OpNeeds
 from enginery.nn import reference_ops
 from enginery_ops_cpu import ops
-from enginery_ops_cpu.spec import CPU
+from enginery_ops_cpu.spec import COMPILED, CPU
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -55,6 +55,9 @@ def test_it_refuses_everything_but_a_cpu_and_gives_what_it_promises() -> None:
     needs = OpNeeds(device="cpu", dtype="float32")
     assert CPU.refuse(needs) == []
     assert sorted(CPU.load(needs)) == sorted(CPU.provides)
+    assert COMPILED.refuse(OpNeeds(device="cuda", dtype="float32"))[0].rule == "device"
+    if not COMPILED.refuse(needs):
+        assert sorted(COMPILED.load(needs)) == sorted(COMPILED.provides)
 
 
 @pytest.mark.parametrize("supported", [True, False])

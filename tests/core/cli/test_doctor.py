@@ -124,6 +124,26 @@ def test_a_sound_machine_without_a_gpu_has_no_warning_and_is_told_so(reading) ->
     assert lines[-1] == "All is well: 15 checks, nothing to mend."
 
 
+def test_operations_that_were_not_built_and_slow_bfloat16_are_told(sound, monkeypatch) -> None:
+    answers = {
+        doctor_module._ASK_TORCH: ALL_FINE | {"devices": [], "bfloat16": False},
+        doctor_module._ASK_PLUGINS: {
+            "records": [],
+            "default": {"name": "m", "folder": "/nowhere"},
+            "lacking": [["some", "were not built; install a compiler"]],
+        },
+    }
+    asked = doctor_module._ask
+    monkeypatch.setattr(
+        doctor_module, "_ask", lambda code, *rest, **more: (answers[code], "") if code in answers else asked(code, *rest, **more)
+    )
+    monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu"})
+    rows = examine(code=0)
+    assert rows["operations some"]["status"] == "warn"
+    assert "install a compiler" in rows["operations some"]["detail"]
+    assert "slower than in float32" in rows["devices"]["detail"]
+
+
 def test_the_last_line_counts_what_is_wrong(reading, monkeypatch) -> None:
     blocked = LIVE | {"name": "a", "status": "blocked", "reason": "-p no:a names it"}
     lines, code = reading(blocked)

@@ -32,3 +32,11 @@ def test_it_is_the_stated_one_unless_the_cpu_is_slow_in_it(
     if stated is not None and stated != expected:
         (decision,) = [each for each in settings.decisions if each.setting == "dtype"]
         assert f"--dtype {stated}" in decision.reason
+
+
+@pytest.mark.parametrize(("kind", "has_bfloat16", "told"), [("cpu", False, True), ("cpu", True, False), ("cuda", False, False)])
+def test_the_start_says_where_the_dtype_asked_for_is_the_slower_one(kind: str, has_bfloat16: bool, told: bool) -> None:
+    device = DeviceFacts(kind=kind, name="a fake", available_bytes=1, num_threads=1, has_bfloat16=has_bfloat16)
+    settings = resolve(EngineOptions(dtype="bfloat16"), device, MODEL, config={})
+    (decision,) = [each for each in settings.decisions if each.setting == "dtype"]
+    assert ("float32 is faster on this CPU" in decision.reason) is told

@@ -1,0 +1,28 @@
+"""The compiled part, and why it is absent where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+
+class Kernels(Protocol):
+    """The module `_kernels`, see native/module.cpp. isa: the instruction set that it computes with; supported: all that it could."""
+
+    isa: str
+    supported: Sequence[str]
+    max_dim: int
+
+    def attend(self, *numbers: float) -> None: ...
+
+    def count_partials(self, requests: int, q_lens: int, kv_lens: int) -> int: ...
+
+
+kernels: Kernels | None = None
+why_absent = ""
+try:
+    from enginery_attn_cpu import _kernels
+
+    kernels = cast(Kernels, _kernels)
+except ImportError as error:
+    why_absent = str(error)

@@ -1,20 +1,20 @@
 // Attention of decoding rows over the pages of the KV pool: what a call is about, and how its work is cut.
 //
-//   request   [ chunk 0 | chunk 1 | chunk 2 | .. ]     keys; as many chunks for every head
-//   unit      (chunk, KV head, up to 16 rows of its queries): what one thread computes at a time
+//   request   [ chunk 0 | chunk 1 | chunk 2 | .. ]     128 keys each
+//   unit      (chunk, KV head, up to 16 rows of its queries)
+//   run       units of one chunk that one thread computes: all of them, where there are chunks enough
 //
-// How a request is cut depends on its own length alone, and the parts of a row are added up in their order: a row is the same to the
-// last bit whatever is beside it, whichever thread computes it, and however many there are.
+// Cuts are at the same keys whatever else there is, and the parts of a row are added up in their order: a row is the same to the last
+// bit whatever is beside it, whichever thread computes it, and however many there are.
 #pragma once
 
 #include <stdint.h>
 
 enum Type : int64_t { kFloat32 = 0, kBFloat16 = 1 };
 
-static const int64_t kTileKeys = 128;  // keys whose scores are in memory at once
-static const int64_t kMaxChunks = 64;  // of a request, at the most
-static const int64_t kUnitRows = 16;   // query rows that share what is read of a KV head
-static const int64_t kMaxDim = 1024;   // of keys and values: a unit's rows are on the stack
+static const int64_t kChunkKeys = 128;
+static const int64_t kUnitRows = 16;  // query rows that share what is read of a KV head
+static const int64_t kMaxDim = 1024;  // of keys and values: a unit's rows are on the stack
 
 // Keys [pages, page_size, kv_heads, dim] and values [.., value_dim], contiguous. window 0: none. softcap 0: none. sinks: [heads], or
 // null.
@@ -41,7 +41,7 @@ struct Batch {
 
 // One request's work for one layer. first_chunk: the first that a window reaches; chunks: from there on.
 struct Request {
-    int64_t row, q_len, kv_len, chunk_keys, first_chunk, chunks, row_blocks, first_unit, first_group, first_partial;
+    int64_t row, q_len, kv_len, first_chunk, chunks, row_blocks, first_unit, first_group, first_partial;
     const int32_t *pages;
 };
 

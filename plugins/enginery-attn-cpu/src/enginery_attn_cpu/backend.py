@@ -55,7 +55,7 @@ class CpuAttention:
         """The kernel's arguments about a layer's memory, which stays where it is."""
         facts, (keys, values) = self.pool.geometry.layers[layer], self.pool.layer(layer)
         sizes = (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.value_dim, facts.sliding_window or 0)
-        return (keys.data_ptr(), values.data_ptr(), TYPES[keys.dtype], page_size, *sizes)
+        return (keys.data_ptr(), values.data_ptr(), TYPES[keys.dtype], keys.shape[0], page_size, *sizes)
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> CpuPlan:
@@ -82,10 +82,9 @@ class CpuAttention:
     ) -> None:
         """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, CpuPlan, backend=self.backend_id)
-        if q.stride(2) != 1 or out.stride(2) != 1:
-            raise Unsupported(f"{self.backend_id} takes heads whose numbers follow each other, not strides {q.stride()}, {out.stride()}")
-        q_row, q_head, _ = q.stride()
-        out_row, out_head, _ = out.stride()
+        (q_row, q_head, q_step), (out_row, out_head, out_step) = q.stride(), out.stride()
+        if not q_step == out_step == 1:
+            raise Unsupported(f"{self.backend_id} takes heads whose numbers are adjacent, not strides {q.stride()}, {out.stride()}")
         self.kernels.attend(
             *planned.numbers,
             *self.layers[layer.local_id],

@@ -7,13 +7,16 @@ from typing import Protocol, cast
 
 
 class Kernels(Protocol):
-    """The module `_kernels`, see native/module.cpp. isa: the instruction set that it computes with; supported: all that it could."""
+    """The module `_kernels`, see native/module.cpp. isa: the instruction set that it begins with; supported: all
+    that this CPU has."""
 
     isa: str
     supported: Sequence[str]
     max_dim: int
 
     def attend(self, *numbers: float) -> None: ...
+
+    def use(self, isa: str) -> None: ...
 
     def count_partials(self, requests: int, q_lens: int, kv_lens: int) -> int: ...
 

@@ -81,8 +81,9 @@ int64_t count_partials(int64_t requests, const int32_t *q_lens, const int32_t *k
     return count;
 }
 
-void attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
+bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
     const std::unique_ptr<Request[]> requests(new Request[batch.requests + 1]);
+    bool known = true;
     int64_t row = 0, units = 0, groups = 0, partials = 0, products = 0, most = 1;
     for (int64_t r = 0; r < batch.requests; ++r) {
         const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r], rows = q_len * (layer.heads / layer.kv_heads);
@@ -90,6 +91,9 @@ void attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
         const int64_t first = std::min(reached / kChunkKeys, chunks_of(kv_len) - 1), blocks = ceil_div(rows, kUnitRows);
         const int64_t chunks = chunks_of(kv_len) - first, of_chunk = layer.kv_heads * blocks;
         requests[r] = {row, q_len, kv_len, first, chunks, blocks, units, groups, partials, batch.page_table + r * batch.table_stride};
+        for (int64_t page = first * kChunkKeys / layer.page_size; q_len > 0 && page * layer.page_size < kv_len; ++page) {
+            known &= requests[r].pages[page] >= 0 && requests[r].pages[page] < layer.pages;
+        }
         row += q_len;
         units += chunks * of_chunk;
         if (chunks > 1) {
@@ -99,6 +103,7 @@ void attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
         products += (kv_len - reached) * rows * layer.kv_heads * (layer.dim + layer.value_dim);
         most = std::max(most, of_chunk);
     }
+    if (!known) return false;
     requests[batch.requests].first_unit = units;
     const std::unique_ptr<std::atomic<int32_t>[]> missing(new std::atomic<int32_t>[groups]);
     for (int64_t r = 0; r < batch.requests; ++r) {
@@ -110,4 +115,5 @@ void attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
     const int64_t run = threads == 1 ? most : std::max<int64_t>(1, std::min(most, units / (threads * 4)));
     Call call{layer, batch, kernels, requests.get(), missing.get(), units, run, {0}};
     threads::run(threads, work, &call);
+    return true;
 }

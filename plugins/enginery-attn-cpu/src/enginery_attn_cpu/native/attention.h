@@ -20,7 +20,7 @@ static const int64_t kMaxDim = 1024;  // of keys and values: a unit's rows are o
 // null.
 struct Layer {
     const void *keys, *values;
-    int64_t kv_type, page_size, heads, kv_heads, dim, value_dim, window;
+    int64_t kv_type, pages, page_size, heads, kv_heads, dim, value_dim, window;
     float softcap, scale;
     const float *sinks;
 };
@@ -64,4 +64,6 @@ struct Kernels {
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 
 int64_t count_partials(int64_t requests, const int32_t *q_lens, const int32_t *kv_lens);
-void attend(const Layer &layer, const Batch &batch, const Kernels &kernels);
+
+// False, with nothing written, where the page table names a page that the layer has not got.
+bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels);

@@ -70,7 +70,7 @@ PyObject *partials_of(PyObject *, PyObject *const *arguments, Py_ssize_t count) 
 }
 
 PyObject *attend_call(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
-    const Py_ssize_t of_batch = 7, of_layer = 9, of_rows = 8;
+    const Py_ssize_t of_batch = 7, of_layer = 10, of_rows = 8;
     int64_t b[of_batch], l[of_layer], r[of_rows];
     if (!are(count, of_batch + of_layer + of_rows + 2, "attend") || !read(arguments, 0, of_batch, b) ||
         !read(arguments, of_batch, of_layer, l) || !read(arguments, of_batch + of_layer, of_rows, r)) {
@@ -78,23 +78,42 @@ PyObject *attend_call(PyObject *, PyObject *const *arguments, Py_ssize_t count) 
     }
     const double softcap = PyFloat_AsDouble(arguments[count - 2]), scale = PyFloat_AsDouble(arguments[count - 1]);
     if (PyErr_Occurred() != nullptr) return nullptr;
-    const Layer layer{pointer<const void>(l[0]), pointer<const void>(l[1]), l[2], l[3], l[4], l[5], l[6], l[7], l[8],
+    const Layer layer{pointer<const void>(l[0]), pointer<const void>(l[1]), l[2], l[3], l[4], l[5], l[6], l[7], l[8], l[9],
                       static_cast<float>(softcap), static_cast<float>(scale), pointer<const float>(r[7])};
     const Batch batch{b[0], pointer<const int32_t>(b[1]), pointer<const int32_t>(b[2]), pointer<const int32_t>(b[3]), b[4],
                       pointer<float>(b[5]), b[6], r[0], pointer<const void>(r[1]), r[2], r[3], pointer<void>(r[4]), r[5], r[6]};
+    bool done;
     Py_BEGIN_ALLOW_THREADS
-    attend(layer, batch, *chosen);
+    done = attend(layer, batch, *chosen);
     Py_END_ALLOW_THREADS
+    if (!done) {
+        PyErr_Format(PyExc_IndexError, "the page table names a page that is not among the layer's %lld", static_cast<long long>(layer.pages));
+        return nullptr;
+    }
     Py_RETURN_NONE;
+}
+
+PyObject *use(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
+    if (!are(count, 1, "use")) return nullptr;
+    for (const Known &each : kKnown) {
+        if (each.runs && PyUnicode_CompareWithASCIIString(arguments[0], each.kernels->name) == 0) {
+            chosen = each.kernels;
+            Py_RETURN_NONE;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "%S is none of `supported`", arguments[0]);
+    return nullptr;
 }
 
 PyMethodDef methods[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(attend_call)), METH_FASTCALL,
      "attend(requests, q_lens, kv_lens, page_table, table_stride, partials, threads,\n"
-     "keys, values, kv_type, page_size, heads, kv_heads, dim, value_dim, window,\n"
+     "keys, values, kv_type, pages, page_size, heads, kv_heads, dim, value_dim, window,\n"
      "type, q, q_row, q_head, out, out_row, out_head, sinks, softcap, scale): see native/attention.h. Types: 0 float32, 1 bfloat16."},
     {"count_partials", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(partials_of)), METH_FASTCALL,
      "count_partials(requests, q_lens, kv_lens): see native/attention.h."},
+    {"use", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(use)), METH_FASTCALL,
+     "use(name): compute with another of the `supported` instruction sets from now on; for tests and measurements."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", "Attention of decoding rows.", -1, methods, nullptr, nullptr, nullptr, nullptr};

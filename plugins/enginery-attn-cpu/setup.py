@@ -5,7 +5,16 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 NATIVE = Path("src/enginery_attn_cpu/native")
-FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-g0", "-fvisibility=hidden", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-g0",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+]
 
 setup(
     ext_modules=[

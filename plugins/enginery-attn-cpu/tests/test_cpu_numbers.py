@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import subprocess
@@ -167,7 +166,7 @@ def test_any_sizes_equal_float64(isa: str) -> None:
     stream = random.Random(isa)
     for index in range(40):
         setting = random_setting(stream)
-        torch.set_num_threads(1 + index % 2)
+        torch.set_num_threads(2 if index % 8 == 0 else 1)
         error = float((setting.attend().double() - setting.expected()).abs().max())
         assert error <= TOLERANCES[setting.dtype] * 4, (index, setting, error)
 
@@ -177,14 +176,15 @@ def test_any_sizes_equal_float64(isa: str) -> None:
 def test_threads_and_neighbours_change_no_bit(kv_dtype: str) -> None:
     """Of requests with work for two threads; and several rows of a request are what they are one after the other."""
     facts = AttnLayerFacts(num_heads=12, num_kv_heads=4, head_dim=64, sliding_window=900)
-    setting = Setting(facts=facts, lens=[2000, 40, 1300], rows=[3, 1, 2], kv_dtype=kv_dtype, dtype=kv_dtype)
+    asked = {"facts": facts, "lens": [2000, 40, 1300], "rows": [3, 1, 2], "kv_dtype": kv_dtype, "dtype": kv_dtype}
+    setting = Setting(**asked)
     found = {}
     for threads in (1, 2):
         torch.set_num_threads(threads)
         found[threads] = setting.attend()
     assert torch.equal(found[1], found[2])
     for row in range(3):
-        alone = Setting(facts=facts, lens=[2000, 40, 1300], rows=[3, 1, 2], kv_dtype=kv_dtype, dtype=kv_dtype)
+        alone = Setting(**asked)
         alone.q, alone.lens, alone.rows, alone.table = setting.q[row : row + 1], [1998 + row], [1], setting.table[:1]
         assert torch.equal(alone.attend()[0], found[1][row]), row
 
@@ -245,12 +245,20 @@ def test_without_the_compiled_part_it_refuses_and_says_what_to_do(monkeypatch: p
 def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
     """The extension is optional: building it fails, and the package does not."""
     folder = Path(__file__).parents[1]
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    command = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path / "lib"),
+        "--build-temp",
+        str(tmp_path / "temp"),
+    ]
     environment = {"PATH": "/nowhere", "CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "building extension" in done.stdout + done.stderr
-    assert not [path for path in itertools.chain(tmp_path.rglob("*.so"), tmp_path.rglob("*.pyd"))]
+    assert not list(tmp_path.rglob("*.so"))
 
 
 @built

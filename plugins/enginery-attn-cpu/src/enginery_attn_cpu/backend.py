@@ -61,7 +61,8 @@ class CpuAttention:
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> CpuPlan:
         """Nothing is computed but how much memory the parts of long requests take: the kernel cuts its work itself."""
         q_lens, kv_lens, table = (
-            each if each.stride(-1) == 1 else each.contiguous() for each in (batch.q_lens_cpu, batch.kv_lens_cpu, batch.page_table_cpu)
+            each if each.stride(-1) == 1 else each.contiguous()
+            for each in (batch.q_lens_cpu, batch.kv_lens_cpu, batch.page_table_cpu)
         )
         lens = (batch.num_requests, q_lens.data_ptr(), kv_lens.data_ptr())
         count = self.kernels.count_partials(*lens)

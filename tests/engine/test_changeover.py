@@ -89,7 +89,8 @@ def options(**asked: object) -> EngineOptions:
 
 
 def build(**asked: object) -> Engine:
-    return Engine.build(options(**asked), Registry.load())
+    """Without the CPU's backend for decoding: what else there is must not depend on whether there was a compiler."""
+    return Engine.build(options(**asked), Registry.load(blocked=("attn-cpu",)))
 
 
 def submit(engine: Engine) -> None:
@@ -179,7 +180,7 @@ def test_a_backend_that_was_asked_for_is_waited_for(plugin: Path, asked: dict[st
 
 def test_without_another_backend_the_start_waits(plugin: Path) -> None:
     (plugin / "go").touch()
-    registry = Registry.load(blocked=("attn-torch",))
+    registry = Registry.load(blocked=("attn-cpu", "attn-torch"))
     engine = Engine.build(options(), registry)
     assert engine.meter.stats().attn_backend == "slow"
 

@@ -97,7 +97,9 @@ def test_a_real_start_is_told_in_a_few_lines(tmp_path: Path) -> None:
         assert said[0] == "starting: loading the plugins"
         summed = [line for line in said if not line.startswith("starting")]
         assert summed[0].startswith(f"ready: enginery-tiny at {url}, up to 2,048 tokens of context")
-        assert re.fullmatch(r"  on cpu \(.+\), \w+; attention by torch; KV cache of 4,096 tokens; started in \d+\.\d s", summed[1])
+        assert re.fullmatch(
+            r"  on cpu \(.+\), \w+; attention by torch(\+cpu)?; KV cache of 4,096 tokens; started in \d+\.\d s", summed[1]
+        )
         assert re.fullmatch(r"  chosen: family llama; (ops [\w +]+; )?schedule policy fcfs; .*routes web", summed[2])
         assert summed[3:] == [f"  page: {url}/", next(line for line in summed if line.startswith(f"  curl {url}/v1/"))]
         info = get(f"{url}/server_info").json()["engine"]
@@ -109,8 +111,8 @@ def test_a_real_start_is_told_in_a_few_lines(tmp_path: Path) -> None:
     assert any(
         line.startswith("ops: triton (priority 20): runs on a CPU only in Triton's interpreter") for line in info["considered"]
     )
-    assert any(re.match(r"softmax: triton \(priority \d+\): .*cuda", line) for line in info["considered"])
-    assert "softmax: torch (priority 10): chosen" in info["considered"]
+    assert any(re.match(r"(softmax|prefill): triton \(priority \d+\): .*cuda", line) for line in info["considered"])
+    assert any(re.fullmatch(r"(softmax|prefill): torch \(priority 10\): chosen", line) for line in info["considered"])
     assert [line for line in log.read_text().splitlines() if "/server_info" not in line] == [], "reasons go to debug logs"
 
 

@@ -1,0 +1,119 @@
+// Cuts a call into runs of units and shares them out among threads. See attention.h.
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "threads.h"
+
+namespace {
+
+const int64_t kThreadWork = 400000;  // products that a thread has to have: waking one costs 2 to 5 us, a core makes 10 to 50 in a nanosecond
+const int64_t kLine = 64;            // bytes
+
+int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+int64_t chunks_of(int64_t kv_len) { return std::max<int64_t>(1, ceil_div(kv_len, kChunkKeys)); }
+
+struct Call {
+    const Layer &layer;
+    const Batch &batch;
+    const Kernels &kernels;
+    const Request *requests;
+    std::atomic<int32_t> *missing;  // of each group of units with the same rows: how many are not computed yet
+    int64_t units, run;
+    std::atomic<int64_t> next;
+};
+
+void fetch(const char *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at, 0, 2);
+}
+
+// Asks for the keys and values of some heads and one chunk in the order in which they lie in memory: units read them head by head.
+void fetch_chunk(const Layer &layer, const Request &request, int64_t chunk, int64_t first_head, int64_t heads) {
+    const int64_t number = layer.kv_type == kFloat32 ? 4 : 2, size = layer.page_size;
+    const int64_t key = layer.dim * number, value = layer.value_dim * number, end = std::min((chunk + 1) * kChunkKeys, request.kv_len);
+    const char *keys = static_cast<const char *>(layer.keys), *values = static_cast<const char *>(layer.values);
+    for (int64_t j = chunk * kChunkKeys, stop; j < end; j = stop) {
+        stop = heads == layer.kv_heads ? std::min(end, (j / size + 1) * size) : j + 1;
+        const int64_t slot = (request.pages[j / size] * size + j % size) * layer.kv_heads + first_head;
+        fetch(keys + slot * key, (stop - j) * heads * key);
+        fetch(values + slot * value, (stop - j) * heads * value);
+    }
+}
+
+void compute(const Call &call, const Request &request, int64_t index) {
+    const int64_t blocks = request.row_blocks, per_chunk = blocks * call.layer.kv_heads, inside = index % per_chunk;
+    const int64_t first = inside % blocks * kUnitRows, rows = request.q_len * (call.layer.heads / call.layer.kv_heads);
+    const Unit unit{&call.layer, &call.batch, &request, inside / blocks, first, std::min(kUnitRows, rows - first), index / per_chunk};
+    call.kernels.unit(unit);
+    if (request.chunks > 1 && call.missing[request.first_group + inside].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        call.kernels.combine(unit);
+    }
+}
+
+void work(void *data) {
+    Call &call = *static_cast<Call *>(data);
+    const Request *request = call.requests;
+    for (int64_t unit; (unit = call.next.fetch_add(call.run, std::memory_order_relaxed)) < call.units;) {
+        for (const int64_t end = std::min(unit + call.run, call.units); unit < end;) {
+            while (unit >= request[1].first_unit) ++request;
+            const int64_t blocks = request->row_blocks, per_chunk = blocks * call.layer.kv_heads, index = unit - request->first_unit;
+            const int64_t chunk = index / per_chunk, stop = std::min(index + end - unit, (chunk + 1) * per_chunk);
+            const int64_t head = index % per_chunk / blocks, last = (stop - 1) % per_chunk / blocks;
+            fetch_chunk(call.layer, *request, request->first_chunk + chunk, head, last + 1 - head);
+            unit += stop - index;
+            for (int64_t i = index; i < stop; ++i) compute(call, *request, i);
+        }
+    }
+}
+
+}  // namespace
+
+// Rows of the requests of several chunks, once for each chunk.
+int64_t count_partials(int64_t requests, const int32_t *q_lens, const int32_t *kv_lens) {
+    int64_t count = 0;
+    for (int64_t r = 0; r < requests; ++r) {
+        const int64_t chunks = chunks_of(kv_lens[r]);
+        if (chunks > 1) count += chunks * q_lens[r];
+    }
+    return count;
+}
+
+bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
+    const std::unique_ptr<Request[]> requests(new Request[batch.requests + 1]);
+    bool known = true;
+    int64_t row = 0, units = 0, groups = 0, partials = 0, products = 0, most = 1;
+    for (int64_t r = 0; r < batch.requests; ++r) {
+        const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r], rows = q_len * (layer.heads / layer.kv_heads);
+        const int64_t reached = layer.window > 0 ? std::max<int64_t>(0, kv_len - q_len - layer.window + 1) : 0;
+        const int64_t first = std::min(reached / kChunkKeys, chunks_of(kv_len) - 1), blocks = ceil_div(rows, kUnitRows);
+        const int64_t chunks = chunks_of(kv_len) - first, of_chunk = layer.kv_heads * blocks;
+        requests[r] = {row, q_len, kv_len, first, chunks, blocks, units, groups, partials, batch.page_table + r * batch.table_stride};
+        for (int64_t page = first * kChunkKeys / layer.page_size; q_len > 0 && page * layer.page_size < kv_len; ++page) {
+            known &= requests[r].pages[page] >= 0 && requests[r].pages[page] < layer.pages;
+        }
+        row += q_len;
+        units += chunks * of_chunk;
+        if (chunks > 1) {
+            groups += of_chunk;
+            partials += chunks * q_len;
+        }
+        products += (kv_len - reached) * rows * layer.kv_heads * (layer.dim + layer.value_dim);
+        most = std::max(most, of_chunk);
+    }
+    if (!known) return false;
+    requests[batch.requests].first_unit = units;
+    const std::unique_ptr<std::atomic<int32_t>[]> missing(new std::atomic<int32_t>[groups]);
+    for (int64_t r = 0; r < batch.requests; ++r) {
+        if (requests[r].chunks == 1) continue;
+        const int64_t first = requests[r].first_group, count = layer.kv_heads * requests[r].row_blocks;
+        for (int64_t g = first; g < first + count; ++g) missing[g].store(static_cast<int32_t>(requests[r].chunks));
+    }
+    const int64_t threads = std::max<int64_t>(1, std::min({batch.threads, units, products / kThreadWork}));
+    const int64_t run = threads == 1 ? most : std::max<int64_t>(1, std::min(most, units / (threads * 4)));
+    Call call{layer, batch, kernels, requests.get(), missing.get(), units, run, {0}};
+    threads::run(threads, work, &call);
+    return true;
+}

@@ -24,7 +24,7 @@ class Kernels(Protocol):
 kernels: Kernels | None = None
 why_absent = ""
 try:
-    from enginery_attn_cpu import _kernels
+    from enginery_attn_cpu import _kernels  # type: ignore[attr-defined]
 
     kernels = cast(Kernels, _kernels)
 except ImportError as error:

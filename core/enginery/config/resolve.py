@@ -162,15 +162,16 @@ def _check_layers(asked: EngineOptions, model: ModelFacts) -> None:
 
 
 def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, object]) -> Decision:
+    slow = {"cpu": ("float16", "bfloat16")[: 2 - device.has_bfloat16]}.get(device.kind, ())
     if asked.dtype != "auto":
         if asked.dtype not in DTYPES:
             raise ConfigError(f"dtype is {asked.dtype!r}, but must be one of auto, {', '.join(DTYPES)}")
-        slow = device.kind == "cpu" and asked.dtype == "bfloat16" and not device.has_bfloat16
-        return Decision(setting="dtype", value=asked.dtype, reason=f"asked for{'; float32 is faster on this CPU' if slow else ''}")
+        reason = "asked for" + "; float32 is faster on this CPU" * (asked.dtype in slow)
+        return Decision(setting="dtype", value=asked.dtype, reason=reason)
     stated = config.get("dtype") or config.get("torch_dtype")
     if stated not in DTYPES:
         return Decision(setting="dtype", value="float32", reason="config.json states none of the supported ones")
-    if device.kind == "cpu" and (stated == "float16" or (stated == "bfloat16" and not device.has_bfloat16)):
+    if stated in slow:
         reason = f"config.json states {stated}, in which this CPU is slow; --dtype {stated} takes half the memory"
         return Decision(setting="dtype", value="float32", reason=reason)
     return Decision(setting="dtype", value=stated, reason="stated in config.json")

@@ -15,9 +15,7 @@ from enginery.errors import ConfigError
 from enginery.plugin.near import did_you_mean
 
 PREFIX: Final = "ENGINERY_"
-_NO_OPTION: Final = frozenset(
-    {"ENGINERY_STRICT_PLUGINS", "ENGINERY_API_KEY", "ENGINERY_ADMIN_KEY", "ENGINERY_CPU_ISA"}
-)  # read elsewhere
+_NO_OPTION: Final = frozenset(PREFIX + name for name in ("STRICT_PLUGINS", "API_KEY", "ADMIN_KEY", "CPU_ISA"))  # read elsewhere
 _LISTS: Final = (tuple[str, ...], list[str], tuple[int, str] | None)
 
 

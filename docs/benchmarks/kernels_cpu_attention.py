@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -153,7 +154,7 @@ def rows(models: list[str], *, threads: list[int], rounds: int) -> Iterator[dict
         for dtype in ("bfloat16", "float32"):
             for requests, length in LOADS:
                 for count in threads:
-                    for tokens in (1, 4) if length == 2048 else (1,):
+                    for tokens in (1, 4) if (requests, length) == (1, 2048) else (1,):
                         torch.set_num_threads(count)
                         load = Load(facts=facts, layers=layers, requests=requests, length=length, dtype=dtype, rows=tokens)
                         found = measured(load, rounds=max(3, rounds // (1 + requests * length // 8192)))
@@ -175,11 +176,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     asked = parser.parse_args()
     torch.manual_seed(0)
-    found = []
+    before, found = os.getloadavg()[0], []
     for row in rows(asked.model or list(SHAPES), threads=asked.threads, rounds=asked.rounds):
         found.append(row)
         mine, theirs = row["cpu"], row["torch"]
-        times = f"torch {theirs['seconds'] * 1e6:.0f} us, cpu {mine['seconds'] * 1e6:.0f} us, {theirs['seconds'] / mine['seconds']:.2f} x"
+        seconds = theirs["seconds"], mine["seconds"]
+        times = f"torch {seconds[0] * 1e6:.0f} us, cpu {seconds[1] * 1e6:.0f} us, {seconds[0] / seconds[1]:.2f} x"
         errors = f"error {mine['relative_error']:.1e}, torch's {theirs['relative_error']:.1e}"
         print(
             *(row[name] for name in ("model", "dtype", "requests", "keys", "rows", "threads")),
@@ -192,6 +194,7 @@ def main() -> None:
         "command": " ".join(sys.argv),
         "commit": asked.commit,
         "device": cpu_name(),
+        "load_average": {"before": before, "after": os.getloadavg()[0]},
         "instruction_set": native_part.kernels.isa,
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
     }

@@ -20,6 +20,7 @@ from enginery.contracts.batch import FULL, MemoryKind
 from enginery.contracts.memory import LayerKV
 from enginery.nn.reference_ops import store_rows
 
+_LINE: Final = 64  # bytes
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -88,7 +89,10 @@ def local(layer: LocalLayerId) -> LocalLayerId:
 
 
 def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU by numpy, whose zeros cost no time and no memory until they are written to."""
+    """Zeros; on a CPU by numpy, whose zeros cost no time and no memory until they are written to, from the start of a cache line."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    whole = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
+    first = -whole.data_ptr() % _LINE
+    return whole[first : first + size].view(dtype).view(shape)

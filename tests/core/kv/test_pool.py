@@ -81,3 +81,11 @@ def test_values_may_be_narrower_than_keys() -> None:
         "values of another width than keys is needed and not offered"
     ]
     assert capability_refusals(replace(everywhere, unequal_values=True), needs) == []
+
+
+def test_memory_begins_with_a_cache_line_on_a_cpu() -> None:
+    """A kernel's loads of whole lines would else take two each."""
+    geometry = replace(GEOMETRY, pages={FULL: 1 << 14, STATE: 1 << 14})
+    pool, states = PagedKVPool(geometry, CPU), RecurrentStatePool(geometry, CPU)
+    stored = [*pool.layer(LocalLayerId(0)), pool.layer(LocalLayerId(2)).k, *states.layer(LocalLayerId(1)).values()]
+    assert [tensor.data_ptr() % 64 for tensor in stored] == [0] * len(stored)

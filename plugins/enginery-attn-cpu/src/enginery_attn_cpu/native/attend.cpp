@@ -26,20 +26,22 @@ struct Call {
     std::atomic<int64_t> next;
 };
 
-void fetch(const char *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at, 0, 2);
+// Reads a number of every line: the processor then fetches ahead by itself, which a prefetch instruction does not start.
+void touch(const char *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += kLine) static_cast<void>(*static_cast<const volatile char *>(from + at));
 }
 
-// Asks for the keys and values of some heads and one chunk in the order in which they lie in memory: units read them head by head.
-void fetch_chunk(const Layer &layer, const Request &request, int64_t chunk, int64_t first_head, int64_t heads) {
+// Brings the keys and values of some heads and one chunk into the cache in the order in which they lie in memory: units read them head
+// by head, which is half as fast from memory.
+void touch_chunk(const Layer &layer, const Request &request, int64_t chunk, int64_t first_head, int64_t heads) {
     const int64_t number = layer.kv_type == kFloat32 ? 4 : 2, size = layer.page_size;
     const int64_t key = layer.dim * number, value = layer.value_dim * number, end = std::min((chunk + 1) * kChunkKeys, request.kv_len);
     const char *keys = static_cast<const char *>(layer.keys), *values = static_cast<const char *>(layer.values);
     for (int64_t j = chunk * kChunkKeys, stop; j < end; j = stop) {
         stop = heads == layer.kv_heads ? std::min(end, (j / size + 1) * size) : j + 1;
         const int64_t slot = (request.pages[j / size] * size + j % size) * layer.kv_heads + first_head;
-        fetch(keys + slot * key, (stop - j) * heads * key);
-        fetch(values + slot * value, (stop - j) * heads * value);
+        touch(keys + slot * key, (stop - j) * heads * key);
+        touch(values + slot * value, (stop - j) * heads * value);
     }
 }
 
@@ -62,7 +64,7 @@ void work(void *data) {
             const int64_t blocks = request->row_blocks, per_chunk = blocks * call.layer.kv_heads, index = unit - request->first_unit;
             const int64_t chunk = index / per_chunk, stop = std::min(index + end - unit, (chunk + 1) * per_chunk);
             const int64_t head = index % per_chunk / blocks, last = (stop - 1) % per_chunk / blocks;
-            fetch_chunk(call.layer, *request, request->first_chunk + chunk, head, last + 1 - head);
+            touch_chunk(call.layer, *request, request->first_chunk + chunk, head, last + 1 - head);
             unit += stop - index;
             for (int64_t i = index; i < stop; ++i) compute(call, *request, i);
         }

@@ -21,17 +21,25 @@ from enginery.plugin.loading import Loaded
 Key = tuple[object, ...]
 
 
+_PATHS: list[str] = []  # `sys.path` when all tests were collected: some of their files put folders on it
+
+
 def install() -> None:
     """Once, before anything is loaded."""
     _load_once()
     _miss_once()
 
 
+def begin() -> None:
+    """Once all tests were collected: from here on nothing is loaded twice."""
+    _PATHS[:] = sys.path
+
+
 def _load_once() -> None:
-    load, kept, start = loading.load, dict[Key, tuple[Loaded, list[tuple[ModuleType, dict[str, object]]]]](), list(sys.path)
+    load, kept = loading.load, dict[Key, tuple[Loaded, list[tuple[ModuleType, dict[str, object]]]]]()
 
     def quick(wanted: Wanted) -> Loaded:
-        if sys.path != start:
+        if sys.path != _PATHS:
             return load(wanted)
         key = (wanted, _environment(os.environ), discovery.distributions, loading.discover, loading.present_devices)
         loaded, modules = kept.get(key, (None, []))
@@ -53,12 +61,12 @@ def _is_as_it_was(module: ModuleType, names: Mapping[str, object]) -> bool:
 
 
 def _miss_once() -> None:
-    find, absent, start = importlib.util.find_spec, set[str](), list(sys.path)
+    find, absent = importlib.util.find_spec, set[str]()
 
     def quick(name: str, package: str | None = None) -> ModuleSpec | None:
-        if sys.path != start or name in sys.modules or name not in absent:
+        if sys.path != _PATHS or name in sys.modules or name not in absent:
             found = find(name, package)
-            if found is None and sys.path == start and package is None:
+            if found is None and sys.path == _PATHS and package is None:
                 absent.add(name)
             return found
         return None

@@ -69,7 +69,7 @@ def with_graphs(
 
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
     assert create is not composed.create_attn_backend
-    parts: BuiltParts = build_parts(asked, composed)
+    parts: BuiltParts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)
     capture = AgainAndAgain()
     logits = torch.empty(MAX_REQUESTS, parts.choice.facts.vocab_size)
     pool = parts.relay.backend.pool

@@ -62,7 +62,7 @@ def test_a_model_that_returns_another_shape_is_refused_with_its_plugin(
 
 @pytest.mark.parametrize(("method", "change", "said"), CHANGES[::3])
 def test_on_a_device_it_is_refused_at_the_start(registry: Registry, method: str, change: Change, said: str) -> None:
-    parts = build_parts(ASKED, registry)
+    parts = build_parts(dataclasses.replace(ASKED, attention_backend="torch"), registry)
     pool = parts.relay.backend.pool
     assert isinstance(pool, PagedKVPool)
     with pytest.raises(PluginError, match=said):

@@ -178,7 +178,7 @@ def test_ranks_of_the_kit_have_them_too(shifted: Oracle) -> None:
 
 def test_steps_of_nobody_s_requests_have_them_too(shifted: Oracle, registry: Registry) -> None:
     """On a device, before the engine is ready."""
-    parts = build_parts(options(shifted), registry)
+    parts = build_parts(options(shifted, attention_backend="torch"), registry)
     warm_up(
         parts.model,
         parts.relay,

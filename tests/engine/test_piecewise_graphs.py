@@ -84,7 +84,7 @@ def registry() -> Registry:
 
 
 def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[Engine, Pausing]:
-    wanted = options(oracle, num_pages=200, **asked)
+    wanted = options(oracle, num_pages=200, attention_backend="torch", **asked)
     parts: BuiltParts = build_parts(wanted, registry)
     capture = Pausing()
     geometry = parts.relay.backend.pool.geometry

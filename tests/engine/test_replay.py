@@ -247,7 +247,7 @@ def test_the_command_says_where_backends_part(
     llama: Oracle, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "steps"
-    made = recorded(llama, registry, path)
+    made = recorded(llama, registry, path, attention_backend="torch")
     code, said = run(str(path))
     assert code == 0
     assert "torch and the recorded tokens agree" in said

@@ -39,7 +39,8 @@ def warm(parts: BuiltParts, *, longest: int) -> None:
 def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page_is_written(
     write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = build_parts(options(write_oracle("llama", FAMILIES["llama"]), max_batch_requests=20), Registry.load())
+    asked = options(write_oracle("llama", FAMILIES["llama"]), max_batch_requests=20, attention_backend="torch")
+    parts = build_parts(asked, Registry.load())
     pool, ran = parts.relay.backend.pool, set[tuple[Phase, int, int]]()
     forward = parts.model.forward
 

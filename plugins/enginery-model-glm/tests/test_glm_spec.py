@@ -59,9 +59,10 @@ def test_the_router_is_deepseek_v3s() -> None:
 
 def test_the_layer_behind_the_last_is_ignored() -> None:
     """Layer 46 of GLM-4.5-Air; a file of GLM-4.5 has a layer 46 too, which is asked for there."""
-    ((ignored,),) = (spec.ignored_weights for spec in register_models() if spec.name == "glm4-moe")
-    assert ignored.format_map(GLM4_MOE | {"num_hidden_layers": 46}) == "model.layers.46.*"
-    assert ignored.format_map(GLM4_MOE | {"num_hidden_layers": 92}) == "model.layers.92.*"
+    (ignored,) = (spec.ignored_weights for spec in register_models() if spec.name == "glm4-moe")
+    assert callable(ignored)
+    assert [*ignored(GLM4_MOE | {"num_hidden_layers": 46})] == ["model.layers.46.*"]
+    assert [*ignored(GLM4_MOE | {"num_hidden_layers": 92})] == ["model.layers.92.*"]
 
 
 @pytest.mark.parametrize(

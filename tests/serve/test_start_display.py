@@ -121,7 +121,7 @@ def test_reasons_are_in_the_debug_log(tmp_path: Path) -> None:
     with serving_lines(log, "--log-level", "debug", "--log-format", "json"):
         pass
     messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
-    assert any(re.match(r"attention backend, softmax: torch .*chosen", message) for message in messages)
+    assert any(re.match(r"attention backend, (softmax|prefill): torch .*chosen", message) for message in messages)
     assert any(message.startswith("dtype ") for message in messages)
     assert any(message.startswith("memory plan: ") for message in messages)
 

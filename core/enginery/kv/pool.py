@@ -20,7 +20,6 @@ from enginery.contracts.batch import FULL, MemoryKind
 from enginery.contracts.memory import LayerKV
 from enginery.nn.reference_ops import store_rows
 
-_LINE: Final = 64  # bytes
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -93,6 +92,5 @@ def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    whole = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
-    first = -whole.data_ptr() % _LINE
-    return whole[first : first + size].view(dtype).view(shape)
+    whole = torch.from_numpy(np.zeros(size + 64, dtype=np.uint8))
+    return whole[-whole.data_ptr() % 64 :][:size].view(dtype).view(shape)

@@ -49,8 +49,7 @@ class AgainAndAgain:
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
-    """Without the CPU's backend for decoding: what is captured here is torch's."""
-    return Registry.load(blocked=("attn-cpu",))
+    return Registry.load()
 
 
 @pytest.fixture
@@ -128,7 +127,7 @@ def test_a_backend_that_does_not_refresh_is_noticed_here(llama: Oracle, registry
 def test_a_backend_without_graphs_runs_eagerly_and_says_so(
     llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = build_parts(options(llama), registry)
+    parts = build_parts(options(llama, attention_backend="torch"), registry)
     relay: BackendRelay = parts.relay
     with caplog.at_level("INFO"):
         graphs = DecodeGraphs.build(

@@ -100,7 +100,7 @@ def test_a_real_start_is_told_in_a_few_lines(tmp_path: Path) -> None:
         assert re.fullmatch(
             r"  on cpu \(.+\), \w+; attention by torch(\+cpu)?; KV cache of 4,096 tokens; started in \d+\.\d s", summed[1]
         )
-        assert re.fullmatch(r"  chosen: family llama; (ops [\w +]+; )?schedule policy fcfs; .*routes web", summed[2])
+        assert re.fullmatch(r"  chosen: family llama; (ops [\w +-]+; )?schedule policy fcfs; .*routes web", summed[2])
         assert summed[3:] == [f"  page: {url}/", next(line for line in summed if line.startswith(f"  curl {url}/v1/"))]
         info = get(f"{url}/server_info").json()["engine"]
     told = {each["setting"]: (each["value"], each["reason"]) for each in info["decisions"]}

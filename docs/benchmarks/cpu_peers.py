@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -135,12 +137,13 @@ def transformers_runners(folder: Path, dtype: str) -> dict[str, Runner]:
     return {"transformers generate": generate, "transformers continuous batching": continuous}
 
 
-def measure(dtype: str, rounds: int, loads: list[str], without: tuple[str, ...]) -> list[dict[str, object]]:
+def measure(dtype: str, rounds: int, loads: list[str], engines: list[str], without: tuple[str, ...]) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         shape = write_shape("llama-125m", Path(folder))
         runners = {"enginery": enginery_runner(shape, dtype, without), **transformers_runners(shape, dtype)}
         if find_spec("xllamacpp") and find_spec("gguf"):
             runners["llama.cpp"] = llama_cpp_runner(shape, dtype)
+        runners = {name: run for name, run in runners.items() if not engines or name in engines}
         rows = []
         for load in loads:
             count, length, max_tokens = LOADS[load]
@@ -180,14 +183,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--loads", nargs="+", default=[*LOADS], choices=[*LOADS])
+    parser.add_argument("--engines", nargs="+", default=[], help="all of those that are installed, if none is named")
     parser.add_argument("--without", nargs="+", default=[], metavar="PLUGIN")
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    rows = [row for dtype in asked.dtypes for row in measure(dtype, asked.rounds, asked.loads, tuple(asked.without))]
+    rows = [row for dtype in asked.dtypes for row in measure(dtype, asked.rounds, asked.loads, asked.engines, tuple(asked.without))]
     if asked.output:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         about = {
-            "command": f"python docs/benchmarks/cpu_peers.py --rounds {asked.rounds}",
+            "command": shlex.join(["python", "docs/benchmarks/cpu_peers.py", *sys.argv[1:]]),
             "commit": commit,
             "device": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
             "versions": {

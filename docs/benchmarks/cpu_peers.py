@@ -189,9 +189,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     rows = [row for dtype in asked.dtypes for row in measure(dtype, asked.rounds, asked.loads, asked.engines, tuple(asked.without))]
     if asked.output:
+        output = ("--output", str(asked.output))
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         about = {
-            "command": shlex.join(["python", "docs/benchmarks/cpu_peers.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", "docs/benchmarks/cpu_peers.py", *(w for w in sys.argv[1:] if w not in output)]),
             "commit": commit,
             "device": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
             "versions": {

@@ -88,7 +88,7 @@ def local(layer: LocalLayerId) -> LocalLayerId:
 
 
 def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU by numpy, whose zeros cost no time and no memory until they are written to, from the start of a cache line."""
+    """Zeros; on a CPU by numpy, whose zeros cost no time and no memory until they are written to, from the start of a line."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

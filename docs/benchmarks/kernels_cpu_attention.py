@@ -1,4 +1,4 @@
-"""Attention of decoding rows on a CPU, `cpu` beside `torch`: `python docs/benchmarks/kernels_cpu_attention.py --commit C > FILE`.
+"""Attention on a CPU, `cpu` beside `torch`: `python docs/benchmarks/kernels_cpu_attention.py --commit C > FILE`.
 
 Each row is checked against float64 first. Then both backends take turns over all layers of a model, whose keys and values are more
 than the caches hold where the contexts are long; the time is that of one layer, the median of the rounds.
@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests of one length that decode `rows` tokens each; their pages lie anywhere."""
+    """Requests of one length, of which a step computes the last `rows` tokens; their pages lie anywhere."""
 
     facts: AttnLayerFacts
     layers: int
@@ -81,7 +81,7 @@ def contexts(load: Load) -> tuple[KVGeometry, PagedKVPool, ForwardBatch]:
     total = load.requests * load.rows
     tokens, ones = torch.zeros(total, dtype=torch.int64), torch.ones(load.requests, dtype=torch.int32)
     batch = ForwardBatch(
-        phase=Phase.DECODE if load.rows == 1 else Phase.VERIFY,
+        phase={1: Phase.DECODE, load.length: Phase.PREFILL}.get(load.rows, Phase.VERIFY),
         input_ids=tokens,
         positions=tokens,
         q_lens_cpu=ones * load.rows,
@@ -89,7 +89,7 @@ def contexts(load: Load) -> tuple[KVGeometry, PagedKVPool, ForwardBatch]:
         num_logits_cpu=ones * load.rows,
         seats_cpu=ones,
         views={FULL: View(slots=tokens, page_table_cpu=table)},
-        decode_len=load.rows,
+        decode_len=load.rows if load.rows < load.length else 1,
     )
     return geometry, pool, batch
 
@@ -154,7 +154,7 @@ def rows(models: list[str], *, threads: list[int], rounds: int) -> Iterator[dict
         for dtype in ("bfloat16", "float32"):
             for requests, length in LOADS:
                 for count in threads:
-                    for tokens in (1, 4) if (requests, length) == (1, 2048) else (1,):
+                    for tokens in (1, 4, length) if (requests, length) == (1, 2048) else (1,):
                         torch.set_num_threads(count)
                         load = Load(facts=facts, layers=layers, requests=requests, length=length, dtype=dtype, rows=tokens)
                         found = measured(load, rounds=max(3, rounds // (1 + requests * length // 8192)))

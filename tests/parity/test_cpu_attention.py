@@ -1,4 +1,4 @@
-"""Decoding with the CPU's compiled attention gives the tokens that it gives with torch's, in every kind of layer that it takes."""
+"""The CPU's compiled attention gives the tokens that torch's gives, in every kind of layer that it takes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def tokens(oracle: Oracle, **asked: object) -> dict[str, list[int]]:
 def test_sixty_four_greedy_tokens_are_those_of_torch(write_oracle: Callable[..., Oracle], family: str) -> None:
     oracle = write_oracle(family, FAMILIES[family])
     mine = tokens(oracle)
-    assert mine == tokens(oracle, decode_attention_backend="torch")
+    assert mine == tokens(oracle, attention_backend="torch")
     assert {len(each) for each in mine.values()} == {NUM_TOKENS}
 
 
-def test_left_to_choose_it_decodes_and_torch_prefills(write_oracle: Callable[..., Oracle]) -> None:
+def test_it_is_chosen_where_it_can_attend(write_oracle: Callable[..., Oracle]) -> None:
     oracle = write_oracle("llama", FAMILIES["llama"])
     chosen = choose(options(oracle), Registry.load()).attention
-    assert {role: offer.name for role, offer in chosen.by_role.items()} == {"prefill": "torch", "decode": "cpu"}
+    assert {role: offer.name for role, offer in chosen.by_role.items()} == {"softmax": "cpu"}
     latent = write_oracle("deepseek-v2", FAMILIES["deepseek-v2"])
     assert choose(options(latent), Registry.load()).attention.name == "torch"
 

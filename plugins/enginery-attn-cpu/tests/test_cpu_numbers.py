@@ -145,7 +145,7 @@ def random_setting(stream: random.Random) -> Setting:
         softcap=stream.choice([None, None, 1.5, 30.0]),
         sinks=stream.random() < 0.3,
     )
-    rows = [stream.choice([1, 1, 1, 2, 3, 5, 9]) for _ in range(stream.randrange(1, 5))]
+    rows = [stream.choice([1, 1, 2, 5, 9, 16, 17, 40, 97, 130]) for _ in range(stream.randrange(1, 5))]
     lens = [max(count, stream.choice([1, 5, 127, 128, 129, 255, 256, 300, 511, 700])) for count in rows]
     return Setting(
         facts=facts,
@@ -190,18 +190,40 @@ def test_threads_and_neighbours_change_no_bit(kv_dtype: str) -> None:
 
 
 @built
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_where_a_prompt_is_cut_changes_no_bit(kv_dtype: str, window: int | None) -> None:
+    """Neither into chunks nor among threads: blocks of rows begin elsewhere then, each row's sums do not."""
+    facts = AttnLayerFacts(num_heads=6, num_kv_heads=2, head_dim=72, sliding_window=window)
+    asked = {"facts": facts, "lens": [700], "rows": [700], "kv_dtype": kv_dtype, "dtype": kv_dtype}
+    setting = Setting(**asked)
+    torch.set_num_threads(1)
+    whole = setting.attend()
+    torch.set_num_threads(2)
+    assert torch.equal(setting.attend(), whole)
+    for first, last in ((0, 50), (50, 411), (411, 700)):
+        chunk = Setting(**asked)
+        chunk.q, chunk.lens, chunk.rows = setting.q[first:last], [last], [last - first]
+        assert torch.equal(chunk.attend(), whole[first:last]), (first, last)
+
+
+@built
 def test_large_scores_and_sinks_do_not_overflow() -> None:
     facts = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=32, sinks=True)
-    setting = Setting(facts=facts, lens=[300], rows=[1])
+    setting = Setting(facts=facts, lens=[300, 150], rows=[1, 40])
     setting.q.mul_(3000)
     torch.testing.assert_close(setting.attend().double(), setting.expected(), atol=1e-3, rtol=0)
 
 
 @built
-def test_what_is_no_number_stays_none() -> None:
-    setting = Setting(facts=AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=32), lens=[300], rows=[1], dtype="bfloat16")
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_no_number_stays_none(dtype: str, rows: int) -> None:
+    facts = AttnLayerFacts(num_heads=2, num_kv_heads=1, head_dim=32)
+    setting = Setting(facts=facts, lens=[300], rows=[rows], dtype=dtype, kv_dtype=dtype)
     setting.q[0, 1, 5] = float("nan")
     out = setting.attend()
+    assert bool(out[1:].isfinite().all())
     assert bool(out[0, 1].isnan().all())
     assert bool(out[0, 0].isfinite().all())
 

@@ -25,7 +25,7 @@ CPU = AttnBackendSpec(
     name="cpu",
     api=(2, 0),
     priority=20,
-    summary="decoding and verification on CPUs, compiled",
+    summary="compiled, for CPUs",
     capabilities=Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=DTYPES,
@@ -33,7 +33,7 @@ CPU = AttnBackendSpec(
         sliding_window=True,
         softcap=True,
         sinks=True,
-        phases=frozenset({Phase.DECODE, Phase.VERIFY}),
+        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         unequal_values=True,
         batch_invariant=True,
     ),

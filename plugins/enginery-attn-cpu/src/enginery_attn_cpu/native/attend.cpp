@@ -22,8 +22,9 @@ struct Call {
     const Kernels &kernels;
     const Request *requests;
     std::atomic<int32_t> *missing;  // of each group of units with the same rows: how many are not computed yet
-    int64_t units, run;
-    std::atomic<int64_t> next;
+    int64_t units, run, blocks;
+    char *memory;  // of each thread `block_bytes`
+    std::atomic<int64_t> next, next_block, next_memory;
 };
 
 // Reads a number of every line: the processor then fetches ahead by itself, which a prefetch instruction does not start.
@@ -48,15 +49,30 @@ void touch_chunk(const Layer &layer, const Request &request, int64_t chunk, int6
 void compute(const Call &call, const Request &request, int64_t index) {
     const int64_t blocks = request.row_blocks, per_chunk = blocks * call.layer.kv_heads, inside = index % per_chunk;
     const int64_t first = inside % blocks * kUnitRows, rows = request.q_len * (call.layer.heads / call.layer.kv_heads);
-    const Unit unit{&call.layer, &call.batch, &request, inside / blocks, first, std::min(kUnitRows, rows - first), index / per_chunk};
+    const Unit unit{&call.layer, &call.batch, &request, inside / blocks, first, std::min(kUnitRows, rows - first), index / per_chunk,
+                    nullptr};
     call.kernels.unit(unit);
     if (request.chunks > 1 && call.missing[request.first_group + inside].fetch_sub(1, std::memory_order_acq_rel) == 1) {
         call.kernels.combine(unit);
     }
 }
 
+// The blocks with most keys first: a thread that is done early then waits for a short one.
+void compute_blocks(Call &call) {
+    char *memory = call.memory + call.next_memory.fetch_add(1, std::memory_order_relaxed) * block_bytes(call.layer);
+    for (int64_t taken; (taken = call.next_block.fetch_add(1, std::memory_order_relaxed)) < call.blocks;) {
+        const int64_t block = call.blocks - 1 - taken;
+        const Request *request = call.requests;
+        while (block >= request[1].first_block) ++request;
+        const int64_t rows = request->q_len * (call.layer.heads / call.layer.kv_heads), of_head = ceil_div(rows, kBlockRows);
+        const int64_t index = block - request->first_block, first = index % of_head * kBlockRows;
+        call.kernels.block({&call.layer, &call.batch, request, index / of_head, first, std::min(kBlockRows, rows - first), 0, memory});
+    }
+}
+
 void work(void *data) {
     Call &call = *static_cast<Call *>(data);
+    if (call.blocks > 0) compute_blocks(call);
     const Request *request = call.requests;
     for (int64_t unit; (unit = call.next.fetch_add(call.run, std::memory_order_relaxed)) < call.units;) {
         for (const int64_t end = std::min(unit + call.run, call.units); unit < end;) {
@@ -73,12 +89,12 @@ void work(void *data) {
 
 }  // namespace
 
-// Rows of the requests of several chunks, once for each chunk.
+// Rows of the requests of several chunks that are no prompts, once for each chunk.
 int64_t count_partials(int64_t requests, const int32_t *q_lens, const int32_t *kv_lens) {
     int64_t count = 0;
     for (int64_t r = 0; r < requests; ++r) {
         const int64_t chunks = chunks_of(kv_lens[r]);
-        if (chunks > 1) count += chunks * q_lens[r];
+        if (chunks > 1 && q_lens[r] <= kFewTokens) count += chunks * q_lens[r];
     }
     return count;
 }
@@ -86,36 +102,43 @@ int64_t count_partials(int64_t requests, const int32_t *q_lens, const int32_t *k
 bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
     const std::unique_ptr<Request[]> requests(new Request[batch.requests + 1]);
     bool known = true;
-    int64_t row = 0, units = 0, groups = 0, partials = 0, products = 0, most = 1;
+    int64_t row = 0, units = 0, groups = 0, partials = 0, products = 0, most = 1, all_blocks = 0;
     for (int64_t r = 0; r < batch.requests; ++r) {
         const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r], rows = q_len * (layer.heads / layer.kv_heads);
         const int64_t reached = layer.window > 0 ? std::max<int64_t>(0, kv_len - q_len - layer.window + 1) : 0;
         const int64_t first = std::min(reached / kChunkKeys, chunks_of(kv_len) - 1), blocks = ceil_div(rows, kUnitRows);
         const int64_t chunks = chunks_of(kv_len) - first, of_chunk = layer.kv_heads * blocks;
-        requests[r] = {row, q_len, kv_len, first, chunks, blocks, units, groups, partials, batch.page_table + r * batch.table_stride};
+        const int32_t *pages = batch.page_table + r * batch.table_stride;
+        requests[r] = {row, q_len, kv_len, first, chunks, blocks, units, groups, partials, all_blocks, pages};
         for (int64_t page = first * kChunkKeys / layer.page_size; q_len > 0 && page * layer.page_size < kv_len; ++page) {
             known &= requests[r].pages[page] >= 0 && requests[r].pages[page] < layer.pages;
         }
         row += q_len;
+        products += (kv_len - reached) * rows * layer.kv_heads * (layer.dim + layer.value_dim);
+        if (q_len > kFewTokens) {
+            all_blocks += layer.kv_heads * ceil_div(rows, kBlockRows);
+            continue;
+        }
         units += chunks * of_chunk;
         if (chunks > 1) {
             groups += of_chunk;
             partials += chunks * q_len;
         }
-        products += (kv_len - reached) * rows * layer.kv_heads * (layer.dim + layer.value_dim);
         most = std::max(most, of_chunk);
     }
     if (!known) return false;
     requests[batch.requests].first_unit = units;
+    requests[batch.requests].first_block = all_blocks;
     const std::unique_ptr<std::atomic<int32_t>[]> missing(new std::atomic<int32_t>[groups]);
     for (int64_t r = 0; r < batch.requests; ++r) {
-        if (requests[r].chunks == 1) continue;
+        if (requests[r].chunks == 1 || requests[r].q_len > kFewTokens) continue;
         const int64_t first = requests[r].first_group, count = layer.kv_heads * requests[r].row_blocks;
         for (int64_t g = first; g < first + count; ++g) missing[g].store(static_cast<int32_t>(requests[r].chunks));
     }
-    const int64_t threads = std::max<int64_t>(1, std::min({batch.threads, units, products / kThreadWork}));
+    const int64_t threads = std::max<int64_t>(1, std::min({batch.threads, units + all_blocks, products / kThreadWork}));
     const int64_t run = threads == 1 ? most : std::max<int64_t>(1, std::min(most, units / (threads * 4)));
-    Call call{layer, batch, kernels, requests.get(), missing.get(), units, run, {0}};
+    const std::unique_ptr<char[]> memory(new char[all_blocks > 0 ? threads * block_bytes(layer) : 0]);
+    Call call{layer, batch, kernels, requests.get(), missing.get(), units, run, all_blocks, memory.get(), {0}, {0}, {0}};
     threads::run(threads, work, &call);
     return true;
 }

@@ -116,7 +116,7 @@ PyMethodDef methods[] = {
      "use(name): compute with another of the `supported` instruction sets from now on; for tests and measurements."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", "Attention of decoding rows.", -1, methods, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", "Attention over the pages of the KV pool.", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 

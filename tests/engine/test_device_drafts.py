@@ -1,4 +1,4 @@
-"""A draft model where only the device knows how many guesses were right: eagerly, and as graphs; no token differs, all is kept right.
+"""A draft model where only the device knows how many guesses were right, eagerly and as graphs: no token differs.
 
 Here the device is the host: graphs run their functions again, and what the host may not read yet is not given to it.
 """
@@ -19,6 +19,7 @@ from parity.engine_driver import options
 from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.drafting import FEATURES
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
@@ -83,6 +84,8 @@ def captured(asked: EngineOptions, registry: Registry) -> tuple[Engine, AgainAnd
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
     assert drafts is not None
+    for step in graphs.steps:
+        drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
     return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked), capture, drafts
 
 

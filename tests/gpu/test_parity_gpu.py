@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 import pytest
@@ -206,9 +206,9 @@ def test_launching_a_step_waits_for_nothing(
         steps.append((step.num_decode < step.num_items, launched.captured))
         return launched
 
-    def watched_sample(launched: Launched, sampling: SamplingInput | None) -> RunningStep:
+    def watched_sample(launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]) -> RunningStep:
         with no_reads(torch.device("cuda")):
-            return sample(launched, sampling)
+            return sample(launched, sampling, cuts)
 
     monkeypatch.setattr(engine._runner, "launch", watched_launch)
     monkeypatch.setattr(engine._runner, "sample", watched_sample)

@@ -24,6 +24,7 @@ from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
+from enginery.contracts.drafting import FEATURES
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
@@ -187,6 +188,11 @@ def capture_graphs(
             )
         else:
             log.info("decoding runs eagerly: the draft model's backend has no init_graph_state")
+        if graphs is not None and drafts is not None:
+            features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
+            assert features is not None, "graphs keep what a draft model takes"
+            for step in graphs.steps:
+                drafts.prepare(step, features, choice.draft_length)
     if graphs is None:
         return CapturedSteps()
     with phases("pieces"):

@@ -45,7 +45,10 @@ NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class Guesses(NamedTuple):
-    """What a draft model guesses to follow each item that samples. tokens: [S, d] on the host, valid after `ready`; None: they are."""
+    """What a draft model guesses to follow each item that samples.
+
+    tokens: [S, d] on the host, valid after `ready`; None: they are.
+    """
 
     tokens: torch.Tensor
     ready: torch.cuda.Event | None

@@ -26,9 +26,7 @@ class TokenFeed:
     The `scratch_seat` is for padding. named: where the inputs and outputs are that only the model knows. most_drafts: D.
     """
 
-    def __init__(
-        self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None, most_drafts: int = 0
-    ) -> None:
+    def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None, most_drafts: int = 0) -> None:
         self.device = device
         self.named = named or NamedTensors.none()
         self.scratch_seat = num_seats

@@ -4,7 +4,7 @@
     follow    [ model over the same rows | state of the last told row | a guess ]    size, rows of a request
     steps     [ positions, slots, lengths | model | a guess | model | a guess .. ]   size, steps
 
-The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from the host's exact lengths.
+The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from exact lengths.
 Lengths of the second are true on the device alone. Best tokens are guessed; what is drawn is guessed eagerly, from the same states.
 """
 
@@ -26,7 +26,7 @@ from enginery.contracts.batch import FULL, ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
-from enginery.kv.upload import pinned
+from enginery.kv.upload import pinned, to_device
 from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_each
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.page_tables import PageTables
@@ -113,11 +113,20 @@ class DraftGraphs:
             return ids[:, None]
         return self._guess(ahead, size=forwarded.captured.batch.num_requests, num_steps=num_steps)[:count]
 
+    @torch.inference_mode()
+    def prepare(self, of: CapturedBatch, features: torch.Tensor, draft_len: int) -> None:
+        """Capture what comes behind a graph of the target, so many guesses. features: [most rows, F * C]."""
+        key = of.batch.num_requests, of.batch.decode_len
+        self._follows[key] = self._capture_follow(of, features)
+        steps = key[0], draft_len - self._model.takes_features
+        if steps[1] > 0 and steps not in self._steps:
+            self._steps[steps] = self._capture_steps(*steps)
+
     def _draw(self, step: StepInput, ahead: Ahead, draws: GuessDraws) -> torch.Tensor:
         """Random guesses, eagerly: [S, d]."""
         count, model = len(ahead.seats), self._model
         numbers = np.concatenate((ahead.at[None], ahead.window))
-        uploaded = pinned(torch.from_numpy(numbers), self.state.device).to(self.state.device, non_blocking=True)
+        uploaded = to_device(torch.from_numpy(numbers), self.state.device)
         at, right, ids = uploaded[0], self.right[:count], self.ids[:count]
         guesses = list[torch.Tensor]()
         state: torch.Tensor | None = None

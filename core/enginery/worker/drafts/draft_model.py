@@ -81,8 +81,8 @@ class OneStep(NamedTuple):
 class DraftModel:
     """most: guesses a step. takes_features: see `DrafterSpec`. max_positions: what lies behind is written to scratch memory.
 
-    reads: it reads the target's keys and values, and `socket` is the target's. knows_lengths: whether the host can read at once what
-    the device computed, as on a CPU.
+    reads: it reads the target's keys and values, and `socket` is the target's. knows_lengths: whether the host can read at once
+    what the device computed, as on a CPU.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class DraftModel:
         return Ahead(seats, at, window, torch.from_numpy(table), torch.from_numpy(longest.astype(np.int32)))
 
     def one_step(self, at: torch.Tensor, window: torch.Tensor, right: torch.Tensor, index: int) -> OneStep:
-        """Of step `index`, of requests of whose drafts so many were right. at, right: [S], window: [W, S], device. Device work only."""
+        """Of step `index`, of requests of whose drafts so many were right. at, right: [S], window: [W, S]. Device work only."""
         positions = (at + right + index).clamp(max=self._max_positions - 1)
         slots = window.gather(0, (right + index)[None]).squeeze(0)
         return OneStep(positions, slots, (positions + 1).int())
@@ -196,8 +196,8 @@ class DraftModel:
     ) -> list[torch.Tensor]:
         """One row for each request in each step, with the token that the one before guessed: a guess of each step, [S] each.
 
-        batches: planned. ids: [S], of the first step. state: [S, C'], what stands before it; None: tokens alone are taken. first: [S],
-        the position of the first guess. Device work only.
+        batches: planned. ids: [S], of the first step. state: [S, C'], what stands before it; None: tokens alone are taken. first:
+        [S], the position of the first guess. Device work only.
         """
         guesses = []
         for index, there in enumerate(batches):

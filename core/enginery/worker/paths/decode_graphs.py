@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -185,6 +185,11 @@ class DecodeGraphs:
     def waiting(self) -> list[int]:
         """Sizes without a graph, the smallest first."""
         return [size for size in self.sizes if (size, 1) not in self._captured]
+
+    @property
+    def steps(self) -> Sequence[CapturedStep]:
+        """Those that are captured."""
+        return tuple(self._captured.values())
 
     def capture_verifying(self) -> None:
         """Capture the largest step that verifies as many drafts as there may be; if that fails, they are verified eagerly."""

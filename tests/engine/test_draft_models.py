@@ -29,9 +29,9 @@ from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
-from enginery.errors import CheckpointError, ConfigError, EnginError
+from enginery.errors import CheckpointError, ConfigError, EnginError, Unsupported
 from enginery.plugin.registry import Registry
-from enginery.worker.choice import choose
+from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.model_choice import choose_draft_model
 from enginery.worker.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS, FOLDER
@@ -392,12 +392,29 @@ def test_a_draft_model_without_a_drafter_is_refused(registry: Registry) -> None:
         Engine.build(embedded(draft_model=str(DRAFTERS["eagle"])), registry)
 
 
-def test_a_gpu_gets_no_draft_model_yet(registry: Registry) -> None:
-    asked = embedded(drafter="eagle")
-    target = choose(asked, registry)
+def on_a_gpu(asked: EngineOptions, registry: Registry) -> Choice:
     facts = DeviceFacts(kind="cuda", name="card", available_bytes=1 << 36, num_threads=1, compute_capability=(9, 0))
-    with pytest.raises(ConfigError, match=r"models draft on the CPU only so far; .* name one of the host: lookup"):
-        choose_draft_model(asked, registry, dataclasses.replace(target, device_facts=facts))
+    return dataclasses.replace(choose(asked, registry), device_facts=facts)
+
+
+def test_on_a_gpu_a_draft_model_has_a_backend_that_knows_lengths_of_the_device(registry: Registry) -> None:
+    asked = embedded(drafter="eagle")
+    chosen = choose_draft_model(asked, registry, on_a_gpu(asked, registry))
+    assert chosen is not None
+    assert all(offer.spec.capabilities.device_lengths for offer in chosen.attention.by_role.values())
+    ignorant = dataclasses.replace(asked, attention_backend="flashinfer")
+    with pytest.raises(Unsupported, match="lengths that the device alone knows is needed and not offered"):
+        choose_draft_model(ignorant, registry, on_a_gpu(asked, registry))
+
+
+def test_a_gpu_gets_no_chain_of_modules_yet(registry: Registry) -> None:
+    asked = embedded(drafter="eagle")
+    target = on_a_gpu(asked, registry)
+    assert target.drafter is not None
+    spec = dataclasses.replace(target.drafter.spec, modules=lambda config: 2)
+    chained = dataclasses.replace(target, drafter=dataclasses.replace(target.drafter, spec=spec))
+    with pytest.raises(ConfigError, match=r"a chain of several modules, and such models draft on the CPU only so far"):
+        choose_draft_model(asked, registry, chained)
 
 
 def test_more_guesses_than_a_drafter_is_good_for_are_refused(registry: Registry) -> None:

@@ -19,7 +19,7 @@ from enginery.config.schema import EngineOptions
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.decode_graphs import DecodeGraphs, Replayable, graph_sizes
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, Replayable, graph_sizes
 
 MAX_REQUESTS = 6
 
@@ -80,7 +80,7 @@ def with_graphs(
         feed=parts.feed,
         geometry=pool.geometry,
         capture=capture,
-        logits=logits,
+        buffers=GraphBuffers(logits),
         results=parts.choice.results,
     )
     assert graphs is not None
@@ -137,7 +137,7 @@ def test_a_backend_without_graphs_runs_eagerly_and_says_so(
             feed=parts.feed,
             geometry=parts.relay.backend.pool.geometry,
             capture=AgainAndAgain(),
-            logits=torch.empty(4, 256),
+            buffers=GraphBuffers(torch.empty(4, 256)),
             results=parts.choice.results,
         )
     assert graphs is None

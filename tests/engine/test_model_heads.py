@@ -38,8 +38,7 @@ from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError, ConfigError, EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
-from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.draws import GuessDraws
+from enginery.worker.drafts.draft_model import Choose, DraftModel
 
 CHUNK = 24
 PROMPT = 40  # in two chunks
@@ -66,13 +65,15 @@ Guesses = list[tuple[list[int], list[int], list[torch.Tensor]]]
 def guesses_of(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> Guesses:
     """After each step that told: all tokens so far, what is guessed to follow, and the logits that were looked at for it."""
     looked_at: list[torch.Tensor] = []
-    choose = DraftModel._guess
+    guess = DraftModel.guess
 
-    def guess(self: DraftModel, by: Model, state: torch.Tensor, positions: torch.Tensor, draws: GuessDraws) -> torch.Tensor:
-        looked_at.extend(by.logits(state)[:1].double())
-        return choose(self, by, state, positions, draws)
+    def noted(
+        self: DraftModel, state: torch.Tensor, positions: torch.Tensor, choose: Choose, module: Model | None = None
+    ) -> torch.Tensor:
+        looked_at.extend((module or self._modules[0]).logits(state)[:1].double())
+        return guess(self, state, positions, choose, module)
 
-    monkeypatch.setattr(DraftModel, "_guess", guess)
+    monkeypatch.setattr(DraftModel, "guess", noted)
     engine.submit(asking("a", prompt))
     tokens, found = list(prompt), []
     while engine.has_work:
@@ -82,7 +83,7 @@ def guesses_of(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatc
         if told and engine.has_work:
             made = engine._made._by_key["a"]
             assert made.num_tokens == len(tokens)
-            found.append((list(tokens), list(made.token_ids), list(looked_at)))
+            found.append((list(tokens), list(made.read()), list(looked_at)))
     return found
 
 

@@ -18,7 +18,7 @@ from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.ops import SamplingTensors
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.decode_graphs import DecodeGraphs
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
 from enginery.worker.warm_up import dummy_batch, warm_up
 
 
@@ -144,7 +144,7 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
         feed=parts.feed,
         geometry=parts.relay.backend.pool.geometry,
         capture=AgainAndAgain(),
-        logits=torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16),
+        buffers=GraphBuffers(torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16)),
         results=parts.choice.results,
     )
     assert graphs is not None

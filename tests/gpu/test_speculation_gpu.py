@@ -1,18 +1,39 @@
-"""On a CUDA device: verified drafts change no token, whatever attends."""
+"""On a CUDA device: drafts change no token, whatever drafts and attends, eagerly and as graphs; and nothing waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
-from engine.test_speculation import ASKS, assert_equal_answers
+import torch
+from engine.heads_made import Eagle3
+from engine.test_draft_models import SELVES, TOKENS, asking, assert_told, by_itself, counts_of, embedded, prompt_of
+from engine.test_right_heads import COUNT, SIZE, deepseek, glm, head_by_feature, module_tensors, small, target_tensors
+from engine.test_right_heads import counts_of as counts_of_right_head
+from engine.test_right_heads import write
+from engine.test_speculation import ASKS, answers_of, assert_equal_answers
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
+from transformers import LlamaConfig
 
 from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.step import SamplingInput, StepInput
+from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
+from enginery.testing.readback import no_reads
+from enginery.worker.runner import Launched, RunningStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # Triton compiles its kernels the first time
+
+ON = {"device": "cuda", "dtype": "float32", "max_batch_requests": 32}
+SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
 
 
 @pytest.mark.parametrize("kind", ["right", "random"])
@@ -28,5 +49,91 @@ def test_verified_drafts_change_no_token(write_oracle: Callable[..., Oracle], *,
         )
         for index, (about, asked) in enumerate(ASKS.items())
     ]
-    asked = options(oracle, device="cuda", dtype="float32", attention_backend=attention, max_batch_requests=16)
-    assert_equal_answers(Registry.load(), asked, requests, kind)
+    assert_equal_answers(Registry.load(), options(oracle, **ON, attention_backend=attention), requests, kind)
+
+
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v2"])
+def test_a_model_that_drafts_for_itself_is_right(
+    write_oracle: Callable[..., Oracle], registry: Registry, *, name: str, attention: str
+) -> None:
+    """Prompts come in chunks and together. Where keys or values were another's, guesses would be wrong."""
+    oracle = write_oracle(f"self {name}", SELVES[name])
+    requests = [asking(f"{at}", oracle.prompts[place], max_tokens=TOKENS - at) for at, place in enumerate((0, 5, 2, 4, 6))]
+    changes = {**ON, "attention_backend": attention, "page_size": 16, "max_batch_tokens": 24}
+    expected = answers_of(Engine.build(options(oracle, **changes), registry), requests)
+    engine = Engine.build(by_itself(oracle, **changes, draft_length="3"), registry)
+    for _ in range(2):
+        assert_told(answers_of(engine, requests), expected)
+    counts = counts_of(engine)
+    assert counts.accepted > 0.98 * counts.drafted > 0
+    assert (engine._runner.sizes.verified_rows > 0) is (attention == "triton")
+
+
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+@pytest.mark.parametrize(("drafter", "length"), [("eagle", "3"), ("standalone", "4"), ("eagle", "1"), ("standalone", "auto")])
+def test_the_embedded_model_says_the_same_with_each_of_its_drafters(
+    registry: Registry, *, drafter: str, length: str, attention: str
+) -> None:
+    """Greedy, seeded, cut, with penalties, with log-probabilities; nearly as many guesses are right as on a CPU."""
+    requests = [asking(f"{at}", prompt_of(said)) for at, said in enumerate(SAID)]
+    greedy, requests = requests, requests + [asking(about, prompt_of(SAID[1]), **asked) for about, asked in ASKS.items()]
+    changes = {**ON, "attention_backend": attention}
+    expected = answers_of(Engine.build(embedded(**changes), registry), requests)
+    engine = Engine.build(embedded(**changes, drafter=drafter, draft_length=length), registry)
+    assert_told(answers_of(engine, requests), expected)
+    assert counts_of(engine).accepted > 0.2 * counts_of(engine).drafted > 0
+    if length != "auto":
+        engine = Engine.build(embedded(**changes, drafter=drafter, draft_length=length), registry)
+        assert_told(answers_of(engine, greedy), {each.request_id: expected[each.request_id] for each in greedy})
+        reference = Engine.build(embedded(drafter=drafter, draft_length=length), registry)
+        answers_of(reference, greedy)
+        found, wanted = counts_of(engine), counts_of(reference)
+        assert found.accepted / found.drafted == pytest.approx(wanted.accepted / wanted.drafted, rel=0.1)
+
+
+def test_an_eagle3_head_that_is_always_right_is_here_too(registry: Registry, tmp_path: Path) -> None:
+    """What a guess carries on is used as well: there are four in a row."""
+    config = LlamaConfig(**small(), architectures=["LlamaForCausalLM"])
+    (tmp_path / "target").mkdir()
+    target = write(tmp_path / "target", config, target_tensors(config))
+    head = Eagle3(own=SIZE, vocab_size=SIZE, config={"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [2, 3, 5]})
+    folder = head.write(tmp_path / "head", head_by_feature(head, 1), intermediate_size=SIZE)
+    counts = counts_of_right_head(registry, target, drafter="eagle3", draft_model=str(folder), device="cuda")
+    assert counts.accepted == counts.drafted > 30, counts
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm"])
+def test_a_module_that_is_always_right_is_here_too(registry: Registry, tmp_path: Path, name: str) -> None:
+    config = {"deepseek": deepseek, "glm": glm}[name]()
+    folder = write(tmp_path, config, module_tensors(config, by_embedding=False), num_nextn_predict_layers=1)
+    counts = counts_of_right_head(registry, folder, drafter="mtp", device="cuda")
+    assert counts.accepted == counts.drafted > 30, counts
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "standalone", "lookup"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_launching_waits_for_nothing(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, *, drafter: str, temperature: float
+) -> None:
+    """Neither for a value nor for a copy: in steps that verify and in prefills, greedy and drawn."""
+    asked = embedded(**{**ON, "dtype": "bfloat16"}, attention_backend="triton", drafter=drafter, draft_length="3")
+    engine = Engine.build(asked, registry)
+    requests = [asking(f"{at}", prompt_of(said), temperature=temperature, seed=at) for at, said in enumerate(SAID)]
+    answers_of(engine, requests)  # compiles and captures
+    launch, sample, ran = engine._runner.launch, engine._runner.sample, set[tuple[bool, bool]]()
+
+    def watched_launch(step: StepInput) -> Launched:
+        with no_reads(torch.device("cuda")):
+            launched = launch(step)
+        ran.add((step.verifies, launched.captured))
+        return launched
+
+    def watched_sample(launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]) -> RunningStep:
+        with no_reads(torch.device("cuda")):
+            return sample(launched, sampling, cuts)
+
+    monkeypatch.setattr(engine._runner, "launch", watched_launch)
+    monkeypatch.setattr(engine._runner, "sample", watched_sample)
+    answers_of(engine, [dataclasses.replace(each, prompt_token_ids=each.prompt_token_ids[:-1]) for each in requests])
+    assert drafter == "lookup" or (True, True) in ran

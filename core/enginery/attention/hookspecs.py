@@ -70,5 +70,7 @@ class BackendHooks:
     def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[ForwardPlan, ...] | None:
         """Plan several decoding steps at once, a plan for each batch; the plans may share tables. Absent: each is planned alone.
 
-        Those of later steps have one token more per request each; slots past the last page that a request owns are scratch.
+        Those of later steps have one token more per request each; slots past the last page that a request owns are scratch. Lengths
+        may be true on the device alone (`kv_lens`); those of the host are then not below them, and the last batch's the largest.
+        Plans that are captured are refreshed by the last one's alone.
         """

@@ -140,8 +140,9 @@ class Capabilities:
     recurrences: the (rule, decay) of recurrent layers that `advance` takes; empty: none. mla: paged attention over latents.
     latent_dims: the (rank, rope_dim) it takes. mla_ragged: attention of MLA prefills over keys and values it is given
     (`init_mha_chunk_metadata`). lse_base: of the log-sum-exp it can return, None if it returns none. unequal_values: layers
-    whose values are not as wide as their keys. needs_jit: compiles on first use. workspace_bytes: what it takes from the arena at
-    the most.
+    whose values are not as wide as their keys. device_lengths: it takes decoding batches whose lengths the device alone knows
+    (`ForwardBatch.kv_lens`), and plans draft steps of such together (`draft_steps_plan`). needs_jit: compiles on first use.
+    workspace_bytes: what it takes from the arena at the most.
     """
 
     devices: frozenset[str]
@@ -165,6 +166,7 @@ class Capabilities:
     batch_invariant: bool = False
     lse_base: Literal["e", "2"] | None = None
     unequal_values: bool = False
+    device_lengths: bool = False
     needs_jit: bool = False
     workspace_bytes: int = 0
 
@@ -184,6 +186,7 @@ class AttnNeeds:
     mla_ragged: bool = False
     lse: bool = False
     batch_invariant: bool = False
+    device_lengths: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +380,7 @@ def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[b
         "a log-sum-exp": (needs.lse, can.lse_base is not None),
         "sparse attention": (needs.sparse, can.sparse),
         "batch invariance": (needs.batch_invariant, can.batch_invariant),
+        "lengths that the device alone knows": (needs.device_lengths, can.device_lengths),
     }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FEATURES: Final = "features"  # what a draft model that takes them finds in `arrived` for rows that the target has run over
 CARRIED: Final = "carried"  # and for rows behind those, what it returned for the row before
+ON_DEVICE: Final = -1  # in place of a guess that the host has not read
 
 
 class DraftAsk(NamedTuple):

@@ -47,10 +47,14 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunSizes(NamedTuple):
-    """The sizes that a worker has graphs and pieces of, the smallest first; it captures one when that is first needed."""
+    """The sizes that a worker has graphs and pieces of, the smallest first; it captures one when that is first needed.
+
+    verified_rows: of a captured step that verifies drafts, at the most; 0: such steps run eagerly.
+    """
 
     graphs: tuple[int, ...] = ()
     pieces: tuple[int, ...] = ()
+    verified_rows: int = 0
 
 
 NO_SIZES: Final = RunSizes()  # every step runs eagerly
@@ -63,7 +67,7 @@ class Item(NamedTuple):
     values are written; rows before it have them in a shared page already and write to scratch. num_logits: how many of its last
     rows need logits. samples: whether its last row yields a token (with drafts: its last 1 + num_drafts rows do). num_drafts: its
     last tokens that are guesses. pending: its last tokens that the host does not know, but the device: from its previous item, in
-    a step that is still in flight. adapter: its slot; -1 for none.
+    a step that is still in flight, or guesses that a draft model left there. adapter: its slot; -1 for none.
     """
 
     seat: int
@@ -252,7 +256,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     token_ids: none after a chunk that does not end the prompt, one, or several. logprobs: of these tokens, where they are asked
     for; empty if no item asks. prompt_logprobs: by item, of the tokens that follow the rows of its chunk. embeddings: by item,
-    [hidden size]. failed: items whose tokens mean nothing, and why. drafts: by item, what a draft model guesses to come next.
+    [hidden size]. failed: items whose tokens mean nothing, and why.
     """
 
     number: int
@@ -263,4 +267,3 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     failed: dict[int, str]
     captured: bool
     times: StepTimes
-    drafts: dict[int, tuple[int, ...]] = {}

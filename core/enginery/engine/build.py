@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
+from enginery.contracts.drafting import FEATURES
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
@@ -35,14 +36,15 @@ from enginery.kv.states import RecurrentStatePool, state_bytes
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
+from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
+from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, capture_drafts, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
 from enginery.worker.loading import PARALLEL, NeededWeights, build_model, check_weights, load_weights
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
-from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs
+from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.token_feed import TokenFeed
 from enginery.worker.warm_up import warm_up
@@ -70,6 +72,7 @@ class BuiltParts:
     pieces: PiecewiseGraphs | None
     changeover: Changeover | None
     draft_model: DraftModel | None
+    draft_graphs: DraftGraphs | None
     phases_s: Mapping[str, float]
 
 
@@ -126,10 +129,12 @@ def build_parts(
     with phases("model"):
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket)
         draft_model = build_draft_model(asked, registry, draft, target=choice, verifier=model, ops=ops, pool=pool, socket=socket)
-    feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice))
+    feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.draft_length)
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
-    graphs, pieces = capture_graphs(phases, choice, model, relay, ops=ops, socket=socket, feed=feed, geometry=geometry)
+    captured = capture_graphs(
+        phases, choice, model, relay, ops=ops, socket=socket, feed=feed, geometry=geometry, draft=draft, draft_model=draft_model
+    )
     return BuiltParts(
         choice=choice,
         memory=memory,
@@ -139,12 +144,21 @@ def build_parts(
         socket=socket,
         model=model,
         feed=feed,
-        graphs=graphs,
-        pieces=pieces,
+        graphs=captured.graphs,
+        pieces=captured.pieces,
         changeover=changeover,
         draft_model=draft_model,
+        draft_graphs=captured.drafts,
         phases_s={phase: seconds for phase, seconds in phases.seconds.items() if seconds > 0.001},
     )
+
+
+class CapturedSteps(NamedTuple):
+    """Of decoding steps, of a draft model behind them, and of the others. None: these run eagerly."""
+
+    graphs: DecodeGraphs | None = None
+    pieces: PiecewiseGraphs | None = None
+    drafts: DraftGraphs | None = None
 
 
 def capture_graphs(
@@ -157,17 +171,33 @@ def capture_graphs(
     socket: LayerSocket,
     feed: TokenFeed,
     geometry: KVGeometry,
-) -> tuple[DecodeGraphs | None, PiecewiseGraphs | None]:
-    """Of decoding steps, and of the others. None: these steps run eagerly."""
-    graphs = pieces = None
+    draft: DraftNeeds | None,
+    draft_model: DraftModel | None,
+) -> CapturedSteps:
+    """As far as the backends can be captured; decoding steps that a draft model follows, if its own can be too."""
+    most = choice.settings.max_graph_requests
+    if not most:
+        return CapturedSteps()
+    capture, graphs, drafts = CudaCapture(choice.device), None, None
     with phases("graphs"):
-        capture = CudaCapture(choice.device) if choice.settings.max_graph_requests else None
-        if capture is not None:
-            graphs = decode_graphs(choice, model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture)
+        if draft is not None and draft_model is not None:
+            drafts = capture_drafts(draft_model, draft, ops=ops, geometry=geometry, capture=capture, most_rows=most)
+        if draft_model is None or drafts is not None:
+            graphs = decode_graphs(
+                choice, model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, keeps_hidden=draft is not None
+            )
+        else:
+            log.info("decoding runs eagerly: the draft model's backend has no init_graph_state")
+        if graphs is not None and drafts is not None:
+            features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
+            assert features is not None, "graphs keep what a draft model takes"
+            for step in graphs.steps:
+                drafts.prepare(step, features, choice.draft_length)
+    if graphs is None:
+        return CapturedSteps()
     with phases("pieces"):
-        if capture is not None and graphs is not None:
-            pieces = piecewise_graphs(choice, model, relay, socket=socket, feed=feed, geometry=geometry, capture=capture)
-    return graphs, pieces
+        pieces = piecewise_graphs(choice, model, relay, socket=socket, feed=feed, geometry=geometry, capture=capture)
+    return CapturedSteps(graphs, pieces, drafts)
 
 
 def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
@@ -300,13 +330,22 @@ def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model,
 
 
 def decode_graphs(
-    choice: Choice, model: Model, relay: BackendRelay, *, ops: OpTable, feed: TokenFeed, geometry: KVGeometry, capture: CudaCapture
+    choice: Choice,
+    model: Model,
+    relay: BackendRelay,
+    *,
+    ops: OpTable,
+    feed: TokenFeed,
+    geometry: KVGeometry,
+    capture: CudaCapture,
+    keeps_hidden: bool,
 ) -> DecodeGraphs | None:
     """Graphs of decoding steps. None: the backend cannot be captured, and these steps run eagerly."""
-    shape = (choice.settings.max_graph_requests, choice.facts.vocab_size)
-    logits = torch.empty(shape, dtype=choice.dtype, device=choice.device)
+    widths = (choice.facts.vocab_size, *((choice.facts.hidden_size,) if keeps_hidden else ()))
+    most, dtype = choice.settings.max_graph_requests, choice.dtype
+    buffers = GraphBuffers(*(torch.empty(most, width, dtype=dtype, device=choice.device) for width in widths))
     return DecodeGraphs.build(
-        model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits, results=choice.results
+        model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=choice.results
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import time
 from collections import deque
@@ -39,7 +40,7 @@ from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.page_tables import PageTables
-from enginery.worker.runner import Captured, Launched, Runner, RunningStep, Speculation
+from enginery.worker.runner import Captured, Guesses, Launched, Runner, RunningStep, Speculation
 
 MAX_FAILED_STEPS: Final = 3
 
@@ -120,7 +121,7 @@ class Engine:
             feed=parts.feed,
             captured=Captured(parts.graphs, parts.pieces),
             results=parts.choice.results,
-            speculation=Speculation(parts.draft_model, forced),
+            speculation=Speculation(parts.draft_model, parts.draft_graphs, forced),
         )
 
     @classmethod
@@ -256,9 +257,7 @@ class Engine:
         if cuts and self._drafting is not None:
             self._drafting.stop(requests[index].request_id for index in cuts)
         outputs = self._scheduler.complete(step, output, refused)
-        self._made.keep(
-            {requests[index].request_id: Made(len(requests[index].token_ids), made) for index, made in output.drafts.items()}
-        )
+        self._made.keep({} if running.guesses is None else _made_of(running.guesses, running.sampling, requests))
         if self._drafting is not None:
             self._drafting.published(step, outputs)
         self.meter.completed(step, output, at)
@@ -333,6 +332,17 @@ def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, ma
     fixed = None if asked.draft_length == "auto" else most
     length = DraftLength(most, fixed=fixed, device=parts.choice.device.type)
     return Drafting(made, offer, length=length, vocab_size=vocab_size)
+
+
+def _made_of(guesses: Guesses, sampling: Sequence[int], requests: Sequence[Request]) -> dict[str, Made]:
+    """What follows each request that was sampled. sampling: their items."""
+    sampled = [requests[index] for index in sampling]
+    return {
+        request.request_id: Made(
+            len(request.token_ids), guesses.tokens.shape[1], functools.partial(guesses.of, place), guesses.ready is None
+        )
+        for place, request in enumerate(sampled)
+    }
 
 
 def _ready(changeover: Changeover | None) -> Changeover | None:

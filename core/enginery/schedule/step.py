@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Final
 
 from enginery.contracts.batch import FULL, WINDOW, Phase
-from enginery.contracts.step import NO_SIZES, Item, NewPages, Run, RunSizes, StepInput, Way
+from enginery.contracts.drafting import ON_DEVICE
+from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
 from enginery.kv.kinds import NO_STATE, StatePages
 from enginery.kv.manager import SequenceKV
 from enginery.schedule.request import Request
@@ -54,8 +55,10 @@ class StepBuilder:
         start, count, kv = request.num_computed, 1 + len(drafts), request.kv
         self._greedy &= start + 1 >= request.greedy_from
         self._ids.append(request.token_ids[start])
-        self._ids.extend(drafts)
-        self._items.append(_pack_item(kv.seat, start, count, start, count, True, len(drafts), False, _NO_ADAPTER))
+        pending = len(drafts) if ON_DEVICE in drafts else 0
+        if not pending:
+            self._ids.extend(drafts)
+        self._items.append(_pack_item(kv.seat, start, count, start, count, True, len(drafts), pending, _NO_ADAPTER))
         if self._has_states:
             self._add_state(kv.states)
         request.num_computed, request.num_expected = start + count, start + count + 1
@@ -110,15 +113,15 @@ class StepBuilder:
     def build(self, number: int, sizes: RunSizes, released: Sequence[int]) -> StepInput:
         """The step as a value."""
         phase = self._phase
-        if self.decode_len > 1:
-            sizes = NO_SIZES
+        if (length := self.decode_len) > 1:
+            sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= sizes.verified_rows))
         run = choose_run(phase, len(self.requests), self.num_tokens, sizes=sizes, greedy=self._greedy, embeds=bool(self._embedding))
         news = {FULL: self._pages, WINDOW: self._window}
         return StepInput(
             number=number,
             phase=phase,
             run=run,
-            padded=_padded(run, len(self.requests), self.num_tokens),
+            padded=_padded(run, len(self.requests), self.num_tokens, length=length),
             num_decode=self.num_decode,
             items=b"".join(self._items),
             input_ids=self._ids.tobytes(),
@@ -140,7 +143,7 @@ class StepBuilder:
 
 def choose_run(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, greedy: bool, embeds: bool) -> Run:
     """The fastest way to run such a step. A decoding graph gives no hidden states, so `embeds` rules it out."""
-    if phase is Phase.DECODE:
+    if phase in (Phase.DECODE, Phase.VERIFY):
         way, size = Way.GRAPH, 0 if embeds else _fitting(sizes.graphs, num_requests)
     else:
         way, size = Way.PIECES, _fitting(sizes.pieces, num_tokens)
@@ -152,7 +155,8 @@ def _fitting(sizes: Sequence[int], count: int) -> int:
     return next((size for size in sizes if size >= count), 0)
 
 
-def _padded(run: Run, num_requests: int, num_tokens: int) -> tuple[int, int]:
+def _padded(run: Run, num_requests: int, num_tokens: int, *, length: int) -> tuple[int, int]:
+    """length: rows of a request in a captured step."""
     if run.way is Way.GRAPH:
-        return run.size, run.size
+        return run.size, run.size * length
     return num_requests, run.size if run.way is Way.PIECES else num_tokens

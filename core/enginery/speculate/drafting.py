@@ -17,6 +17,7 @@ from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
 from enginery.schedule.table import RequestTable
 from enginery.speculate.length import DraftLength
+from enginery.speculate.made_drafts import MadeDrafts
 
 
 class _Published(NamedTuple):
@@ -29,11 +30,11 @@ class _Published(NamedTuple):
 
 
 class Drafting:
-    """One drafter, and where it is from. length: drafts of a request in one step."""
+    """One drafter, and where it is from; of a draft model what it has made. length: drafts of a request in one step."""
 
     def __init__(
         self,
-        drafter: HostDrafter,
+        drafter: HostDrafter | MadeDrafts,
         offer: Offer[DrafterSpec],
         *,
         length: DraftLength,
@@ -66,6 +67,9 @@ class Drafting:
         asks = [self._ask(request) for request in table.running if self._may_draft(request)]
         if not asks:
             return {}
+        if isinstance(self._drafter, MadeDrafts):
+            made = {ask.key: self._drafter.of(ask, reads=self._asked[ask.key].reads_tokens) for ask in asks}
+            return {key: tokens for key, tokens in made.items() if tokens}
         with inside(self._offer, "guess tokens"):
             found = zip(asks, self._drafter.propose(asks), strict=True)
             drafts = {ask.key: self._valid(tokens[: ask.most]) for ask, tokens in found}
@@ -107,7 +111,8 @@ class Drafting:
 
     def _forget_ended(self, table: RequestTable) -> None:
         for key in [key for key, request in self._asked.items() if table.by_id.get(key) is not request]:
-            self._drafter.forget(key)
+            if not isinstance(self._drafter, MadeDrafts):
+                self._drafter.forget(key)
             del self._asked[key]
             self._stopped.discard(key)
 

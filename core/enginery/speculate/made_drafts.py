@@ -1,22 +1,31 @@
-"""What a draft model guessed, until it is asked for: guesses are made on the device at the end of each step."""
+"""What a draft model guessed, until it is asked for: guesses are made on the device at the end of each step.
+
+On a device they are not read before the next step is built. That takes them from where they were made (`ON_DEVICE`), but for a
+request whose next token depends on those before: for it they are waited for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from enginery.contracts.drafting import DraftAsk
+from enginery.contracts.drafting import ON_DEVICE, DraftAsk
 
 
 class Made(NamedTuple):
-    """Guesses at what follows, once a request has so many tokens."""
+    """Guesses at what follows, once a request has so many tokens: how many they are, and how to read them.
+
+    is_read: whether they are on the host, or reading them waits for the device.
+    """
 
     num_tokens: int
-    token_ids: tuple[int, ...]
+    num_drafts: int
+    read: Callable[[], tuple[int, ...]]
+    is_read: bool = True
 
 
 class MadeDrafts:
-    """The guesses of the newest step. Implements `enginery.contracts.drafting.HostDrafter`."""
+    """The guesses of the newest step."""
 
     def __init__(self) -> None:
         self._by_key: Mapping[str, Made] = {}
@@ -25,13 +34,9 @@ class MadeDrafts:
         """In place of those of the step before."""
         self._by_key = by_key
 
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
-        """What was kept of each, unless the request has gone another way since."""
-        return [self._of(ask) for ask in asks]
-
-    def forget(self, key: str) -> None:
-        """The request has ended. What was kept goes with the next step."""
-
-    def _of(self, ask: DraftAsk) -> tuple[int, ...]:
+    def of(self, ask: DraftAsk, *, reads: bool) -> Sequence[int]:
+        """What was kept, unless the request has gone another way since. reads: the tokens themselves are wanted."""
         made = self._by_key.get(ask.key)
-        return made.token_ids[: ask.most] if made is not None and made.num_tokens == len(ask.token_ids) else ()
+        if made is None or made.num_tokens != len(ask.token_ids):
+            return ()
+        return made.read()[: ask.most] if reads or made.is_read else (ON_DEVICE,) * min(made.num_drafts, ask.most)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, StateView, View
+from enginery.contracts.drafting import ON_DEVICE
 from enginery.contracts.step import INT, Items, StepInput
 from enginery.errors import Unsupported
 from enginery.worker.page_tables import KindTable, PageTables
@@ -74,13 +75,16 @@ def logits_of_items(step: StepInput) -> np.ndarray:
 
 
 def drafts_of_items(step: StepInput) -> dict[int, tuple[int, ...]]:
-    """The guesses of each item that verifies, by its index: the last of its tokens."""
+    """The guesses of each item that verifies, by its index: the last of its tokens. `ON_DEVICE` for each that the host lacks."""
     if not step.verifies:
         return {}
     items = step.columns()
     known = np.frombuffer(step.input_ids, INT)
-    ends = np.cumsum(np.where(items.pending, 0, items.num_tokens))
-    return {index: tuple(known[ends[index] - items.num_drafts[index] : ends[index]].tolist()) for index in range(step.num_decode)}
+    ends = np.cumsum(items.num_tokens - items.pending)
+    return {
+        index: (ON_DEVICE,) * count if items.pending[index] else tuple(known[ends[index] - count : ends[index]].tolist())
+        for index, count in enumerate(items.num_drafts[: step.num_decode].tolist())
+    }
 
 
 def _rows_and_positions(step: StepInput, items: Items, q_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,15 +130,27 @@ def _state_view(step: StepInput, seats: torch.Tensor) -> StateView:
     return StateView(reads_cpu=reads, writes_cpu=writes, checkpoints_cpu=checkpoints, checkpoint_rows_cpu=rows)
 
 
-def token_sources(step: StepInput, *, size: int | None = None) -> torch.Tensor:
-    """For a row whose token the step before samples, the seat of its request, else `KNOWN`: [T] int64, or [size]."""
+def token_sources(step: StepInput, *, width: int, size: int | None = None) -> torch.Tensor:
+    """For a row whose token is on the device alone, its place in `TokenFeed.tokens`, else `KNOWN`: [T] int64, or [size].
+
+    width: of a seat there: the token that was sampled last, then guesses.
+    """
     items = step.columns()
-    sources = np.where(items.pending, items.seat, KNOWN)  # [B]
-    return _as_long(sources if _one_each(step) else sources.repeat(rows_of_items(step)), size, fill=KNOWN)
+    sources = np.where(items.pending, items.seat * width, KNOWN)  # [B]
+    if _one_each(step):
+        return _as_long(sources, size, fill=KNOWN)
+    rows = rows_of_items(step)
+    sources = sources.repeat(rows)
+    if step.verifies:
+        place = np.arange(len(sources)) - (np.cumsum(rows) - rows).repeat(rows)  # of each row in its item
+        drafted = items.num_drafts.repeat(rows)
+        is_guess = (place >= 1) & (place <= drafted)
+        sources = np.where((sources == KNOWN) | ((drafted > 0) & ~is_guess), KNOWN, sources + place * is_guess)
+    return _as_long(sources, size, fill=KNOWN)
 
 
 def has_pending(step: StepInput) -> bool:
-    """Whether a row waits for the step before."""
+    """Whether the token of a row is on the device alone."""
     return bool(step.columns().pending.any())
 
 
@@ -175,5 +191,5 @@ def _input_ids(step: StepInput, items: Items) -> np.ndarray:
     ids = np.zeros(int(rows.sum()), np.int64)
     if len(known):
         place = np.arange(len(ids)) - (np.cumsum(rows) - rows).repeat(rows)  # of each row in its item
-        ids[place < np.where(items.pending, 0, items.num_tokens).repeat(rows)] = known
+        ids[place < (items.num_tokens - items.pending).repeat(rows)] = known
     return ids

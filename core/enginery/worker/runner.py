@@ -25,6 +25,7 @@ from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, StepOutput, StepTimes, Way
 from enginery.kv.upload import to_device
 from enginery.speculate.acceptance import accept
+from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.forced import ForcedAcceptance
@@ -43,6 +44,22 @@ NAN_ERROR: Final = "the model's logits for it are NaN"
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
+class Guesses(NamedTuple):
+    """What a draft model guesses to follow each item that samples.
+
+    tokens: [S, d] on the host, valid after `ready`; None: they are.
+    """
+
+    tokens: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    def of(self, place: int) -> tuple[int, ...]:
+        """Those of one item, when they have come."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return tuple(self.tokens[place].tolist())
+
+
 class Launched(NamedTuple):
     """A forward that the device may still be running, valid until the next one. logits: [S, V], of the items that sample."""
 
@@ -57,8 +74,8 @@ class Launched(NamedTuple):
 class RunningStep:
     """A step that the device may still be running. sampled: [R] on the host, valid after `copied`, of the items `sampling`.
 
-    accepted: [S] on the host, as valid, the drafts of these items that are among what was sampled; None: there were none. drafts:
-    [S, d], as valid, what a draft model guesses to come next; None: there is none.
+    accepted: [S] on the host, as valid, the drafts of these items that are among what was sampled; None: there were none. guesses:
+    what a draft model guesses to come next, which may come later; None: there is none.
 
     So are embedded, [E, C], of the items `embedding`, and the tables: logprobs of the items `sampling`, if any asks for them, with
     num_top of each, and prompt_logprobs by item.
@@ -68,7 +85,7 @@ class RunningStep:
     sampling: Sequence[int]
     sampled: torch.Tensor
     accepted: torch.Tensor | None
-    drafts: torch.Tensor | None
+    guesses: Guesses | None
     copied: torch.cuda.Event | None
     embedding: Sequence[int]
     embedded: torch.Tensor
@@ -100,7 +117,6 @@ class RunningStep:
             },
             embeddings={index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)},
             failed=failed,
-            drafts=self._read_drafts(),
             captured=self.captured,
             times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter()),
         )
@@ -112,9 +128,6 @@ class RunningStep:
             return [(token,) for token in tokens]
         counts = self.accepted.tolist()
         return [tuple(tokens[row : row + 1 + count]) for row, count in zip(self._first_rows(), counts, strict=True)]
-
-    def _read_drafts(self) -> dict[int, tuple[int, ...]]:
-        return {} if self.drafts is None else dict(zip(self.sampling, map(tuple, self.drafts.tolist()), strict=True))
 
     def _first_rows(self) -> list[int]:
         """Of each item in `sampling`, the first of its rows that are sampled."""
@@ -138,10 +151,12 @@ class Captured(NamedTuple):
 
 
 class Speculation(NamedTuple):
-    """draft_model: what guesses, unless it is of the host. forced: for benchmarks, whether guesses are right is drawn."""
+    """draft_model: what guesses, unless it is of the host; graphs: of it, behind the target's. forced: for benchmarks, whether
+    guesses are right is drawn."""
 
-    draft_model: DraftModel | None
-    forced: ForcedAcceptance | None
+    draft_model: DraftModel | None = None
+    graphs: DraftGraphs | None = None
+    forced: ForcedAcceptance | None = None
 
 
 class Runner:
@@ -167,14 +182,16 @@ class Runner:
         self.tables = tables
         self.feed = feed
         self.device = feed.device
-        self.draft_model, self._forced = speculation or Speculation(None, None)
+        self.draft_model, self._draft_graphs, self._forced = speculation or Speculation()
         self._eager = self._new_eager_path()
 
     @property
     def sizes(self) -> RunSizes:
         """The steps that need not run eagerly."""
         return RunSizes(
-            graphs=() if self.graphs is None else self.graphs.sizes, pieces=() if self.pieces is None else self.pieces.sizes
+            graphs=() if self.graphs is None else self.graphs.sizes,
+            pieces=() if self.pieces is None else self.pieces.sizes,
+            verified_rows=0 if self.graphs is None else self.graphs.verified_rows,
         )
 
     def change_backend(self, relay: BackendRelay) -> None:
@@ -221,18 +238,15 @@ class Runner:
         num_top = sampling.num_top if sampling is not None else ()
         logprobs = token_logprobs(launched.logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if asks else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
-        drafts = self._draft(launched, sampling, tokens, accepted)
-        accepted = None if accepted is None else accepted.to("cpu", non_blocking=True)
-        copied: torch.cuda.Event | None = None
-        if self.device.type == "cuda":
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+        told = None if accepted is None else accepted.to("cpu", non_blocking=True)
+        copied = self._recorded()  # before anything is guessed, so that the host goes on with what is told meanwhile
+        guesses = self._draft(launched, sampling, tokens, accepted)
         return RunningStep(
             step=step,
             sampling=step.sampling.tolist(),
             sampled=sampled,
-            accepted=accepted,
-            drafts=drafts,
+            accepted=told,
+            guesses=guesses,
             copied=copied,
             embedding=embedding,
             embedded=embedded,
@@ -281,8 +295,12 @@ class Runner:
         cuts: how many tokens some items may be told at the most.
         """
         step, logits = launched.step, launched.logits
-        tokens = sample(logits, sampling, ops=self.ops)
-        marked = mark_nan(logits, tokens)
+        if launched.forwarded.greedy is not None and step.run.greedy:
+            marked = launched.forwarded.greedy[: len(logits)]
+            tokens = marked.clamp(min=0)
+        else:
+            tokens = sample(logits, sampling, ops=self.ops)
+            marked = mark_nan(logits, tokens)
         count, length = step.num_decode, step.decode_len
         batch = launched.forwarded.batch
         assert batch is not None, "a step that verifies keeps its batch"
@@ -293,12 +311,14 @@ class Runner:
         most = step.columns().num_drafts[:count].astype(np.int64)
         for index, most_told in cuts.items():
             most[index] = min(most[index], most_told - 1)
-        right = accept(sampled, inputs, None, to_device(torch.from_numpy(most), self.device)).counts
+        begins, seats = np.cumsum(step.sampled_rows) - step.sampled_rows, step.columns().seat[step.sampling]
+        uploaded = to_device(torch.from_numpy(np.concatenate((most, begins, seats.astype(np.int64)))), self.device)
+        num_drafts, first_rows, kept_at = torch.split(uploaded, [count, len(begins), len(seats)])
+        right = accept(sampled, inputs, None, num_drafts).counts
         if step.states:
             self._commit_states(step, batch, right)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
-        ends = to_device(torch.from_numpy(np.cumsum(step.sampled_rows) - step.sampled_rows), self.device) + accepted
-        self.feed.keep(tokens.index_select(0, ends), to_device(sampled_seats(step), self.device))
+        self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
         return tokens, marked, accepted
 
     def _commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
@@ -310,19 +330,37 @@ class Runner:
 
     def _draft(
         self, launched: Launched, sampling: SamplingInput | None, tokens: torch.Tensor, accepted: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """What the draft model guesses to follow each item that samples: [S, d]; None if nobody guesses."""
+    ) -> Guesses | None:
+        """What the draft model guesses to follow each item that samples, kept for the next step; None if nobody guesses."""
         model = self.draft_model
         step, forwarded = launched.step, launched.forwarded
         if model is None or (step.phase is Phase.DECODE and step.draft_len == 0):
             return None
         assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
-        assert forwarded.hidden is not None, "and its hidden states"
-        tapped = forwarded.batch.outputs.get(FEATURES)
-        features = forwarded.hidden if tapped is None else tapped.values
+        features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
+        assert features is not None, "and its hidden states"
         draws = GuessDraws(sampling, np.cumsum(step.sampled_rows) - step.sampled_rows, ops=self.ops, device=self.device)
-        told = tokens.clamp(min=0)
-        return model.drafts(step, forwarded.batch, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+        told, features = tokens.clamp(min=0), features[: forwarded.batch.num_tokens]
+        if forwarded.captured is None:
+            batch = forwarded.batch
+            found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+        else:
+            graphs = self._draft_graphs
+            assert graphs is not None, "where a draft model is not captured, nor are the steps that it follows"
+            found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+        if model.knows_lengths:
+            return Guesses(found, None)
+        seats = to_device(sampled_seats(step), self.device) if forwarded.seats is None else forwarded.seats[: len(found)]
+        self.feed.keep_drafts(found, seats)
+        return Guesses(found.to("cpu", non_blocking=True), self._recorded())
+
+    def _recorded(self) -> torch.cuda.Event | None:
+        """Now, on the device; None where there is nothing to wait for."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor:
         """The last hidden states of these items, [E, C] float32, on their way to the host."""

@@ -1,11 +1,11 @@
 """How tokens get into a step: those of the host in one upload, those that the step before samples from where it left them.
 
-    host      input_ids   [ 17 |  0 |  0 | 5 | 9 ]          0: not known yet
-              sources     [ -1 |  3 |  8 | -1| -1]          the state slots of their requests
-    device    last_tokens [ .. 42 (slot 3) .. 7 (slot 8) ]  written by the step before
+    host      input_ids   [ 17 |  0 |  0 | 5 | 9 ]                0: not known yet
+              sources     [ -1 |  6 | 16 | -1| -1]                places in `tokens`, by the seats of their requests
+    device    tokens      [ .. 42 g1 (seat 3) .. 7 g1 (seat 8) ]  written by the step before: what it sampled, and guesses
               input_ids   [ 17 | 42 |  7 | 5 | 9 ]
 
-So a step can be built and launched before the tokens of the one before have come back to the host.
+So a step can be built and launched before the tokens of the one before have come back to the host, and before its guesses are made.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from enginery.worker.named_tensors import NamedTensors
 
 
 class TokenFeed:
-    """Owns the last token of each running request on the device, [num_seats + 1] int64; the `scratch_seat` is for padding.
+    """Owns the last token of each running request on the device, and the guesses at the next: [num_seats + 1, 1 + D] int64.
 
-    named: where the inputs and outputs are that only the model knows.
+    The `scratch_seat` is for padding. named: where the inputs and outputs are that only the model knows. most_drafts: D.
     """
 
-    def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None) -> None:
+    def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None, most_drafts: int = 0) -> None:
         self.device = device
         self.named = named or NamedTensors.none()
         self.scratch_seat = num_seats
-        self.last_tokens = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
+        self.width = 1 + most_drafts
+        self.tokens = torch.zeros(num_seats + 1, self.width, dtype=torch.int64, device=device)
 
     def unpack(self, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
         """`batch` with its token fields from `packed`, on the device. Pending ids are not filled in."""
@@ -40,10 +41,11 @@ class TokenFeed:
         """The batch that the step was laid out as, with its token fields on the device, complete."""
         batch, pending = self.named.with_inputs(batch, step.inputs), has_pending(step)
         if self.device.type != "cpu":
-            packed = to_device(torch.stack([*token_fields(batch), token_sources(step)]), self.device)  # [fields + 1, T]
+            sources = token_sources(step, width=self.width)
+            packed = to_device(torch.stack([*token_fields(batch), sources]), self.device)  # [fields + 1, T]
             batch, sources = self.unpack(batch, packed), packed[-1]
         elif pending:
-            sources = token_sources(step)
+            sources = token_sources(step, width=self.width)
         ids = batch.input_ids
         if pending:
             ids = torch.empty_like(ids)
@@ -55,9 +57,13 @@ class TokenFeed:
         packed.copy_(pinned(fields, self.device), non_blocking=True)
 
     def fill(self, input_ids: torch.Tensor, sources: torch.Tensor, *, out: torch.Tensor) -> None:
-        """[T] int64 each: a pending token from its request's seat, to `out`, which may be `input_ids`. Device work only."""
-        torch.where(sources == KNOWN, input_ids, self.last_tokens[sources.clamp(min=0)], out=out)
+        """[T] int64 each: a pending token from its place, to `out`, which may be `input_ids`. Device work only."""
+        torch.where(sources == KNOWN, input_ids, self.tokens.view(-1)[sources.clamp(min=0)], out=out)
 
     def keep(self, sampled: torch.Tensor, seats: torch.Tensor) -> None:
         """Remember what was sampled, [S] int64, at `seats`, [S] int64. Device work only."""
-        self.last_tokens.index_copy_(0, seats, sampled)
+        self.tokens[:, 0].index_copy_(0, seats, sampled)
+
+    def keep_drafts(self, drafts: torch.Tensor, seats: torch.Tensor) -> None:
+        """Remember guesses at what follows, [S, d] int64, at `seats`, [S] int64. Device work only."""
+        self.tokens[:, 1 : 1 + drafts.shape[1]].index_copy_(0, seats, drafts)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginery.api import AttnBackendSpec, AttnLayerFacts, AttnNeeds, LatentFacts, Phase, StalePlan, Unsupported
+from enginery.api import AttnBackendSpec, AttnLayerFacts, AttnNeeds, ForwardBatch, LatentFacts, Phase, StalePlan, Unsupported
 from enginery.kv.arena import DeviceArena
 from enginery.kv.shared_prefixes import SharedPrefix
 from enginery.testing.cases import AttnCase
@@ -240,6 +240,59 @@ def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_lengths(be
         assert split.items.data_ptr() == place
 
 
+VERIFYING = {
+    "a window": AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=40, sinks=True),
+    "wide groups": AttnLayerFacts(num_heads=32, num_kv_heads=1, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("layer", VERIFYING)
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_captured_plan_of_verifications_is_refreshed_for_other_lengths(interpreter, layer, length) -> None:
+    bench = Workbench(Interpreted.subject(), AttnCase(facts=VERIFYING[layer], page_size=16, dtype="float32"))
+    bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=12)
+    size = 12 // length
+    empty = dataclasses.replace(bench.batch([], Phase.VERIFY), decode_len=length)
+    captured = bench.relay.plan(bench.pad(empty, requests=size, tokens=12), capture=True)
+    for cached in ((200, 0, 15, 16, 90, 1), (9, 300), (1,)):
+        turns = bench.turns([(kept, length) for kept in cached[:size]])
+        found = bench.replay(captured, turns, Phase.VERIFY)
+        compare(found, [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
+
+
+@pytest.mark.parametrize("layer", VERIFYING)
+@pytest.mark.parametrize("capture", [False, True])
+def test_keys_behind_lengths_that_the_device_alone_knows_weigh_nothing(interpreter, layer, capture) -> None:
+    """By tables of upper bounds, so that whole items lie behind the end, where memory is not even numbers."""
+    bench = Workbench(Interpreted.subject(), AttnCase(facts=VERIFYING[layer], page_size=16, dtype="float32"))
+    bench.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
+    turns = bench.turns([(length, 1) for length in (200, 3, 40, 64)])
+    exact = bench.pad(bench.batch(turns, Phase.DECODE), requests=2, tokens=2)
+    more = torch.tensor([150, 5, 100, 1, 0, 0], dtype=torch.int32)
+    columns = -(-int((exact.kv_lens_cpu + more).max()) // 16)
+    table = torch.full((6, columns), bench.geometry.scratch_page("full"), dtype=torch.int32)
+    table[:, : exact.page_table_cpu.shape[1]] = exact.page_table_cpu
+    for pages in bench.pool.layer(bench.layer.local_id):
+        for row, length in enumerate(exact.kv_lens_cpu.tolist()):
+            last = pages[int(table[row, (length - 1) // 16])]
+            last[(length - 1) % 16 + 1 :] = torch.nan
+        pages[-1] = torch.nan
+        pages[-1, 0] = 0.0  # the only key of padding
+
+    def step(more: torch.Tensor) -> ForwardBatch:
+        view = dataclasses.replace(exact.pages, page_table_cpu=table)
+        lengths = exact.kv_lens_cpu.clone()
+        return dataclasses.replace(exact, kv_lens_cpu=lengths + more, kv_lens=lengths, views={"full": view})
+
+    batches = (step(more - more // 2), step(more))
+    first, second = bench.relay.make_step_plans(batches, capture=capture)
+    assert first.tables is second.tables
+    for batch, plan in zip(batches, (first, second), strict=True):
+        whole = bench.guarded_out(6)
+        bench.call_leaf(bench.inputs(turns, 6), batch, plan, whole[1:-1])
+        compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype="float32", what="bounds")
+
+
 def test_a_workspace_that_another_backend_took_smaller_is_replaced(bench) -> None:
     """FlashInfer takes one of the same name before, in a composite of both; what it planned keeps the one it has."""
     bench.backend.arena = DeviceArena(bench.device)
@@ -285,9 +338,9 @@ def test_a_recent_cut_does_not_serve_other_lengths_or_prefixes() -> None:
 
 def test_what_cannot_be_captured_or_refreshed_is_refused(bench) -> None:
     turns = bench.turns([(5, 3)])
-    with pytest.raises(Unsupported, match="one token per request"):
+    with pytest.raises(Unsupported, match="steps that decode"):
         bench.relay.plan(bench.batch(turns, Phase.PREFILL), capture=True)
-    with pytest.raises(Unsupported, match="init_graph_state was told 6"):
+    with pytest.raises(Unsupported, match="init_graph_state was told 6 rows"):
         bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=7, tokens=7), capture=True)
     captured = bench.pad(bench.batch([], Phase.DECODE), requests=4, tokens=4)
     captured = bench.relay.plan(captured, capture=True)

@@ -46,14 +46,19 @@ class GraphBackend(GoodBackend):
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
-        if not capture:
+        if not capture and batch.kv_lens is None:
             return super().plan_forward_metadata(batch)
-        count = batch.num_requests
-        plan = CapturedPlan(
-            key=PlanKey.of(batch, self.backend_id, capture=True), pages=self.pages[:count], lengths=self.lengths[:count]
-        )
+        count, pages, lengths = batch.num_requests, self.pages, self.lengths
+        if not capture:
+            pages, lengths = torch.zeros(count, self.max_pages, dtype=torch.int64), torch.ones(count, dtype=torch.int64)
+        key = PlanKey.of(batch, self.backend_id, capture=capture)
+        plan = CapturedPlan(key=key, pages=pages[:count], lengths=lengths[:count])
         self.fill(plan, batch)
         return plan
+
+    @hookimpl
+    def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[ForwardPlan, ...]:
+        return tuple(self.plan_forward_metadata(batch, capture) for batch in batches)
 
     def fill(self, plan, batch) -> None:
         plan.pages[:, : batch.page_table_cpu.shape[1]].copy_(batch.page_table_cpu)
@@ -71,10 +76,13 @@ class GraphBackend(GoodBackend):
         plan = covering_plan(plan, batch, CapturedPlan, backend=self.backend_id)
         group = layer.facts.num_heads // layer.facts.num_kv_heads
         keys, values = (
-            pages[plan.pages].flatten(1, 2).float().repeat_interleave(group, dim=2) for pages in self.pool.layer(layer.local_id)
+            pages[plan.pages].flatten(1, 2).float().repeat_interleave(group, dim=2).repeat_interleave(batch.decode_len, dim=0)
+            for pages in self.pool.layer(layer.local_id)
         )
         scores = torch.einsum("bhd,blhd->bhl", q.float(), keys) * layer.scale
-        seen = torch.arange(keys.shape[1], device=self.device) < plan.lengths[:, None]
+        lengths = plan.lengths if batch.kv_lens is None else batch.kv_lens
+        ends = lengths[:, None] - torch.arange(batch.decode_len).flip(0)  # [B, rows of a request]
+        seen = torch.arange(keys.shape[1], device=self.device) < ends.reshape(-1, 1)
         weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
         out.copy_(torch.einsum("bhl,blhd->bhd", weights, values))
 

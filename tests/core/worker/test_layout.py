@@ -65,7 +65,7 @@ def laid_out(step: StepInput, tables: PageTables) -> dict[str, list[object]]:
     assert batch.phase is step.phase
     return {
         **{name: values.tolist() for name, values in fields.items()},
-        "sources": token_sources(step).tolist(),
+        "sources": token_sources(step, width=1).tolist(),
         "sampling": step.sampling.tolist(),
         "sampled_seats": sampled_seats(step).tolist(),
     }

@@ -117,7 +117,7 @@ def _best(
 ) -> tuple[Offer[DrafterSpec] | None, str]:
     """The one to take if none is named, and why. come: those whose models come with the target, the best first."""
     if device != "cpu":
-        return None, "auto: models draft on the CPU only so far"
+        return None, "auto: on a GPU models draft only if they are named so far"
     if given is not None:
         return _running(every, Path(given).expanduser()), "auto: runs the draft model that is given"
     for name in come:

@@ -18,27 +18,37 @@ A draft model may be a chain of modules (MTP). Each runs over all rows and guess
 returned; the last rows of a request are run over again in its next step, see `enginery.worker.drafts.tails`. One that reads the
 target's keys and values has none, and follows nothing.
 
-Runs where lengths are known to the host as soon as they are to the device, on a CPU.
+Where the device alone knows how many drafts were right, lengths, positions and slots of the steps are computed there: out of a
+window of slots that the host uploads, with plans for the largest lengths that there may be (`kv_lens`). Nothing waits for the
+device. Chains of several modules, and models that read the target's keys and values, run where the host knows: on a CPU.
 
-T rows, S items that sample, R sampled rows, d guesses, F hidden states of C values from the target, C' values that are carried on.
+T rows, S items that sample, R sampled rows, d guesses, F hidden states of C values from the target, C' values that are carried on,
+W places of a window.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from enginery.attention.axes import renewed
+from enginery.attention.draft_steps import plan_steps
 from enginery.attention.socket import LayerSocket
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
 from enginery.contracts.drafting import CARRIED, FEATURES, Chained, MappedVocabulary
 from enginery.contracts.model import Model
 from enginery.contracts.parallel import StageTensors
 from enginery.contracts.step import StepInput
+from enginery.kv.upload import to_device
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.tails import FollowedRows, Tails
 from enginery.worker.layout import rows_of_items
 from enginery.worker.page_tables import PageTables
+
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from logits [S, V'] and the positions of tokens to tokens, [S] each
 
 
 def pages_behind(most: int, page_size: int) -> int:
@@ -46,23 +56,53 @@ def pages_behind(most: int, page_size: int) -> int:
     return -(-most // page_size)
 
 
+class Ahead(NamedTuple):
+    """Where the guesses of a step may lie, on the host. S items, W places.
+
+    at: [S] int64, the first position that the step may tell a token of. window: [W, S] int64, slots of the positions from there on.
+    table: [S, P] int32. longest: [S] int32, of keys behind the last step, at the most.
+    """
+
+    seats: np.ndarray
+    at: np.ndarray
+    window: np.ndarray
+    table: torch.Tensor
+    longest: torch.Tensor
+
+
+class OneStep(NamedTuple):
+    """What differs from step to step: positions, slots [S] int64, kv_lens [S] int32."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+
+
 class DraftModel:
     """most: guesses a step. takes_features: see `DrafterSpec`. max_positions: what lies behind is written to scratch memory.
 
-    reads: it reads the target's keys and values, and `socket` is the target's.
+    reads: it reads the target's keys and values, and `socket` is the target's. knows_lengths: whether the host can read at once
+    what the device computed, as on a CPU.
     """
 
     def __init__(
-        self, model: Model, socket: LayerSocket, *, most: int, takes_features: bool, max_positions: int, reads: bool = False
+        self,
+        model: Model,
+        socket: LayerSocket,
+        *,
+        most: int,
+        takes_features: bool,
+        max_positions: int,
+        reads: bool = False,
+        knows_lengths: bool = True,
     ) -> None:
         self._modules = model.modules if isinstance(model, Chained) else (model,)
         self._tails = Tails(len(self._modules))
-        self._socket = socket
         self._reads = reads
-        self._most = most
-        self._takes_features = takes_features
         self._max_positions = max_positions
         self._target_ids = model.target_ids if isinstance(model, MappedVocabulary) else None
+        self.socket, self.most = socket, most
+        self.takes_features, self.knows_lengths = takes_features, knows_lengths
 
     def drafts(
         self,
@@ -80,30 +120,107 @@ class DraftModel:
         batch: the step's, with all of its input tokens. features: [T, F * C], of the target. tokens: [R], what was sampled.
         accepted: [S], how many drafts of each item are among that; None: none. draws: how a guess is chosen.
         """
-        items, counts = step.columns(), step.sampled_rows
-        firsts = np.cumsum(rows_of_items(step))[step.sampling] - counts  # [S], the first of each item's rows that are sampled
-        inside = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)  # [R], each row's place in its item
-        right = torch.zeros(len(counts), dtype=torch.int64) if accepted is None else accepted.cpu()
-        told = tokens[torch.from_numpy(np.cumsum(counts) - counts) + right]  # [S], each item's last token
-        at = (items.start + items.num_tokens - 1 - items.num_drafts)[step.sampling].astype(np.int64)
-        positions = torch.from_numpy(at) + right + 1  # [S], of that token
-        last = torch.from_numpy(firsts) + right  # [S], the row before it
+        counts, device = step.sampled_rows, tokens.device
+        begins = np.cumsum(counts) - counts  # [S], of the sampled rows
+        firsts = np.cumsum(rows_of_items(step))[step.sampling] - counts  # [S], the same, of the step's rows
+        right = torch.zeros(len(counts), dtype=torch.int64, device=device) if accepted is None else accepted
+        ahead = self.ahead(step, tables)
         if self._reads:
-            state = features[last]
-            guesses = self._read(items.seat[step.sampling], told, positions, state, tables, most=step.draft_len, draws=draws)
-        elif self._takes_features:
-            rows = self._tails.before(step, batch, features, tables)
-            self._tails.keep(step, rows, last)
-            sampled, last = rows.place[torch.from_numpy(firsts.repeat(counts) + inside)], rows.place[last]
-            state, guesses = self._follow(rows, sampled, tokens, last=last, first=positions + 1, most=step.draft_len, draws=draws)
+            told, at = tokens[torch.from_numpy(begins) + right], torch.from_numpy(ahead.at) + right
+            rows_before = features[torch.from_numpy(firsts) + right]
+            guesses = self._read(ahead.seats, told, at, rows_before, tables, most=step.draft_len, draws=draws)
+            return torch.stack(guesses, 1) if guesses else told.new_empty(len(counts), 0)
+        uploaded = to_device(torch.from_numpy(np.concatenate((np.stack((begins, firsts, ahead.at)), ahead.window))), device)
+        told, at = tokens.index_select(0, uploaded[0] + right), uploaded[2]
+        state: torch.Tensor | None = None
+        guesses = list[torch.Tensor]()
+        if self.takes_features:
+            rows, last = self._tails.before(step, batch, features, tables), uploaded[1] + right
+            inside = np.arange(int(counts.sum())) - begins.repeat(counts)  # [R], each row's place in its item
+            sampled = firsts.repeat(counts) + inside
+            if len(self._modules) > 1:
+                self._tails.keep(step, rows, last.numpy())
+            else:
+                self._tails.keep(step, rows)
+            if rows.place is not None:
+                sampled, last = rows.place[sampled], to_device(torch.from_numpy(rows.place), device).index_select(0, last)
+            there = to_device(torch.from_numpy(sampled), device)
+            state, guesses = self._follow(rows, there, tokens, last=last, first=at + right + 1, most=step.draft_len, draws=draws)
         else:
-            state, guesses = self._forward(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), []
-        seats, first, ids = items.seat[step.sampling], positions + 1, guesses[-1] if guesses else told
-        while len(seats) and len(guesses) < step.draft_len and not self._reads:
-            state = self._step(seats, ids, positions, state, tables)
-            guesses.append(self._guess(self._modules[0], state, first + len(guesses), draws))
-            ids, positions = guesses[-1], positions + 1
-        return torch.stack(guesses, 1) if guesses else told.new_empty(len(seats), 0)
+            self.follow(self.planned(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), None)
+        if len(counts) and len(guesses) < step.draft_len:
+            batches = self.step_batches(ahead, at, window=uploaded[3:], right=right, count=step.draft_len - len(guesses))
+            ids = guesses[-1] if guesses else told
+            guesses += self.steps(batches, ids, state, first=at + right + 1 + len(guesses), choose=draws.choose)
+        return torch.stack(guesses, 1) if guesses else told.new_empty(len(counts), 0)
+
+    def ahead(self, step: StepInput, tables: PageTables) -> Ahead:
+        """Of the items of a step that sample."""
+        items, size = step.columns(), tables.page_size
+        seats = items.seat[step.sampling]
+        at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64)
+        width = step.decode_len + step.draft_len
+        places = at + np.arange(width)[:, None]  # [W, S]
+        longest = np.minimum(at + width - 1, self._max_positions)
+        columns, offsets = np.divmod(np.minimum(places, self._max_positions - 1), size)
+        table = self._table(seats, tables, int(columns.max(initial=0)) + 1)
+        pages = np.where(places < self._max_positions, table[np.arange(len(seats)), columns], tables.full.scratch_page)
+        window = pages.astype(np.int64) * size + offsets
+        return Ahead(seats, at, window, torch.from_numpy(table), torch.from_numpy(longest.astype(np.int32)))
+
+    def one_step(self, at: torch.Tensor, window: torch.Tensor, right: torch.Tensor, index: int) -> OneStep:
+        """Of step `index`, of requests of whose drafts so many were right. at, right: [S], window: [W, S]. Device work only."""
+        positions = (at + right + index).clamp(max=self._max_positions - 1)
+        slots = window.gather(0, (right + index)[None]).squeeze(0)
+        return OneStep(positions, slots, (positions + 1).int())
+
+    def step_batches(
+        self, ahead: Ahead, at: torch.Tensor, *, window: torch.Tensor, right: torch.Tensor, count: int
+    ) -> list[ForwardBatch]:
+        """Of each of `count` steps, planned."""
+        batches = []
+        for index in range(count):
+            one = self.one_step(at, window, right, index)
+            batches.append(one_each(ahead, one, lengths=one.kv_lens if self.knows_lengths else None))
+        assert self.socket.relay is not None, "a draft model has backends"
+        return plan_steps(self.socket.relay, batches)
+
+    def steps(
+        self,
+        batches: Sequence[ForwardBatch],
+        ids: torch.Tensor,
+        state: torch.Tensor | None,
+        *,
+        first: torch.Tensor,
+        choose: Choose,
+    ) -> list[torch.Tensor]:
+        """One row for each request in each step, with the token that the one before guessed: a guess of each step, [S] each.
+
+        batches: planned. ids: [S], of the first step. state: [S, C'], what stands before it; None: tokens alone are taken. first:
+        [S], the position of the first guess. Device work only.
+        """
+        guesses = []
+        for index, there in enumerate(batches):
+            there.input_ids.copy_(ids)
+            made = self.follow(there, None if state is None else {CARRIED: state})
+            ids = self.guess(made, first + index, choose)
+            guesses.append(ids)
+            state = made if self.takes_features else None
+        return guesses
+
+    def follow(self, there: ForwardBatch, arrived: StageTensors | None) -> torch.Tensor:
+        """What the model returns of all rows of a planned batch: [T, C']."""
+        return _ran(self._modules[0], there, arrived)
+
+    def guess(self, state: torch.Tensor, positions: torch.Tensor, choose: Choose, module: Model | None = None) -> torch.Tensor:
+        """The target's tokens for these positions: [S]."""
+        chosen = choose((module or self._modules[0]).logits(state), positions)
+        return chosen if self._target_ids is None else self._target_ids.index_select(0, chosen)
+
+    def planned(self, batch: ForwardBatch) -> ForwardBatch:
+        """By its own backends."""
+        assert self.socket.relay is not None, "a draft model has backends"
+        return self.socket.relay.plan(batch)
 
     def _follow(
         self,
@@ -120,9 +237,8 @@ class DraftModel:
 
         sampled: [R], rows that are followed by `tokens`, [R]. first: [S], positions of the first guesses. One plan serves all.
         """
-        ids, guesses = rows.batch.input_ids.roll(-1), list[torch.Tensor]()
-        ids[sampled] = tokens
-        there, arrived = self._planned(renewed(rows.batch, input_ids=ids)), {FEATURES: rows.features}
+        ids, guesses = rows.batch.input_ids.roll(-1).index_copy_(0, sampled, tokens), list[torch.Tensor]()
+        there, arrived = self.planned(renewed(rows.batch, input_ids=ids)), {FEATURES: rows.features}
         for module in self._modules:
             if CARRIED in arrived:
                 ids.copy_(ids.roll(-1))  # each module is given the token behind
@@ -131,8 +247,8 @@ class DraftModel:
             state = _ran(module, there, arrived)
             arrived = {CARRIED: state}
             if len(last) and len(guesses) < most:
-                guesses.append(self._guess(module, state[last], first + len(guesses), draws))
-        return state[last], guesses
+                guesses.append(self.guess(state.index_select(0, last), first + len(guesses), draws.choose, module))
+        return state.index_select(0, last), guesses
 
     def _read(
         self,
@@ -152,50 +268,33 @@ class DraftModel:
         table = torch.from_numpy(tables.full.of(seats, int((positions - 1).max()) // tables.page_size + 1))
         slots = torch.full_like(positions, tables.full.scratch_page * tables.page_size)
         view, lengths = View(slots=slots, page_table_cpu=table), positions.int()
-        there = self._planned(_one_each(seats, ids.clone(), positions.clamp(max=self._max_positions - 1), lengths, view))
+        there = self.planned(_one_row_each(seats, ids.clone(), positions.clamp(max=self._max_positions - 1), lengths, view))
         while len(guesses) < most:
             state = _ran(self._modules[0], there, arrived)
-            guesses.append(self._guess(self._modules[0], state, positions + 1 + len(guesses), draws))
+            guesses.append(self.guess(state, positions + 1 + len(guesses), draws.choose))
             there.input_ids.copy_(guesses[-1])
             arrived = {CARRIED: state}
         return guesses
 
-    def _step(
-        self, seats: np.ndarray, ids: torch.Tensor, positions: torch.Tensor, state: torch.Tensor, tables: PageTables
-    ) -> torch.Tensor:
-        """One row for each request: [S, C']."""
-        there = positions < self._max_positions
-        positions = positions.clamp(max=self._max_positions - 1)
-        columns, offsets = positions // tables.page_size, positions % tables.page_size
-        table = self._table(seats, tables, int(columns.max()) + 1)
-        pages = torch.where(there, table.gather(1, columns[:, None]).squeeze(1).long(), tables.full.scratch_page)
-        view = View(slots=pages * tables.page_size + offsets, page_table_cpu=table)
-        return self._forward(
-            _one_each(seats, ids, positions, (positions + 1).int(), view), {CARRIED: state} if self._takes_features else None
-        )
-
-    def _table(self, seats: np.ndarray, tables: PageTables, num_columns: int) -> torch.Tensor:
+    def _table(self, seats: np.ndarray, tables: PageTables, num_columns: int) -> np.ndarray:
         """The pages of each request, and behind its last one those of its seat: [S, num_columns] int32."""
-        scratch, count = tables.full.scratch_page, pages_behind(self._most, tables.page_size)
+        scratch, count = tables.full.scratch_page, pages_behind(self.most, tables.page_size)
         held = tables.full.of(seats, num_columns)
         behind = np.arange(num_columns) - (held != scratch).sum(1, keepdims=True)
         own = scratch + 1 + seats[:, None] * count + behind.clip(0, count - 1)
-        return torch.from_numpy(np.where(behind < 0, held, own).astype(np.int32))
-
-    def _forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor:
-        return _ran(self._modules[0], self._planned(batch), arrived)
-
-    def _planned(self, batch: ForwardBatch) -> ForwardBatch:
-        assert self._socket.relay is not None, "a draft model has backends"
-        return self._socket.relay.plan(batch)
-
-    def _guess(self, module: Model, state: torch.Tensor, positions: torch.Tensor, draws: GuessDraws) -> torch.Tensor:
-        """The target's tokens for these positions: [S]."""
-        chosen = draws.choose(module.logits(state), positions)
-        return chosen if self._target_ids is None else self._target_ids[chosen]
+        return np.where(behind < 0, held, own).astype(np.int32)
 
 
-def _one_each(seats: np.ndarray, ids: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor, view: View) -> ForwardBatch:
+def one_each(ahead: Ahead, one: OneStep, *, lengths: torch.Tensor | None) -> ForwardBatch:
+    """A row of each request, with ids of its own. lengths: [S] int32, host; None: the device alone knows them."""
+    view = View(slots=one.slots, page_table_cpu=ahead.table)
+    ids = torch.zeros_like(one.positions)
+    if lengths is not None:
+        return _one_row_each(ahead.seats, ids, one.positions, lengths, view)
+    return renewed(_one_row_each(ahead.seats, ids, one.positions, ahead.longest, view), kv_lens=one.kv_lens)
+
+
+def _one_row_each(seats: np.ndarray, ids: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor, view: View) -> ForwardBatch:
     """A row of each request: [S] each."""
     ones = torch.ones(len(seats), dtype=torch.int32)
     return ForwardBatch(

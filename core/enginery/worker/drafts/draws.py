@@ -19,20 +19,23 @@ from enginery.worker.sampling import most_kept, uniform_on_device
 
 
 class GuessDraws:
-    """Of the items of one step. rows: [S], the first sampled row of each. sampling: of the rows; None: all take the best token."""
+    """Of the items of one step. rows: [S], the first sampled row of each. sampling: of the rows; None: all take the best token.
+
+    is_random: whether one is drawn.
+    """
 
     def __init__(self, sampling: SamplingInput | None, rows: np.ndarray, *, ops: OpTable, device: torch.device) -> None:
         params = np.zeros((4, len(rows))) if sampling is None else sampling.params[:, rows]
         self._params, self._ops = params, ops
-        self._is_random = sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any())
-        if sampling is not None and self._is_random:
+        self.is_random = sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any())
+        if sampling is not None and self.is_random:
             self._table = to_device(torch.from_numpy(params.astype(np.float32)), device)
             self._seeds = to_device(torch.from_numpy(sampling.seeds[rows].view(np.int64)), device)
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A token of each row of [S, V], for the position that it would have, [S] int64. Nothing waits for the device."""
-        if not self._is_random:
-            return logits.argmax(-1)
+        if not self.is_random:
+            return self._ops.greedy(logits)
         kept, cut = most_kept(self._params, logits.shape[-1])
         numbers = uniform_on_device(self._seeds, positions).float()
         draws = SamplingTensors(table=torch.cat((self._table, numbers[None])), most_kept=kept, cut=cut)

@@ -28,11 +28,6 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     offer = target.drafter
     if offer is None or not offer.spec.is_model:
         return None
-    if target.device_facts.kind != "cpu":
-        raise ConfigError(
-            f"--drafter is {offer.name}, a model, and models draft on the CPU only so far; leave --drafter out, or name one of "
-            f"the host: {', '.join(each.name for each in registry.drafters if each.spec.build is not None) or 'none is installed'}"
-        )
     folder = _find_draft_folder(asked, registry, offer, target)
     config = read_config(folder)
     stands_alone = offer.spec.stands_alone
@@ -40,6 +35,8 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     with inside(family, f"describe the draft model in {folder}"):
         facts = family.spec.describe(config)
     _refuse_misfits(facts, offer, config, target=target, folder=folder)
+    if target.device_facts.kind != "cpu":
+        _refuse_what_needs_a_cpu(offer, config)
     reads = () if offer.spec.reads is None else _layers_read(facts, offer, config, target=target)
     checkpoint = dataclasses.replace(target.checkpoint, folder=folder, names=(str(folder),), config=config, note="")
     return dataclasses.replace(
@@ -58,6 +55,17 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
         considered=(),
         decisions=(),
     )
+
+
+def _refuse_what_needs_a_cpu(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> None:
+    """Raises `ConfigError` for what has to know how many guesses were right before it is launched."""
+    several = offer.spec.modules is not None and offer.spec.modules(config) > 1
+    if several or offer.spec.reads is not None:
+        what = "is a chain of several modules" if several else "reads the target's keys and values"
+        raise ConfigError(
+            f"--drafter is {offer.name}, which {what}, and such models draft on the CPU only so far; leave --drafter out, or name "
+            "another"
+        )
 
 
 def _find_draft_folder(asked: EngineOptions, registry: Registry, offer: Offer[DrafterSpec], target: Choice) -> Path:
@@ -97,6 +105,7 @@ def _choose_attention(
     softmax, recurrent = (
         attn_needs(facts, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
     )
+    softmax = dataclasses.replace(softmax, device_lengths=target.device_facts.kind != "cpu")
     return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import torch
+
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import EngineOptions
@@ -22,9 +24,11 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice
+from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.drafts.model_choice import choose_draft_model
 from enginery.worker.loading import PARALLEL, NeededWeights, build_model, check_weights, load_weights
+from enginery.worker.paths.decode_graphs import Capture
 from enginery.worker.weights.shares import stage_of
 
 
@@ -63,7 +67,15 @@ class DraftNeeds:
         facts, width = self.choice.facts, self.choice.dtype.itemsize
         features = max(1, len(self.taps)) * self.target_width
         activations = self.choice.settings.max_batch_tokens * (facts.activation_width + features) * width
-        return activations + (1 + self._pages_behind) * self.page_bytes
+        return activations + self._captured_bytes + (1 + self._pages_behind) * self.page_bytes
+
+    @property
+    def _captured_bytes(self) -> int:
+        """Of its graphs: activations and logits of the largest, the target's hidden states, and what its backends allocate."""
+        facts, most = self.choice.facts, self.choice.settings.max_graph_requests
+        values = facts.activation_width + facts.vocab_size + facts.hidden_size + self.target_width
+        offers = () if self.choice.reads else self.choice.attention.by_role.values()
+        return most * values * self.choice.dtype.itemsize + sum(offer.spec.capabilities.workspace_bytes for offer in offers)
 
     @property
     def _pages_behind(self) -> int:
@@ -147,7 +159,17 @@ def build_draft_model(
         reads=bool(choice.reads),
         takes_features=offer.spec.takes_features,
         max_positions=choice.settings.max_model_len,
+        knows_lengths=choice.device.type == "cpu",
     )
+
+
+def capture_drafts(
+    model: DraftModel, needs: DraftNeeds, *, ops: OpTable, geometry: KVGeometry, capture: Capture, most_rows: int
+) -> DraftGraphs | None:
+    """The graphs of a draft model, behind the target's of up to so many rows. None: its backend cannot be captured."""
+    choice = needs.choice
+    state = torch.zeros(most_rows, choice.facts.hidden_size, dtype=choice.dtype, device=choice.device)
+    return DraftGraphs.build(model, ops=ops, geometry=geometry, capture=capture, state=state)
 
 
 def _build_backends(asked: EngineOptions, registry: Registry, choice: Choice, pool: PagedKVPool) -> BackendRelay:

@@ -20,6 +20,7 @@ import torch
 from enginery.attention.axes import renewed
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
 from enginery.contracts.step import INT, StepInput
+from enginery.kv.upload import to_device
 from enginery.worker.layout import rows_of_items
 from enginery.worker.page_tables import PageTables
 
@@ -36,11 +37,14 @@ _NOTHING = _Tail(-1, torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 
 class FollowedRows(NamedTuple):
-    """What a draft model runs over: batch, with each row's own token, and features, [T', F * C]. place: [T], of the step's rows."""
+    """What a draft model runs over: batch, with each row's own token, and features, [T', F * C].
+
+    place: [T] int64, host, of the step's rows; None: where they are in the step.
+    """
 
     batch: ForwardBatch
     features: torch.Tensor
-    place: torch.Tensor
+    place: np.ndarray | None
 
 
 class Tails:
@@ -59,21 +63,30 @@ class Tails:
         if any(len(tail.ids) for tail in tails):
             return _joined(step, tails, batch, features, tables)
         own = renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)
-        return FollowedRows(own, features, torch.arange(batch.num_tokens))
+        return FollowedRows(own, features, None)
 
-    def keep(self, step: StepInput, rows: FollowedRows, told: torch.Tensor) -> None:
-        """For the next step of each request. told: [S], of items that sample, the step's row before the last told token."""
-        last = torch.from_numpy(np.cumsum(rows_of_items(step)).astype(np.int64)) - 1  # [B]
-        last[torch.from_numpy(step.sampling)] = told
-        lasts = rows.place[last].tolist()
+    def keep(self, step: StepInput, rows: FollowedRows, told: np.ndarray | None = None) -> None:
+        """For the next step of each request. told: [S], of items that sample, the step's row before the last told token.
+
+        None: the host does not know, nor does it have to where there is one module.
+        """
+        items = step.columns()
+        wanted = self._num_modules - (items.samples != 0)  # [B]
+        if not wanted.any():
+            return
+        lens = rows_of_items(step)
+        last = np.cumsum(lens).astype(np.int64) - 1  # [B]
+        if told is not None:
+            last[step.sampling] = told
+        ends = (items.start + lens - (np.cumsum(lens) - 1 - last)).tolist()
+        lasts = (last if rows.place is None else rows.place[last]).tolist()
         begins = np.cumsum(rows.batch.q_lens_cpu.numpy()) - rows.batch.q_lens_cpu.numpy()
-        wanted = self._num_modules - (step.columns().samples != 0)  # [B]
         for index in np.flatnonzero(wanted).tolist():
             stop = lasts[index] + 1
             part = slice(max(stop - int(wanted[index]), int(begins[index])), stop)
-            end = int(rows.batch.positions[stop - 1]) + 1
-            seat = int(step.columns().seat[index])
-            self._by_seat[seat] = _Tail(end, rows.batch.input_ids[part].clone(), rows.features[part].clone())
+            self._by_seat[int(items.seat[index])] = _Tail(
+                ends[index], rows.batch.input_ids[part].clone(), rows.features[part].clone()
+            )
 
     def _forget_begun(self, step: StepInput) -> None:
         """Another request sits there now."""
@@ -87,7 +100,7 @@ def _joined(
     step: StepInput, tails: Sequence[_Tail], batch: ForwardBatch, features: torch.Tensor, tables: PageTables
 ) -> FollowedRows:
     """Each request's tail in front of its rows."""
-    view, rows = batch.views[FULL], rows_of_items(step)
+    view, rows, device = batch.views[FULL], rows_of_items(step), features.device
     assert isinstance(view, View), "full pages have slots"
     lens = np.array([len(tail.ids) for tail in tails])
     item = np.arange(len(rows)).repeat(lens)  # of each row of a tail
@@ -95,13 +108,15 @@ def _joined(
     places = np.concatenate([np.arange(tail.end - len(tail.ids), tail.end) for tail in there])
     columns, offsets = np.divmod(places, tables.page_size)
     pages = tables.full.of(step.columns().seat, int(columns.max()) + 1)[item, columns].astype(np.int64)
-    order = torch.from_numpy(np.concatenate((item, np.arange(len(rows)).repeat(rows))).argsort(kind="stable"))
+    order = np.concatenate((item, np.arange(len(rows)).repeat(rows))).argsort(kind="stable")
+    numbers = to_device(torch.from_numpy(np.concatenate((places, pages * tables.page_size + offsets, order))), device)
+    front_places, front_slots, in_order = torch.split(numbers, [len(item), len(item), len(order)])
     ids, positions, slots, joined = (
-        torch.cat((front, behind)).index_select(0, order)
+        torch.cat((front, behind)).index_select(0, in_order)
         for front, behind in (
             (torch.cat([tail.ids for tail in there]), batch.input_ids),
-            (torch.from_numpy(places), batch.positions),
-            (torch.from_numpy(pages * tables.page_size + offsets), view.slots),
+            (front_places, batch.positions),
+            (front_slots, view.slots),
             (torch.cat([tail.features for tail in there]), features),
         )
     )

@@ -1,5 +1,7 @@
 """Decoding steps as CUDA graphs: one per batch size, captured when first needed or in idle moments, replayed for fewer requests.
 
+Of steps that verify drafts, one per batch size and number of rows of a request. What they sample is accepted between replays.
+
     host      pad to a captured size, copy the token fields over those of the graph, let the backend refresh its captured plan
     device    [ fill pending ids | device_prologue | model | logits | best tokens, kept ]      one launch
 
@@ -12,9 +14,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +27,7 @@ from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKi
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
+from enginery.errors import Unsupported
 from enginery.worker.layout import KNOWN, sampled_seats, token_sources
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
@@ -70,10 +73,10 @@ class CudaCapture:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
-    """packed: [fields + 2, size] int64, device: the token fields, the sources, and the seats of what is sampled.
+    """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
 
-    batch: planned, its token fields in `packed`. logits: [size, V], best: [size] int64, the tokens of the largest ones, `NAN_TOKEN`
-    where these are NaN; both valid from a replay to the next one of any size.
+    batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
+    where these are NaN; both valid from a replay to the next one of any size. So is hidden, [T, C], where somebody takes it.
     """
 
     packed: torch.Tensor
@@ -81,11 +84,12 @@ class CapturedStep:
     graph: Replayable
     logits: torch.Tensor
     best: torch.Tensor
+    hidden: torch.Tensor | None
 
     @property
     def seats(self) -> torch.Tensor:
-        """Where the next step finds what this one samples: [size] int64, device."""
-        return self.packed[-1]
+        """Where the next step finds what this one samples: [requests] int64, device."""
+        return self.packed[-1, : self.batch.num_requests]
 
 
 def graph_sizes(max_requests: int) -> tuple[int, ...]:
@@ -94,8 +98,21 @@ def graph_sizes(max_requests: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_requests), max_requests)
 
 
+class GraphBuffers(NamedTuple):
+    """What all graphs of decoding steps write. logits: [most rows, V].
+
+    hidden: [most rows, C], where a draft model takes the hidden states; None: nobody does.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
 class DecodeGraphs:
-    """Implements `ForwardPath` for decoding steps whose hidden states nobody asks for."""
+    """Implements `ForwardPath` for decoding steps whose hidden states nobody asks for, and for those that verify drafts.
+
+    A step of these is captured for a number of requests and of rows of each. verified_rows: the most of one; 0: none is captured.
+    """
 
     captured = True
 
@@ -108,22 +125,23 @@ class DecodeGraphs:
         feed: TokenFeed,
         geometry: KVGeometry,
         capture: Capture,
-        logits: torch.Tensor,
+        buffers: GraphBuffers,
         results: ModelResults,
     ) -> None:
-        """logits: [largest size, V], where all graphs write theirs."""
         self.model = model
         self.relay = relay
         self.results = results
         self.ops = ops
         self.feed = feed
         self.geometry = geometry
-        self.logits = logits
-        self.best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        self.sizes = graph_sizes(len(logits))
+        self.buffers = buffers
+        most = len(buffers.logits)
+        self.best = torch.empty(most, dtype=torch.int64, device=buffers.logits.device)
+        self.sizes = graph_sizes(most)
+        self.verified_rows = 0
         self._noted = False
         self._capture = capture
-        self._captured: dict[int, CapturedStep] = {}
+        self._captured: dict[tuple[int, int], CapturedStep] = {}
 
     @classmethod
     def build(
@@ -135,15 +153,18 @@ class DecodeGraphs:
         feed: TokenFeed,
         geometry: KVGeometry,
         capture: Capture,
-        logits: torch.Tensor,
+        buffers: GraphBuffers,
         results: ModelResults,
     ) -> DecodeGraphs | None:
         """With the largest graph: the others fit into its memory. None, with the reason in the log, without `init_graph_state`."""
-        if relay.ask("init_graph_state", max_batch_size=len(logits), max_num_tokens=len(logits)) is None:
+        most = len(buffers.logits)
+        if relay.ask("init_graph_state", max_batch_size=most, max_num_tokens=most) is None:
             _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend_id)
             return None
-        graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, logits=logits, results=results)
+        graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=results)
         graphs.capture(graphs.sizes[-1])
+        if feed.width > 1:
+            graphs.capture_verifying()
         return graphs
 
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
@@ -156,49 +177,86 @@ class DecodeGraphs:
             feed=self.feed,
             geometry=self.geometry,
             capture=self._capture,
-            logits=self.logits,
+            buffers=self.buffers,
             results=self.results,
         )
 
     @property
     def waiting(self) -> list[int]:
         """Sizes without a graph, the smallest first."""
-        return [size for size in self.sizes if size not in self._captured]
+        return [size for size in self.sizes if (size, 1) not in self._captured]
+
+    @property
+    def steps(self) -> Sequence[CapturedStep]:
+        """Those that are captured."""
+        return tuple(self._captured.values())
+
+    def capture_verifying(self) -> None:
+        """Capture the largest step that verifies as many drafts as there may be; if that fails, they are verified eagerly."""
+        most, length = self.sizes[-1], self.feed.width
+        fitting = [size for size in self.sizes if size * length <= most]
+        if any(layer.recurrent is not None for layer in self.geometry.layers) or not fitting:
+            return  # states move on when it is known how many drafts are right, by a plan of this very batch
+        try:
+            self.capture(fitting[-1], length)
+        except Unsupported as error:
+            _log.info("drafts are verified eagerly: %s", error)
+        else:
+            self.verified_rows = most
 
     @torch.inference_mode()
-    def capture(self, size: int) -> None:
-        """Capture the graph of one size. Takes as long as two or three eager steps."""
-        batch = pad(
-            self.feed.named.with_inputs(no_requests(self.geometry)), num_requests=size, num_tokens=size, geometry=self.geometry
-        )
-        nobody = torch.full((size,), self.feed.scratch_seat)
-        packed = torch.stack([*token_fields(batch), torch.full((size,), KNOWN), nobody]).to(self.feed.device)
+    def capture(self, size: int, length: int = 1) -> None:
+        """Capture the graph of so many requests of `length` rows each. Takes as long as two or three eager steps."""
+        num_rows = size * length
+        batch = self.feed.named.with_inputs(no_requests(self.geometry, length))
+        batch = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
+        nobody = torch.full((num_rows,), self.feed.scratch_seat)
+        packed = torch.stack([*token_fields(batch), torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
         batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
+        kept = None if self.buffers.hidden is None else self.buffers.hidden[:num_rows]
 
         def run() -> None:
             self.feed.fill(batch.input_ids, packed[-2], out=batch.input_ids)
             self.relay.ask("device_prologue", plan=batch.plan)
             hidden = self.results.hidden(self.model.forward(batch), batch)
-            logits = self.logits[:size].copy_(self.results.logits(self.model.logits(hidden), hidden))
+            logits = self.buffers.logits[:num_rows].copy_(self.results.logits(self.model.logits(hidden), hidden))
             best = self.ops.greedy(logits)
-            self.feed.keep(best, packed[-1])
-            self.best[:size].copy_(mark_nan(logits, best))
+            if length == 1:
+                self.feed.keep(best, packed[-1])
+            self.best[:num_rows].copy_(mark_nan(logits, best))
+            if kept is not None:
+                kept.copy_(hidden)
 
         graph = self._capture(run)
-        self._captured[size] = CapturedStep(
-            packed=packed, batch=batch, graph=graph, logits=self.logits[:size], best=self.best[:size]
+        self._captured[size, length] = CapturedStep(
+            packed=packed,
+            batch=batch,
+            graph=graph,
+            logits=self.buffers.logits[:num_rows],
+            best=self.best[:num_rows],
+            hidden=kept,
         )
-        _log.debug("captured a decoding step of %d requests", size)
+        _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Replay the graph of the step's size, which is captured first if it is not yet."""
-        if step.run.size not in self._captured:
-            self.capture(step.run.size)
-        captured = self._captured[step.run.size]
-        self._update(captured, step, batch)
+        key = step.run.size, step.decode_len
+        if key not in self._captured:
+            self.capture(*key)
+        captured = self._captured[key]
+        padded = self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()
-        return Forwarded(logits=captured.logits, planned_s=planned_s, greedy=captured.best, seats=captured.seats)
+        return Forwarded(
+            planned_s=planned_s,
+            logits=captured.logits,
+            greedy=captured.best,
+            seats=captured.seats,
+            batch=captured.batch,
+            hidden=captured.hidden,
+            captured=captured,
+            padded=padded,
+        )
 
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly."""
@@ -206,19 +264,22 @@ class DecodeGraphs:
             _log.warning("%d requests are decoded eagerly: graphs are for up to %d", num_requests, self.sizes[-1])
             self._noted = True
 
-    def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> None:
-        """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date."""
-        size = len(captured.best)
-        padded = pad(self.feed.named.with_inputs(batch, step.inputs), num_requests=size, num_tokens=size, geometry=self.geometry)
-        sources, seats = token_sources(step, size=size), sampled_seats(step, size=size, fill=self.feed.scratch_seat)
+    def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
+        """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date: it is padded."""
+        size, num_rows = captured.batch.num_requests, len(captured.best)
+        batch = self.feed.named.with_inputs(batch, step.inputs)
+        padded = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
+        sources = token_sources(step, width=self.feed.width, size=num_rows)
+        seats = sampled_seats(step, size=num_rows, fill=self.feed.scratch_seat)
         self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), sources, seats]))
         padded = self.feed.named.placed(padded)
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)
+        return padded
 
 
-def no_requests(geometry: KVGeometry) -> ForwardBatch:
-    """A decoding batch to be padded, on the host, with a view of each kind of memory."""
+def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:
+    """A decoding batch to be padded, on the host, with a view of each kind of memory. length: rows of a request."""
     tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
     nothing = torch.empty(0, 1, dtype=torch.int32)
     views: dict[MemoryKind, View | StateView] = {FULL: View(slots=tokens, page_table_cpu=nothing)}
@@ -226,7 +287,7 @@ def no_requests(geometry: KVGeometry) -> ForwardBatch:
         views[WINDOW] = View(slots=tokens, page_table_cpu=nothing, starts_cpu=requests)
     views[STATE] = StateView(reads_cpu=requests, writes_cpu=requests)
     return ForwardBatch(
-        phase=Phase.DECODE,
+        phase=Phase.DECODE if length == 1 else Phase.VERIFY,
         input_ids=tokens,
         positions=tokens,
         q_lens_cpu=requests,
@@ -234,4 +295,5 @@ def no_requests(geometry: KVGeometry) -> ForwardBatch:
         num_logits_cpu=requests,
         seats_cpu=requests,
         views=views,
+        decode_len=length,
     )

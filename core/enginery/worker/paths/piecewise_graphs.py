@@ -185,14 +185,17 @@ class PiecewiseGraphs:
         batch = self.relay.plan(self._upload(step, batch, captured))
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
-        return hidden_states(step, batch, self._replay(captured, batch), rows=rows, planned_s=planned_s)
+        hidden = self._replay(captured, batch)
+        return hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)._replace(batch=batch, hidden=hidden)
 
     def _upload(self, step: StepInput, batch: ForwardBatch, captured: PiecewiseStep) -> ForwardBatch:
         """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""
         size, count = captured.packed.shape[1], batch.num_tokens
         batch = self.feed.named.with_inputs(batch, step.inputs)
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
-        self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), token_sources(step, size=size)]))
+        self.feed.overwrite(
+            captured.packed, torch.stack([*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
+        )
         self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
         return self.feed.unpack(batch, captured.packed[:, :count])
 

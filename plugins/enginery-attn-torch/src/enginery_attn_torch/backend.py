@@ -11,7 +11,7 @@ import torch
 
 from enginery.api import BackendContext, ForwardBatch, ForwardPlan, KVPiece, LayerSpec, PlanKey, covering_plan, hookimpl
 from enginery_attn_torch.kernels import explicit, fused
-from enginery_attn_torch.plan import DecodeGroup, Planner, RequestPart, TorchPlan
+from enginery_attn_torch.plan import DecodeGroup, Planner, RequestPart, TorchPlan, visible
 from enginery_attn_torch.ragged import RaggedAttention, TorchChunkPlan
 
 
@@ -33,7 +33,7 @@ class TorchAttention:
         """Decide what each request reads. Several decoding requests become one padded group; see `TorchPlan`."""
         q_lens = batch.q_lens_cpu.tolist()
         num_decode = batch.num_decode_requests if batch.decode_len == 1 else 0
-        grouped = num_decode if num_decode > 1 else 0
+        grouped = num_decode if num_decode > 1 or batch.kv_lens is not None else 0
         starts = itertools.accumulate(q_lens, initial=0)
         parts = [
             self.planner.part(batch, row, start=start)
@@ -42,6 +42,11 @@ class TorchAttention:
         ]
         key = PlanKey.of(batch, self.backend_id, capture=capture)
         return TorchPlan(key=key, group=self.planner.group(batch, grouped) if grouped else None, parts=tuple(parts))
+
+    @hookimpl
+    def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[TorchPlan, ...]:
+        """Each alone: what is behind the lengths that the device alone knows is masked when they are attended."""
+        return tuple(self.plan_forward_metadata(batch, capture) for batch in batches)
 
     @hookimpl
     def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> TorchChunkPlan:
@@ -61,18 +66,25 @@ class TorchAttention:
         """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, TorchPlan, backend=self.backend_id)
         if planned.group is not None:
-            self._attend_group(q, planned.group, layer, out)
+            self._attend_group(q, planned.group, layer, out, kv_lens=batch.kv_lens)
         for part in planned.parts:
             self._attend_part(q, part, layer, out)
 
-    def _attend_group(self, q: torch.Tensor, group: DecodeGroup, layer: LayerSpec, out: torch.Tensor) -> None:
+    def _attend_group(
+        self, q: torch.Tensor, group: DecodeGroup, layer: LayerSpec, out: torch.Tensor, *, kv_lens: torch.Tensor | None
+    ) -> None:
         size, kv_heads, dim = group.size, layer.facts.num_kv_heads, layer.facts.head_dim
         k, v = (
             self._gather(pages, group.pages.view(-1)).to(q.dtype).view(size, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
             for pages in self._pages(layer)
         )
         grouped = q[:size].view(size, kv_heads, -1, 1, dim)  # [B, K, G, 1, D]
-        mask = group.masks[layer.facts.sliding_window][:, None]  # [B, 1, L]
+        window = layer.facts.sliding_window
+        if kv_lens is None:
+            mask = group.masks[window][:, None]  # [B, 1, L]
+        else:
+            keys = torch.arange(k.shape[2], device=k.device)
+            mask = visible(keys, kv_lens[:size, None].long() - 1, window)[:, None]
         attended = _attention(grouped, k, v, mask=mask, causal=False, layer=layer)  # [B, K, G, 1, V]
         out[:size] = attended.reshape(size, -1, attended.shape[-1])[..., : layer.facts.value_dim]
 

@@ -89,11 +89,13 @@ class Planner:
         )
 
     def _seen(self, keys: torch.Tensor, positions: torch.Tensor, window: Window) -> torch.Tensor:
-        """Whether the query at each position sees each key: [rows, keys] bool."""
-        seen = keys <= positions
-        if window is not None:
-            seen &= keys > positions - window
-        return self._on_device(seen)
+        return self._on_device(visible(keys, positions, window))
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+
+def visible(keys: torch.Tensor, positions: torch.Tensor, window: Window) -> torch.Tensor:
+    """Whether the query at each position sees each key: [rows, keys] bool."""
+    found = keys <= positions
+    return found if window is None else found & (keys > positions - window)

@@ -23,5 +23,6 @@ TORCH = AttnBackendSpec(
         lse_base="e",
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         unequal_values=True,
+        device_lengths=True,
     ),
 )

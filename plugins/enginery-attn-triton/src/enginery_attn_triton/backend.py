@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from enginery.api import (
@@ -51,14 +53,24 @@ class TritonAttention:
         parts = self.arena.take("attention of split requests", workspace_bytes, may_move=True)
         if not capture:
             return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts)
-        if self.graphs is None or batch.phase is not Phase.DECODE or batch.num_tokens != batch.num_requests:
+        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * batch.decode_len
+        if self.graphs is None or not decodes:
             raise Unsupported(
-                f"{self.backend_id} captures decoding steps of one token per request, after init_graph_state; "
+                f"{self.backend_id} captures steps that decode, with as many rows of each request, after init_graph_state; "
                 f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
             )
-        plan = TritonPlan(key=key, tables=self.graphs.tables(batch.num_requests), parts=parts)
+        tables = self.graphs.tables(batch.num_requests, length=batch.decode_len, shares=batch.kv_lens is None)
         self.graphs.refresh(batch, page_size=self.geometry.page_size)
-        return plan
+        return TritonPlan(key=key, tables=tables, parts=parts)
+
+    @hookimpl
+    def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[TritonPlan, ...] | None:
+        """One set of tables, of the last and longest: what is behind each step's lengths weighs nothing. None: lengths are exact."""
+        if not batches or any(batch.kv_lens is None for batch in batches):
+            return None
+        last = self.plan_forward_metadata(batches[-1], capture)
+        keys = (PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture) for batch in batches[:-1])
+        return (*(dataclasses.replace(last, key=key) for key in keys), last)
 
     @hookimpl
     def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> TritonChunkPlan:
@@ -71,8 +83,9 @@ class TritonAttention:
         """Take the memory that captured plans point into. Plans made before point elsewhere, and are not used any more."""
         self.epoch += self.graphs is not None
         self.graphs = GraphState(
-            tuple(dict.fromkeys(cut.decode for cut in self.cuts.of(1).distinct)),
+            self.cuts,
             max_batch_size=max_batch_size,
+            max_rows=max_num_tokens,
             num_pages=self.geometry.num_pages,
             device=self.planner.device,
         )
@@ -105,6 +118,15 @@ class TritonAttention:
         facts = layer.facts
         scores = Scores(scale=layer.scale, softcap=facts.softcap, window=facts.sliding_window, sinks=layer.sinks)
         if cut.decode in tables.decode:
-            run_decode(q, memory, out, cut=cut, split=tables.decode[cut.decode], parts=planned.parts, scores=scores)
+            run_decode(
+                q,
+                memory,
+                out,
+                cut=cut,
+                split=tables.decode[cut.decode],
+                parts=planned.parts,
+                scores=scores,
+                lengths=batch.kv_lens,
+            )
         if cut.dims in tables.prefill:
             run_prefill(q, memory, out, dims=cut.dims, tiles=tables.prefill[cut.dims], scores=scores)

@@ -77,9 +77,20 @@ def _of_tile(tile: Tile) -> dict[str, Any]:
 
 
 def run_decode(
-    q: torch.Tensor, memory: Memory, out: torch.Tensor, *, cut: LayerCut, split: Split, parts: torch.Tensor, scores: Scores
+    q: torch.Tensor,
+    memory: Memory,
+    out: torch.Tensor,
+    *,
+    cut: LayerCut,
+    split: Split,
+    parts: torch.Tensor,
+    scores: Scores,
+    lengths: torch.Tensor | None = None,
 ) -> None:
-    """q, out: [S, H, .], of which the first rows are written. parts: uint8, as large as the cut says."""
+    """q, out: [S, H, .], of which the first rows are written. parts: uint8, as large as the cut says.
+
+    lengths: [S] int32, of each row's keys, where `split` has more; None: it has them.
+    """
     dims, num_rows = cut.dims, split.splits.shape[0]
     values = parts.view(torch.float32)
     sums = values[cut.decode.parts * dims.num_heads * dims.value :]
@@ -99,6 +110,7 @@ def run_decode(
             split.splits,
             memory.pages,
             sinks,
+            split.splits if lengths is None else lengths,
             *scores.factors,
             PAGE_SIZE=memory.k.shape[1],
             BLOCK_G=tile.group_rows,
@@ -106,7 +118,8 @@ def run_decode(
             SOFTCAP=scores.softcap is not None,
             SINKS=scores.sinks is not None,
             VERIFIES=cut.decode.length > 1,
-            WINDOW=scores.window or 0 if cut.decode.length > 1 else 0,
+            LENGTHS=lengths is not None,
+            WINDOW=scores.window or 0 if cut.decode.length > 1 or lengths is not None else 0,
             CHAINED=cut.chained,
             launch_pdl=cut.chained,
             **_common(q, out, memory.k, memory.v, dims=dims),

@@ -8,16 +8,17 @@ Layers of one model differ in little, so most share their sections. B requests, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from enginery.api import ForwardBatch, ForwardPlan, Unsupported
-from enginery.kv.shared_prefixes import Ints
-from enginery_attn_triton.spec import TABLE_BYTES
-from enginery_attn_triton.splitting import RecentCut, sharing, split_decoding, split_verifying
+from enginery.kv.shared_prefixes import Ints, SharedPrefix
+from enginery_attn_triton.spec import MOST_ROWS, TABLE_BYTES
+from enginery_attn_triton.splitting import Cutting, RecentCut, sharing, split_alone, split_decoding
 from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCuts, Tile, prefill_tile
 
 
@@ -111,70 +112,101 @@ def used_pages(batch: ForwardBatch, *, page_size: int) -> Ints:
     return table
 
 
+class _Layout(NamedTuple):
+    """Where the sections of each cut begin: splits, tall items, items; and where the last ends."""
+
+    cuts: tuple[DecodeCut, ...]
+    places: tuple[tuple[int, int, int], ...]
+    size: int
+
+    @classmethod
+    def of(cls, cuts: Iterable[DecodeCut], *, max_requests: int) -> _Layout:
+        """Of so many requests at the most."""
+        size, places, distinct = 0, [], tuple(dict.fromkeys(cuts))
+        for cut in distinct:
+            tall = size + -(-2 * max_requests * cut.length // 4) * 4
+            items = tall + 8 * cut.tall_room(max_requests)
+            places.append((size, tall, items))
+            size = items + 8 * (max_requests * cut.chunks + cut.extra)
+        return cls(distinct, tuple(places), size)
+
+
 class GraphState:
     """The memory that captured plans of decoding steps point into; one of them is refreshed and replayed at a time.
 
     int32     [ splits | tall items | items | splits | tall items | items | ... | page table ]      each for the largest batch
                 cut 0                         cut 1
 
-    There are as many items as can be, and those that a batch does not need are empty.
+    There are as many items as can be, and those that a batch does not need are empty. Where requests have several rows, there is
+    room for fewer of them, and the sections before the page table are laid out anew.
     """
 
-    def __init__(self, cuts: Sequence[DecodeCut], *, max_batch_size: int, num_pages: int, device: torch.device) -> None:
-        self.cuts = tuple(cuts)
-        self.max_batch_size = max_batch_size
+    def __init__(self, cuts: LayerCuts, *, max_batch_size: int, max_rows: int, num_pages: int, device: torch.device) -> None:
+        self.cuts, self.max_rows = cuts, max_rows
         self.recent: dict[DecodeCut, RecentCut] = {}
-        self.places: list[tuple[int, int, int]] = []
-        size = 0
-        for cut in self.cuts:
-            tall = size + -(-2 * max_batch_size // 4) * 4
-            items = tall + 8 * cut.tall_room(max_batch_size)
-            self.places.append((size, tall, items))
-            size = items + 8 * (max_batch_size + cut.extra)
-        self.table_place, self.table_entries = size, min(max_batch_size * num_pages, TABLE_BYTES // 4)
-        self.buffer = torch.zeros(size + self.table_entries + 3, dtype=torch.int32, device=device)
+        self.layouts: dict[int, _Layout] = {}
+        for length in range(1, min(MOST_ROWS, max_rows) + 1):
+            most = min(max_batch_size, max_rows // length)
+            self.layouts[length] = _Layout.of((cut.decode for cut in cuts.of(length).distinct), max_requests=most)
+        self.table_place = max(layout.size for layout in self.layouts.values())
+        self.table_entries = min(max_batch_size * num_pages, TABLE_BYTES // 4)
+        self.buffer = torch.zeros(self.table_place + self.table_entries + 3, dtype=torch.int32, device=device)
 
-    def tables(self, num_requests: int) -> Tables:
-        """What a plan of that size runs over."""
-        if num_requests > self.max_batch_size:
-            raise Unsupported(f"a batch of {num_requests} is to be captured, but init_graph_state was told {self.max_batch_size}")
+    def tables(self, num_requests: int, *, length: int = 1, shares: bool = True) -> Tables:
+        """What a plan of that size runs over. length: rows of a request. shares: whether keys that requests share are read once."""
+        if num_requests * length > self.max_rows or length not in self.layouts:
+            raise Unsupported(
+                f"a batch of {num_requests} requests of {length} rows is to be captured, but init_graph_state was told "
+                f"{self.max_rows} rows, and requests have {MOST_ROWS} at the most"
+            )
 
         def rows(place: int, count: int, columns: int) -> torch.Tensor:
             return self.buffer[place : place + count * columns].view(count, columns)
 
         found = {}
-        for cut, (splits, tall, items) in zip(self.cuts, self.places, strict=True):
-            num_tall = cut.tall_room(num_requests)
+        layout = self.layouts[length]
+        for cut, (splits, tall, items) in zip(layout.cuts, layout.places, strict=True):
+            num_tall, chunks = cut.tall_room(num_requests) if shares else 0, num_requests * cut.chunks
             found[cut] = Split(
-                items=rows(items, num_requests + cut.room(num_requests), 8),
-                splits=rows(splits, num_requests, 2),
+                items=rows(items, chunks + cut.room(chunks), 8),
+                splits=rows(splits, num_requests * length, 2),
                 tall=rows(tall, num_tall, 8) if num_tall else None,
                 merged=cut.extra > 0,
             )
         return Tables(decode=found, prefill={}, pages=self.buffer[self.table_place :])
 
     def refresh(self, batch: ForwardBatch, *, page_size: int) -> None:
-        """Upload what a batch of one token per request reads, in one copy."""
+        """Upload what a batch of decoding requests reads, in one copy."""
         table, kv_lens, num = used_pages(batch, page_size=page_size), batch.kv_lens_cpu.numpy(), batch.num_requests
         if table.size > self.table_entries:
             raise Unsupported(
                 f"{num} requests of up to {table.shape[1]} pages do not fit the page table of captured steps, "
                 f"which has {self.table_entries} entries; run this batch eagerly"
             )
-        shared = sharing(table, kv_lens, page_size=page_size)
+        is_plain = batch.decode_len == 1 and batch.kv_lens is None
+        shared = sharing(table, kv_lens, page_size=page_size) if is_plain else []
         host = _host_ints(self.table_place + table.size, self.buffer.device)
-        values = host.numpy()
-        for cut, (splits_place, tall_place, items_place) in zip(self.cuts, self.places, strict=True):
-            recent = self.recent.get(cut)
-            if recent is None or not recent.followed_by(kv_lens, columns=table.shape[1], shared=shared):
-                recent = RecentCut(kv_lens, cut, columns=table.shape[1], page_size=page_size, shared=shared)
-                self.recent[cut] = recent
-            items, splits, num_tall = recent.cutting
+        values, layout = host.numpy(), self.layouts[batch.decode_len]
+        for cut, (splits_place, tall_place, items_place) in zip(layout.cuts, layout.places, strict=True):
+            if is_plain:
+                items, splits, num_tall = self._recently_cut(cut, kv_lens, table.shape[1], page_size=page_size, shared=shared)
+            else:
+                items, splits, num_tall = split_alone(kv_lens, cut, columns=table.shape[1], exact=batch.kv_lens is None)
+            chunks = num * cut.chunks
             _fill(values[splits_place:], splits, splits.size)
             _fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num))
-            _fill(values[items_place:], items[num_tall:], 8 * (num + cut.room(num)))
+            _fill(values[items_place:], items[num_tall:], 8 * (chunks + cut.room(chunks)))
         values[self.table_place :].reshape(table.shape)[:] = table
         self.buffer[: len(values)].copy_(host, non_blocking=True)
+
+    def _recently_cut(
+        self, cut: DecodeCut, kv_lens: Ints, columns: int, *, page_size: int, shared: Sequence[SharedPrefix]
+    ) -> Cutting:
+        recent = self.recent.get(cut)
+        if recent is None or not recent.followed_by(kv_lens, columns=columns, shared=shared):
+            recent = RecentCut(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
+            self.recent[cut] = recent
+        return recent.cutting
 
 
 def _fill(values: Ints, array: Ints, size: int) -> None:
@@ -198,11 +230,12 @@ class Planner:
         table, count = used_pages(batch, page_size=self.page_size), batch.num_decode_requests
         columns, packed, length = table.shape[1], Packed(), batch.decode_len
         cuts = self.cuts.of(length).distinct
-        shared = sharing(table[:count], kv_lens[:count], page_size=self.page_size) if length == 1 else ()
+        is_plain = length == 1 and batch.kv_lens is None
+        shared = sharing(table[:count], kv_lens[:count], page_size=self.page_size) if is_plain else ()
         splits: dict[DecodeCut, tuple[int, int, int]] = {}
         for cut in {each.decode: None for each in cuts} if count else ():
-            if length > 1:
-                items, parts, num_tall = split_verifying(kv_lens[:count], cut, columns=columns)
+            if not is_plain:
+                items, parts, num_tall = split_alone(kv_lens[:count], cut, columns=columns, exact=batch.kv_lens is None)
             else:
                 items, parts, num_tall = split_decoding(
                     kv_lens[:count], cut, columns=columns, page_size=self.page_size, shared=shared

@@ -12,6 +12,7 @@ NAME: Final = "triton"
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 WORKSPACE_BYTES: Final = 64 << 20  # of the results of split requests; `LayerCut` keeps to it
 TABLE_BYTES: Final = 64 << 20  # of the page table of captured steps, at the most
+MOST_ROWS: Final = 17  # of a request in a captured step that verifies drafts
 MAX_HEAD_DIM: Final = 256
 MAX_RANK: Final = 512
 MAX_ROPE_DIM: Final = 128
@@ -44,6 +45,7 @@ def make_spec() -> AttnBackendSpec:
             mla_ragged=True,
             graphs=True,
             lse_base="e",
+            device_lengths=True,
             needs_jit=True,
             workspace_bytes=WORKSPACE_BYTES + TABLE_BYTES,
         ),

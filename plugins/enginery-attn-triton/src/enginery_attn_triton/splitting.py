@@ -5,6 +5,7 @@ B requests, P columns of the page table, R rows of keys that are cut, I items.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -122,12 +123,21 @@ def split_decoding(
     return _split(rows, cut, num=num, columns=columns, tall=bool(tall))
 
 
+def split_alone(kv_lens: Ints, cut: DecodeCut, *, columns: int, exact: bool) -> Cutting:
+    """Of requests of cut.length rows each, whatever they share. exact: whether these are the lengths, or none is longer."""
+    if cut.length > 1:
+        return split_verifying(kv_lens, cut, columns=columns)
+    if not exact:
+        cut = dataclasses.replace(cut, window=None)  # where it begins is not known either
+    return split_decoding(kv_lens, cut, columns=columns)
+
+
 def split_verifying(kv_lens: Ints, cut: DecodeCut, *, columns: int) -> Cutting:
     """Of requests of cut.length rows each, of which cut.together share an item.
 
     The i-th request has row i of a page table of `columns`.
     """
-    each = -(-cut.length // cut.together)
+    each = cut.chunks
     request = np.arange(len(kv_lens), dtype=np.int32).repeat(each)
     above = np.tile(np.arange(each, dtype=np.int32) * np.int32(cut.together), len(kv_lens))  # rows of the request before these
     size = np.minimum(cut.length - above, cut.together)

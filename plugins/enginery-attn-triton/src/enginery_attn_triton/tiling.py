@@ -186,6 +186,11 @@ class DecodeCut:
     tall_together: int = 1
     tall_wave: int = 0
 
+    @property
+    def chunks(self) -> int:
+        """Of a request's rows, as many as an item is for in each."""
+        return -(-self.length // self.together) if self.length > 1 else 1
+
     def room(self, num_requests: int, *, waves: int = MAX_WAVES) -> int:
         """Items more than so many requests, at the most."""
         return min(self.extra, max(waves * self.wave - num_requests, self.wave))

@@ -30,6 +30,7 @@ def decode(
     splits: tl.tensor,
     pages: tl.tensor,
     sinks: tl.tensor,
+    lengths: tl.tensor,
     inner: tl.tensor,
     outer: tl.tensor,
     Q_STRIDE: tl.constexpr,
@@ -57,6 +58,7 @@ def decode(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     VERIFIES: tl.constexpr,
+    LENGTHS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHAINED: tl.constexpr,
     DOT: tl.constexpr,
@@ -64,7 +66,9 @@ def decode(
     """Grid: (K * HEAD_BLOCKS, items). BLOCK_G: of a program's rows, those of one token.
 
     items: [., 8] int32: row, first of its pages, first key, end of keys, which part of its row or -1, how many rows from `row` on,
-    and with VERIFIES the position of `row`. WINDOW: 0 for none; without VERIFIES the first key tells.
+    and with VERIFIES the position of `row`. WINDOW: 0 for none; without VERIFIES and LENGTHS the first key tells.
+    lengths: [.] int32, with LENGTHS the keys of each row, no more than its items have: an item behind them has a part that weighs
+    nothing.
     parts: [., H, V] float32, part_sums: [., H] float32, base 2: of items with a part; others write to `out`. splits: as in `merge`.
     """
     release_successor(CHAINED)
@@ -85,6 +89,10 @@ def decode(
     positions = places
     if VERIFIES:
         positions = tl.load(item + 6) + places // BLOCK_G
+    if LENGTHS:
+        length = tl.load(lengths + row)
+        last = tl.minimum(last, length)
+        positions = places * 0 + length - 1
     q_places = rows.to(tl.int64) * Q_STRIDE + heads * Q_HEAD
     q_main = load_rows(q, q_places, real, 1, D, BLOCK_D, True).to(DOT)
     q_rope = q_main
@@ -124,9 +132,11 @@ def decode(
         SOFTCAP=SOFTCAP,
         MASKED=True,
         CAUSAL=VERIFIES,
-        WINDOW=WINDOW if VERIFIES else 0,
+        WINDOW=WINDOW if VERIFIES or LENGTHS else 0,
         DOT=DOT,
     )
+    if LENGTHS:
+        total = tl.where(total > 0.0, total, 1.0)  # of no key at all: `top` says that it weighs nothing
     dims = tl.arange(0, BLOCK_V)
     wanted = real[:, None] & (dims < V)[None, :]
     if index < 0:

@@ -1,0 +1,238 @@
+"""A draft model as CUDA graphs, behind the target's graph of a decoding step: one that follows it, one that guesses on.
+
+    target    [ .. model | logits | best, hidden states ]   accept, the early copy   size, rows of a request
+    follow    [ model over the same rows | state of the last told row | a guess ]    size, rows of a request
+    steps     [ positions, slots, lengths | model | a guess | model | a guess .. ]   size, steps
+
+The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from exact lengths.
+Lengths of the second are true on the device alone. Best tokens are guessed; what is drawn is guessed eagerly, from the same states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from enginery.attention.axes import renewed
+from enginery.attention.draft_steps import plan_steps
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import FULL, ForwardBatch
+from enginery.contracts.drafting import FEATURES
+from enginery.contracts.ops import OpTable
+from enginery.contracts.step import StepInput
+from enginery.kv.upload import pinned, to_device
+from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_each
+from enginery.worker.drafts.draws import GuessDraws
+from enginery.worker.page_tables import PageTables
+from enginery.worker.paths.decode_graphs import Capture, Replayable
+from enginery.worker.paths.path import CapturedBatch, Forwarded
+
+
+class _Follow(NamedTuple):
+    """of: the target's graph whose token fields it reads."""
+
+    of: CapturedBatch
+    batch: ForwardBatch
+    graph: Replayable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Steps:
+    """packed: [1 + W, size] int64, device: the first position that may be told, and a window of slots. guesses: [size, d] int64."""
+
+    packed: torch.Tensor
+    batches: Sequence[ForwardBatch]
+    graph: Replayable
+    guesses: torch.Tensor
+
+
+class DraftGraphs:
+    """Captured when first needed. Their inputs and results are the same for all sizes.
+
+    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; state: [most rows, C'], ids: [most rows]
+    int64, what follows the last told token stands on, and a guess at it, or that token where the model takes no features.
+    """
+
+    def __init__(
+        self, model: DraftModel, relay: BackendRelay, *, ops: OpTable, geometry: KVGeometry, capture: Capture, state: torch.Tensor
+    ) -> None:
+        """state: [most rows, C'], zeros. geometry: the target's."""
+        self._model, self._relay, self._ops = model, relay, ops
+        self._geometry, self._capture, self.state = geometry, capture, state
+        numbers = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
+        self.tokens, self.right, self.ids = numbers[0], numbers[1], numbers[2]
+        self._follows: dict[tuple[int, int], _Follow] = {}
+        self._steps: dict[tuple[int, int], _Steps] = {}
+
+    @classmethod
+    def build(
+        cls, model: DraftModel, *, ops: OpTable, geometry: KVGeometry, capture: Capture, state: torch.Tensor
+    ) -> DraftGraphs | None:
+        """None: the draft model's backend cannot be captured."""
+        relay = model.socket.relay
+        assert relay is not None, "a draft model has backends"
+        if relay.ask("init_graph_state", max_batch_size=len(state), max_num_tokens=len(state)) is None:
+            return None
+        return cls(model, relay, ops=ops, geometry=geometry, capture=capture, state=state)
+
+    def drafts(
+        self,
+        step: StepInput,
+        forwarded: Forwarded,
+        features: torch.Tensor,
+        *,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor | None,
+        draws: GuessDraws,
+        tables: PageTables,
+    ) -> torch.Tensor:
+        """As `DraftModel.drafts`, of a step that the target ran as a graph."""
+        count, model = len(step.sampling), self._model
+        assert forwarded.captured is not None, "the target ran a graph"
+        assert forwarded.padded is not None, "and tells for what"
+        self.tokens[: len(tokens)].copy_(tokens)
+        if accepted is None:
+            self.right[:count].zero_()
+        else:
+            self.right[:count].copy_(accepted)
+        self._follow(forwarded.captured, forwarded.padded, features)
+        ids = self.ids[:count]
+        if not step.draft_len:
+            return ids.new_empty(count, 0)
+        ahead = model.ahead(step, tables)
+        if draws.is_random:
+            return self._draw(step, ahead, draws)
+        num_steps = step.draft_len - model.takes_features
+        if not num_steps:
+            return ids[:, None]
+        return self._guess(ahead, size=forwarded.captured.batch.num_requests, num_steps=num_steps)[:count]
+
+    @torch.inference_mode()
+    def prepare(self, of: CapturedBatch, features: torch.Tensor, draft_len: int) -> None:
+        """Capture what comes behind a graph of the target, so many guesses. features: [most rows, F * C]."""
+        key = of.batch.num_requests, of.batch.decode_len
+        self._follows[key] = self._capture_follow(of, features)
+        steps = key[0], draft_len - self._model.takes_features
+        if steps[1] > 0 and steps not in self._steps:
+            self._steps[steps] = self._capture_steps(*steps)
+
+    def _draw(self, step: StepInput, ahead: Ahead, draws: GuessDraws) -> torch.Tensor:
+        """Random guesses, eagerly: [S, d]."""
+        count, model = len(ahead.seats), self._model
+        numbers = np.concatenate((ahead.at[None], ahead.window))
+        uploaded = to_device(torch.from_numpy(numbers), self.state.device)
+        at, right, ids = uploaded[0], self.right[:count], self.ids[:count]
+        guesses = list[torch.Tensor]()
+        state: torch.Tensor | None = None
+        if model.takes_features:
+            state = self.state[:count]
+            ids = model.guess(state, at + right + 1, draws.choose)
+            guesses.append(ids)
+        batches = model.step_batches(ahead, at, window=uploaded[1:], right=right, count=step.draft_len - len(guesses))
+        guesses += model.steps(batches, ids, state, first=at + right + 1 + len(guesses), choose=draws.choose)
+        return torch.stack(guesses, 1)
+
+    def _best(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._ops.greedy(logits)
+
+    def _follow(self, of: CapturedBatch, padded: ForwardBatch, features: torch.Tensor) -> None:
+        key = of.batch.num_requests, of.batch.decode_len
+        if key not in self._follows or self._follows[key].of is not of:
+            self._follows[key] = self._capture_follow(of, features)
+        found = self._follows[key]
+        assert found.batch.plan is not None, "what is captured is planned"
+        self._relay.refresh(found.batch.plan, renewed(padded, views={FULL: padded.views[FULL]}))
+        found.graph.replay()
+
+    def _capture_follow(self, of: CapturedBatch, features: torch.Tensor) -> _Follow:
+        batch, model = of.batch, self._model
+        size, num_rows = batch.num_requests, batch.num_tokens
+        ids = torch.zeros_like(batch.input_ids) if model.takes_features else batch.input_ids
+        there = self._relay.plan(renewed(batch, views={FULL: batch.views[FULL]}, input_ids=ids), capture=True)
+        begins = torch.arange(0, num_rows, batch.decode_len, device=ids.device)  # [size]
+
+        def run() -> None:
+            self._relay.ask("device_prologue", plan=there.plan)
+            last = begins + self.right[:size]
+            if model.takes_features:
+                there.input_ids.copy_(self.tokens[:num_rows])
+                hidden = model.follow(there, {FEATURES: features[:num_rows]})
+                state = self.state[:size].copy_(hidden.index_select(0, last))
+                self.ids[:size].copy_(model.guess(state, last, self._best))
+            else:
+                model.follow(there, None)
+                self.ids[:size].copy_(self.tokens[:num_rows].index_select(0, last))
+
+        return _Follow(of, there, self._capture(run))
+
+    def _guess(self, ahead: Ahead, *, size: int, num_steps: int) -> torch.Tensor:
+        if (size, num_steps) not in self._steps:
+            self._steps[size, num_steps] = self._capture_steps(size, num_steps)
+        found = self._steps[size, num_steps]
+        padded = self._padded(ahead, size, width=len(found.packed) - 1)
+        numbers = torch.from_numpy(np.concatenate((padded.at[None], padded.window)))
+        found.packed.copy_(pinned(numbers, found.packed.device), non_blocking=True)
+        last = found.batches[-1]
+        assert last.plan is not None, "what is captured is planned"
+        self._relay.refresh(last.plan, one_each(padded, _fields_of(last), lengths=None))
+        found.graph.replay()
+        return found.guesses
+
+    def _capture_steps(self, size: int, num_steps: int) -> _Steps:
+        model, device = self._model, self.state.device
+        width = 1 + model.most + num_steps
+        nobody = Ahead(
+            np.empty(0, np.int32),
+            np.empty(0, np.int64),
+            np.empty((0, 0), np.int64),
+            torch.empty(0, 1, dtype=torch.int32),
+            torch.empty(0, dtype=torch.int32),
+        )
+        ahead = self._padded(nobody, size, width=width)
+        packed = torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))).to(device)
+        guesses = torch.zeros(size, num_steps + model.takes_features, dtype=torch.int64, device=device)
+        unplanned = []
+        for _ in range(num_steps):
+            numbers = torch.zeros(2, size, dtype=torch.int64, device=device)
+            one = OneStep(numbers[0], numbers[1], torch.ones(size, dtype=torch.int32, device=device))
+            unplanned.append(one_each(ahead, one, lengths=None))
+        batches = plan_steps(self._relay, unplanned, capture=True)
+        assert len(batches) == num_steps, "a backend that knows lengths of the device plans all steps"
+
+        def run() -> None:
+            for there in batches:
+                self._relay.ask("device_prologue", plan=there.plan)
+            at, window, right = packed[0], packed[1:], self.right[:size]
+            for index, there in enumerate(batches):
+                for place, value in zip(_fields_of(there), model.one_step(at, window, right, index), strict=True):
+                    place.copy_(value)
+            ids = self.ids[:size]
+            state = self.state[:size] if model.takes_features else None
+            made = model.steps(batches, ids, state, first=at, choose=self._best)
+            guesses.copy_(torch.stack((ids, *made) if model.takes_features else made, 1))
+
+        return _Steps(packed=packed, batches=batches, graph=self._capture(run), guesses=guesses)
+
+    def _padded(self, ahead: Ahead, size: int, *, width: int) -> Ahead:
+        """Of `size` requests, with a window of `width`; what is added is scratch."""
+        scratch, more = self._geometry.scratch_page(FULL), size - len(ahead.seats)
+        slot = scratch * self._geometry.page_size
+        return Ahead(
+            np.pad(ahead.seats, (0, more), constant_values=self._geometry.num_seats),
+            np.pad(ahead.at, (0, more)),
+            np.pad(ahead.window, ((0, width - len(ahead.window)), (0, size - ahead.window.shape[1])), constant_values=slot),
+            F.pad(ahead.table, (0, 0, 0, more), value=scratch),
+            F.pad(ahead.longest, (0, more), value=1),
+        )
+
+
+def _fields_of(batch: ForwardBatch) -> OneStep:
+    """Where a step's batch has them."""
+    assert batch.kv_lens is not None, "lengths are true on the device alone"
+    return OneStep(batch.positions, batch.pages.slots, batch.kv_lens)

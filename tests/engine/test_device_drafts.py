@@ -1,0 +1,141 @@
+"""A draft model where only the device knows how many guesses were right, eagerly and as graphs: no token differs.
+
+Here the device is the host: graphs run their functions again, and what the host may not read yet is not given to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from core.testing.graph_backend import GraphBackend
+from engine.test_draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
+from engine.test_graphs import AgainAndAgain
+from engine.test_speculation import ASKS, answers_of
+from pairwise import in_turn
+from parity.engine_driver import options
+from parity.oracle import Oracle
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.drafting import FEATURES
+from enginery.contracts.request import GenerationRequest
+from enginery.engine.build import build_parts
+from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
+from enginery.worker.drafts.draft_graphs import DraftGraphs
+from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
+from enginery.worker.runner import Runner
+
+MOST_ROWS = 24
+TOKENS = 24
+
+
+class Passed:
+    """In place of a CUDA event."""
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not know lengths before the device has computed them, nor guesses."""
+    made = DraftModel.__init__
+
+    def unknowing(self: DraftModel, *args: object, **named: object) -> None:
+        made(self, *args, **named | {"knows_lengths": False})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DraftModel, "__init__", unknowing)
+    monkeypatch.setattr(Runner, "_recorded", lambda self: Passed())
+
+
+def captured(asked: EngineOptions, registry: Registry) -> tuple[Engine, AgainAndAgain, DraftGraphs]:
+    """An engine whose decoding steps, and the draft model's behind them, are captured."""
+
+    class Composed(Registry):
+        def create_attn_backend(self, name: str, context: object) -> object:
+            return GraphBackend(context)
+
+    composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
+    parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)
+    capture, geometry = AgainAndAgain(), parts.geometry
+    assert parts.draft_model is not None
+    facts = parts.choice.facts
+    state = torch.zeros(MOST_ROWS, facts.hidden_size)
+    drafts = DraftGraphs.build(parts.draft_model, ops=parts.ops, geometry=geometry, capture=capture, state=state)
+    buffers = GraphBuffers(torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size))
+    graphs = DecodeGraphs.build(
+        parts.model,
+        parts.relay,
+        ops=parts.ops,
+        feed=parts.feed,
+        geometry=geometry,
+        capture=capture,
+        buffers=buffers,
+        results=parts.choice.results,
+    )
+    assert graphs is not None
+    assert graphs.verified_rows == MOST_ROWS
+    assert drafts is not None
+    for step in graphs.steps:
+        drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
+    return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked), capture, drafts
+
+
+def requests_of(prompts: list[list[int]] | list[tuple[int, ...]], **changes: object) -> list[GenerationRequest]:
+    return [asking(f"{at}", prompt, max_tokens=TOKENS - 2 * at, **changes) for at, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v2"])
+def test_eagerly_a_model_that_drafts_for_itself_is_always_right(
+    unread: None, write_oracle: Callable[..., Oracle], registry: Registry, name: str
+) -> None:
+    oracle = write_oracle(f"self {name}", SELVES[name])
+    requests = requests_of([oracle.prompts[index] for index in (0, 5, 2, 4)])
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    asked = by_itself(oracle, attention_backend="torch", page_size=4, max_batch_tokens=24, draft_length="3")
+    engine = Engine.build(asked, registry)
+    assert_told(answers_of(engine, requests), expected)
+    assert_always_right(engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_captured_a_model_that_drafts_for_itself_is_always_right(
+    unread: None, write_oracle: Callable[..., Oracle], registry: Registry, name: str
+) -> None:
+    oracle = write_oracle(f"self {name}", SELVES[name])
+    requests = requests_of([oracle.prompts[index] for index in (0, 5, 2, 4)])
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    asked = by_itself(oracle, page_size=4, max_batch_tokens=24, draft_length="3", num_pages=200)
+    engine, capture, _ = captured(asked, registry)
+    assert_told(answers_of(engine, requests), expected)
+    assert_always_right(engine)
+    assert capture.num_replayed > 9
+
+
+SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
+
+
+@in_turn(("drafter", ["eagle", "standalone"]), ("how", ["eager", "captured"]), ("length", ["3", "1"]))
+def test_the_embedded_models_drafters_guess_as_well_as_where_the_host_reads(
+    request: pytest.FixtureRequest, registry: Registry, *, drafter: str, how: str, length: str
+) -> None:
+    """As many guesses are right as where the host knows lengths: greedy and drawn, and of requests that read their own tokens."""
+    requests = requests_of([prompt_of(said) for said in SAID])
+    requests += [asking(about, prompt_of(SAID[1]), **asked) for about, asked in ASKS.items()]
+    expected = answers_of(Engine.build(embedded(), registry), requests)
+    asked = embedded(drafter=drafter, draft_length=length, attention_backend="torch", num_pages=120, max_batch_requests=16)
+    known = Engine.build(asked, registry)
+    assert_told(answers_of(known, requests), expected)
+    request.getfixturevalue("unread")
+    engine = Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0]
+    assert_told(answers_of(engine, requests), expected)
+    found, wanted = engine.meter.stats().drafts, known.meter.stats().drafts
+    assert (found.drafted, found.accepted) == (wanted.drafted, wanted.accepted)

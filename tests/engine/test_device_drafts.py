@@ -14,7 +14,6 @@ from core.testing.graph_backend import GraphBackend
 from engine.test_draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
 from engine.test_graphs import AgainAndAgain
 from engine.test_speculation import ASKS, answers_of
-from pairwise import in_turn
 from parity.engine_driver import options
 from parity.oracle import Oracle
 
@@ -123,7 +122,9 @@ def test_captured_a_model_that_drafts_for_itself_is_always_right(
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
 
 
-@in_turn(("drafter", ["eagle", "standalone"]), ("how", ["eager", "captured"]), ("length", ["3", "1"]))
+@pytest.mark.parametrize(
+    ("drafter", "how", "length"), [("eagle", "eager", "3"), ("eagle", "captured", "3"), ("standalone", "captured", "2")]
+)
 def test_the_embedded_models_drafters_guess_as_well_as_where_the_host_reads(
     request: pytest.FixtureRequest, registry: Registry, *, drafter: str, how: str, length: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""On a CUDA device: drafts change no token, whatever drafts and attends, eagerly and as graphs; and nothing waits for the device."""
+"""On a CUDA device: drafts change no token, whatever drafts and attends, eagerly and as graphs; nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 import torch
 from engine.heads_made import Eagle3
 from engine.test_draft_models import SELVES, TOKENS, asking, assert_told, by_itself, counts_of, embedded, prompt_of
-from engine.test_right_heads import COUNT, SIZE, deepseek, glm, head_by_feature, module_tensors, small, target_tensors
+from engine.test_right_heads import SIZE, deepseek, glm, head_by_feature, module_tensors, small, target_tensors, write
 from engine.test_right_heads import counts_of as counts_of_right_head
-from engine.test_right_heads import write
 from engine.test_speculation import ASKS, answers_of, assert_equal_answers
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle

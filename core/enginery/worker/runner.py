@@ -228,7 +228,7 @@ class Runner:
         prompts = {} if sampling is None else self._prompt_logprobs(step, sampling, forwarded.rows)
         embedding = np.frombuffer(step.embedding, INT).tolist()
         embedded = self._embedded(embedding, launched)
-        tokens = marked = torch.empty(0, dtype=torch.int64)
+        tokens = marked = torch.empty(0, dtype=torch.int64, device=self.device)
         accepted: torch.Tensor | None = None
         if step.verifies:
             tokens, marked, accepted = self._verify(launched, sampling, cuts)

@@ -186,7 +186,7 @@ class DraftGraphs:
 
     def _capture_steps(self, size: int, num_steps: int) -> _Steps:
         model, device = self._model, self.state.device
-        width = 1 + model.most + num_steps
+        width = 1 + model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
         nobody = Ahead(
             np.empty(0, np.int32),
             np.empty(0, np.int64),

@@ -65,7 +65,7 @@ class TritonAttention:
 
     @hookimpl
     def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[TritonPlan, ...] | None:
-        """One set of tables, of the last and longest: what is behind each step's lengths weighs nothing. None: lengths are exact."""
+        """One set of tables, of the last and longest: what lies behind a step's lengths weighs nothing. None: they are exact."""
         if not batches or any(batch.kv_lens is None for batch in batches):
             return None
         last = self.plan_forward_metadata(batches[-1], capture)

@@ -155,11 +155,11 @@ class DraftGraphs:
         size, num_rows = batch.num_requests, batch.num_tokens
         ids = torch.zeros_like(batch.input_ids) if model.takes_features else batch.input_ids
         there = self._relay.plan(renewed(batch, views={FULL: batch.views[FULL]}, input_ids=ids), capture=True)
-        begins = torch.arange(0, num_rows, batch.decode_len, device=ids.device)  # [size]
 
         def run() -> None:
             self._relay.ask("device_prologue", plan=there.plan)
-            last = begins + self.right[:size]
+            begins = torch.arange(0, num_rows, batch.decode_len, device=ids.device)  # made here: a graph keeps nothing alive
+            last = begins + self.right[:size].clamp(max=batch.decode_len - 1)  # padding has what a longer step left there
             if model.takes_features:
                 there.input_ids.copy_(self.tokens[:num_rows])
                 hidden = model.follow(there, {FEATURES: features[:num_rows]})

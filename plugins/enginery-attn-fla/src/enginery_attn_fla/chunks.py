@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,10 +25,12 @@ class Kernels(NamedTuple):
 
 
 def load_kernels() -> Kernels:
-    """Import them: 17 s when nothing is cached."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    from fla.ops.kda import chunk_kda  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    """Import them: 17 s when nothing is cached. What fla-core warns of then is about parts of it that nobody uses here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        from fla.ops.kda import chunk_kda  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     return Kernels(chunk_gated_delta_rule, chunk_kda, chunk_simple_gla)
 

@@ -25,7 +25,7 @@ import triton
 from enginery.api import FULL, AttnLayerFacts, ForwardBatch, LatentFacts, Phase, View
 from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
 from enginery_attn_triton.plan import GraphState, Split, Tiles, sharing, split_decoding, tiles_of
-from enginery_attn_triton.tiling import Device, LayerCut, Tile, prefill_tile
+from enginery_attn_triton.tiling import Device, LayerCut, LayerCuts, Tile, prefill_tile
 
 PAGE = 16
 L2_BYTES = 60 << 20
@@ -234,8 +234,8 @@ def prefills(name: str) -> Iterator[dict[str, Any]]:
 
 def plans() -> Iterator[dict[str, Any]]:
     """Seconds of the host for `GraphState.refresh`, the median."""
-    cut = LayerCut.of(SHAPES["Llama-3.1-8B"], itemsize=2, device=Device.of(torch.device("cuda"))).decode
-    state = GraphState([cut], max_batch_size=256, num_pages=1 << 16, device=torch.device("cuda"))
+    cuts = LayerCuts([SHAPES["Llama-3.1-8B"]], itemsize=2, device=Device.of(torch.device("cuda")))
+    state = GraphState(cuts, max_batch_size=256, max_rows=256, num_pages=1 << 16, device=torch.device("cuda"))
     for load in (Load(kv_lens=(1000,)), Load(kv_lens=uniform(0, 256)), Load(kv_lens=(4096 + 96,) * 128, shared=4096)):
         num, columns, same = len(load.kv_lens), max(128, -(-max(load.kv_lens) // PAGE)), load.shared // PAGE
         table = torch.randperm(num * columns).view(num, columns).to(torch.int32)

@@ -26,7 +26,6 @@ from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
-from enginery.worker.runner import Runner
 
 MOST_ROWS = 24
 TOKENS = 24
@@ -52,7 +51,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         made(self, *args, **named | {"knows_lengths": False})  # type: ignore[arg-type]
 
     monkeypatch.setattr(DraftModel, "__init__", unknowing)
-    monkeypatch.setattr(Runner, "_recorded", lambda self: Passed())
+    monkeypatch.setattr("enginery.worker.runner.recorded", lambda device: Passed())
 
 
 def captured(asked: EngineOptions, registry: Registry) -> tuple[Engine, AgainAndAgain, DraftGraphs]:

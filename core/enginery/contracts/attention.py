@@ -140,9 +140,8 @@ class Capabilities:
     recurrences: the (rule, decay) of recurrent layers that `advance` takes; empty: none. mla: paged attention over latents.
     latent_dims: the (rank, rope_dim) it takes. mla_ragged: attention of MLA prefills over keys and values it is given
     (`init_mha_chunk_metadata`). lse_base: of the log-sum-exp it can return, None if it returns none. unequal_values: layers
-    whose values are not as wide as their keys. device_lengths: it takes decoding batches whose lengths the device alone knows
-    (`ForwardBatch.kv_lens`), and plans draft steps of such together (`draft_steps_plan`). needs_jit: compiles on first use.
-    workspace_bytes: what it takes from the arena at the most.
+    whose values are not as wide as their keys. device_lengths: decoding batches whose lengths the device alone knows
+    (`ForwardBatch.kv_lens`, `draft_steps_plan`). needs_jit: compiles on first use. workspace_bytes: of the arena, at the most.
     """
 
     devices: frozenset[str]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -24,10 +24,10 @@ from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
-from enginery.contracts.drafting import FEATURES
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
+from enginery.engine.capture import StepParts, capture_steps
 from enginery.engine.changeover import Changeover
 from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
@@ -38,14 +38,14 @@ from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, capture_drafts, find_draft_needs, tapped_outputs
+from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
 from enginery.worker.loading import PARALLEL, NeededWeights, build_model, check_weights, load_weights
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
-from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
-from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
+from enginery.worker.paths.decode_graphs import DecodeGraphs
+from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.token_feed import TokenFeed
 from enginery.worker.warm_up import warm_up
 
@@ -132,9 +132,7 @@ def build_parts(
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.draft_length)
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
-    captured = capture_graphs(
-        phases, choice, model, relay, ops=ops, socket=socket, feed=feed, geometry=geometry, draft=draft, draft_model=draft_model
-    )
+    captured = capture_steps(phases, choice, StepParts(model, relay, ops, socket, feed, geometry), draft, draft_model)
     return BuiltParts(
         choice=choice,
         memory=memory,
@@ -151,53 +149,6 @@ def build_parts(
         draft_graphs=captured.drafts,
         phases_s={phase: seconds for phase, seconds in phases.seconds.items() if seconds > 0.001},
     )
-
-
-class CapturedSteps(NamedTuple):
-    """Of decoding steps, of a draft model behind them, and of the others. None: these run eagerly."""
-
-    graphs: DecodeGraphs | None = None
-    pieces: PiecewiseGraphs | None = None
-    drafts: DraftGraphs | None = None
-
-
-def capture_graphs(
-    phases: Phases,
-    choice: Choice,
-    model: Model,
-    relay: BackendRelay,
-    *,
-    ops: OpTable,
-    socket: LayerSocket,
-    feed: TokenFeed,
-    geometry: KVGeometry,
-    draft: DraftNeeds | None,
-    draft_model: DraftModel | None,
-) -> CapturedSteps:
-    """As far as the backends can be captured; decoding steps that a draft model follows, if its own can be too."""
-    most = choice.settings.max_graph_requests
-    if not most:
-        return CapturedSteps()
-    capture, graphs, drafts = CudaCapture(choice.device), None, None
-    with phases("graphs"):
-        if draft is not None and draft_model is not None:
-            drafts = capture_drafts(draft_model, draft, ops=ops, geometry=geometry, capture=capture, most_rows=most)
-        if draft_model is None or drafts is not None:
-            graphs = decode_graphs(
-                choice, model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, keeps_hidden=draft is not None
-            )
-        else:
-            log.info("decoding runs eagerly: the draft model's backend has no init_graph_state")
-        if graphs is not None and drafts is not None:
-            features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
-            assert features is not None, "graphs keep what a draft model takes"
-            for step in graphs.steps:
-                drafts.prepare(step, features, choice.draft_length)
-    if graphs is None:
-        return CapturedSteps()
-    with phases("pieces"):
-        pieces = piecewise_graphs(choice, model, relay, socket=socket, feed=feed, geometry=geometry, capture=capture)
-    return CapturedSteps(graphs, pieces, drafts)
 
 
 def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
@@ -327,42 +278,3 @@ def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model,
                 results=choice.results,
                 named=named,
             )
-
-
-def decode_graphs(
-    choice: Choice,
-    model: Model,
-    relay: BackendRelay,
-    *,
-    ops: OpTable,
-    feed: TokenFeed,
-    geometry: KVGeometry,
-    capture: CudaCapture,
-    keeps_hidden: bool,
-) -> DecodeGraphs | None:
-    """Graphs of decoding steps. None: the backend cannot be captured, and these steps run eagerly."""
-    widths = (choice.facts.vocab_size, *((choice.facts.hidden_size,) if keeps_hidden else ()))
-    most, dtype = choice.settings.max_graph_requests, choice.dtype
-    buffers = GraphBuffers(*(torch.empty(most, width, dtype=dtype, device=choice.device) for width in widths))
-    return DecodeGraphs.build(
-        model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=choice.results
-    )
-
-
-def piecewise_graphs(
-    choice: Choice,
-    model: Model,
-    relay: BackendRelay,
-    *,
-    socket: LayerSocket,
-    feed: TokenFeed,
-    geometry: KVGeometry,
-    capture: CudaCapture,
-) -> PiecewiseGraphs:
-    """Piecewise graphs of prefills and mixed steps."""
-    shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
-    hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
-    piecewise = CudaPiecewiseCapture(capture)
-    return PiecewiseGraphs(
-        model, relay, socket, feed=feed, geometry=geometry, capture=piecewise, hidden=hidden, results=choice.results
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -67,12 +67,13 @@ class Drafting:
         asks = [self._ask(request) for request in table.running if self._may_draft(request)]
         if not asks:
             return {}
+        drafts: Mapping[str, Sequence[int]]
         if isinstance(self._drafter, MadeDrafts):
-            made = {ask.key: self._drafter.of(ask, reads=self._asked[ask.key].reads_tokens) for ask in asks}
-            return {key: tokens for key, tokens in made.items() if tokens}
-        with inside(self._offer, "guess tokens"):
-            found = zip(asks, self._drafter.propose(asks), strict=True)
-            drafts = {ask.key: self._valid(tokens[: ask.most]) for ask, tokens in found}
+            drafts = {ask.key: self._drafter.of(ask, reads=self._asked[ask.key].reads_tokens) for ask in asks}
+        else:
+            with inside(self._offer, "guess tokens"):
+                found = zip(asks, self._drafter.propose(asks), strict=True)
+                drafts = {ask.key: self._valid(tokens[: ask.most]) for ask, tokens in found}
         return {key: tokens for key, tokens in drafts.items() if tokens}
 
     def length(self, num_requests: int) -> int:

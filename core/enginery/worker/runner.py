@@ -239,7 +239,7 @@ class Runner:
         logprobs = token_logprobs(launched.logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if asks else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         told = None if accepted is None else accepted.to("cpu", non_blocking=True)
-        copied = self._recorded()  # before anything is guessed, so that the host goes on with what is told meanwhile
+        copied = recorded(self.device)  # before anything is guessed, so that the host goes on with what is told meanwhile
         guesses = self._draft(launched, sampling, tokens, accepted)
         return RunningStep(
             step=step,
@@ -352,15 +352,7 @@ class Runner:
             return Guesses(found, None)
         seats = to_device(sampled_seats(step), self.device) if forwarded.seats is None else forwarded.seats[: len(found)]
         self.feed.keep_drafts(found, seats)
-        return Guesses(found.to("cpu", non_blocking=True), self._recorded())
-
-    def _recorded(self) -> torch.cuda.Event | None:
-        """Now, on the device; None where there is nothing to wait for."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return Guesses(found.to("cpu", non_blocking=True), recorded(self.device))
 
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor:
         """The last hidden states of these items, [E, C] float32, on their way to the host."""
@@ -382,3 +374,12 @@ class Runner:
         return {
             index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()
         }
+
+
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """Now, on the device; None where there is nothing to wait for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

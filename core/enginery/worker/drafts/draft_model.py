@@ -121,8 +121,7 @@ class DraftModel:
         accepted: [S], how many drafts of each item are among that; None: none. draws: how a guess is chosen.
         """
         counts, device = step.sampled_rows, tokens.device
-        begins = np.cumsum(counts) - counts  # [S], of the sampled rows
-        firsts = np.cumsum(rows_of_items(step))[step.sampling] - counts  # [S], the same, of the step's rows
+        begins, firsts = _firsts(step)
         right = torch.zeros(len(counts), dtype=torch.int64, device=device) if accepted is None else accepted
         ahead = self.ahead(step, tables)
         if self._reads:
@@ -135,24 +134,32 @@ class DraftModel:
         state: torch.Tensor | None = None
         guesses = list[torch.Tensor]()
         if self.takes_features:
-            rows, last = self._tails.before(step, batch, features, tables), uploaded[1] + right
-            inside = np.arange(int(counts.sum())) - begins.repeat(counts)  # [R], each row's place in its item
-            sampled = firsts.repeat(counts) + inside
-            if len(self._modules) > 1:
-                self._tails.keep(step, rows, last.numpy())
-            else:
-                self._tails.keep(step, rows)
-            if rows.place is not None:
-                sampled, last = rows.place[sampled], to_device(torch.from_numpy(rows.place), device).index_select(0, last)
-            there = to_device(torch.from_numpy(sampled), device)
+            rows = self._tails.before(step, batch, features, tables)
+            there, last = self._sampled_rows(step, rows, uploaded[1] + right)
             state, guesses = self._follow(rows, there, tokens, last=last, first=at + right + 1, most=step.draft_len, draws=draws)
         else:
             self.follow(self.planned(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), None)
         if len(counts) and len(guesses) < step.draft_len:
             batches = self.step_batches(ahead, at, window=uploaded[3:], right=right, count=step.draft_len - len(guesses))
-            ids = guesses[-1] if guesses else told
-            guesses += self.steps(batches, ids, state, first=at + right + 1 + len(guesses), choose=draws.choose)
+            first, ids = at + right + 1 + len(guesses), guesses[-1] if guesses else told
+            guesses += self.steps(batches, ids, state, first=first, choose=draws.choose)
         return torch.stack(guesses, 1) if guesses else told.new_empty(len(counts), 0)
+
+    def _sampled_rows(self, step: StepInput, rows: FollowedRows, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the rows that are followed those that are sampled, [R], and the last told one of each item, [S]; device.
+
+        last: the same of the step's rows. What is run over again in the next step is kept.
+        """
+        counts = step.sampled_rows
+        begins, firsts = _firsts(step)
+        sampled = firsts.repeat(counts) + np.arange(int(counts.sum())) - begins.repeat(counts)
+        if len(self._modules) > 1:
+            self._tails.keep(step, rows, last.numpy())
+        else:
+            self._tails.keep(step, rows)
+        if rows.place is not None:
+            sampled, last = rows.place[sampled], to_device(torch.from_numpy(rows.place), last.device).index_select(0, last)
+        return to_device(torch.from_numpy(sampled), last.device), last
 
     def ahead(self, step: StepInput, tables: PageTables) -> Ahead:
         """Of the items of a step that sample."""
@@ -283,6 +290,12 @@ class DraftModel:
         behind = np.arange(num_columns) - (held != scratch).sum(1, keepdims=True)
         own = scratch + 1 + seats[:, None] * count + behind.clip(0, count - 1)
         return np.where(behind < 0, held, own).astype(np.int32)
+
+
+def _firsts(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+    """The first row of each item that samples, [S] each: of the rows that are sampled, and of all."""
+    counts = step.sampled_rows
+    return np.cumsum(counts) - counts, np.cumsum(rows_of_items(step))[step.sampling] - counts
 
 
 def one_each(ahead: Ahead, one: OneStep, *, lengths: torch.Tensor | None) -> ForwardBatch:

@@ -135,8 +135,7 @@ def build_draft_model(
 
     verifier: the target's model. pool, socket: its memory, and its way to its backends.
     """
-    offer = target.drafter
-    if needs is None or offer is None:
+    if needs is None or (offer := target.drafter) is None:
         return None
     choice = dataclasses.replace(needs.choice, settings=target.settings)
     weights = load_weights(asked, choice, needs.needed, report_to_nobody)

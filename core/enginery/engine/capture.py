@@ -1,0 +1,119 @@
+"""What of a model's steps is captured as CUDA graphs when an engine is built: decoding, a draft model behind it, and the others.
+
+Each is captured as far as its backends can be; what is not runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from enginery.attention.relay import BackendRelay
+from enginery.attention.socket import LayerSocket
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.drafting import FEATURES
+from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
+from enginery.worker.choice import Choice
+from enginery.worker.drafts.draft_graphs import DraftGraphs
+from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.drafts.parts import DraftNeeds, capture_drafts
+from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
+from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
+from enginery.worker.token_feed import TokenFeed
+
+log = logging.getLogger(__name__)
+
+
+class StepParts(NamedTuple):
+    """What every step of the target runs with."""
+
+    model: Model
+    relay: BackendRelay
+    ops: OpTable
+    socket: LayerSocket
+    feed: TokenFeed
+    geometry: KVGeometry
+
+
+class CapturedSteps(NamedTuple):
+    """Of decoding steps, of a draft model behind them, and of the others. None: these run eagerly."""
+
+    graphs: DecodeGraphs | None = None
+    pieces: PiecewiseGraphs | None = None
+    drafts: DraftGraphs | None = None
+
+
+class _Enters(Protocol):
+    """Says and measures a phase of the start while its context is entered."""
+
+    def __call__(self, phase: Literal["graphs", "pieces"]) -> AbstractContextManager[None]: ...
+
+
+def capture_steps(
+    phases: _Enters, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+) -> CapturedSteps:
+    """Decoding steps that a draft model follows are captured if its own can be too."""
+    if not choice.settings.max_graph_requests:
+        return CapturedSteps()
+    capture = CudaCapture(choice.device)
+    with phases("graphs"):
+        drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
+        if draft_model is not None and drafts is None:
+            log.info("decoding runs eagerly: the draft model's backend has no init_graph_state")
+            return CapturedSteps()
+        graphs = _decode_graphs(choice, parts, capture, keeps_hidden=draft is not None)
+        if graphs is None:
+            return CapturedSteps()
+        if drafts is not None:
+            _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
+    with phases("pieces"):
+        return CapturedSteps(graphs, _piecewise_graphs(choice, parts, capture), drafts)
+
+
+def _draft_graphs(
+    model: DraftModel, needs: DraftNeeds, choice: Choice, parts: StepParts, capture: CudaCapture
+) -> DraftGraphs | None:
+    most = choice.settings.max_graph_requests
+    return capture_drafts(model, needs, ops=parts.ops, geometry=parts.geometry, capture=capture, most_rows=most)
+
+
+def _decode_graphs(choice: Choice, parts: StepParts, capture: CudaCapture, *, keeps_hidden: bool) -> DecodeGraphs | None:
+    """None: the backend cannot be captured."""
+    widths = (choice.facts.vocab_size, *((choice.facts.hidden_size,) if keeps_hidden else ()))
+    most, dtype = choice.settings.max_graph_requests, choice.dtype
+    return DecodeGraphs.build(
+        parts.model,
+        parts.relay,
+        ops=parts.ops,
+        feed=parts.feed,
+        geometry=parts.geometry,
+        capture=capture,
+        buffers=GraphBuffers(*(torch.empty(most, width, dtype=dtype, device=choice.device) for width in widths)),
+        results=choice.results,
+    )
+
+
+def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draft_len: int) -> None:
+    features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
+    assert features is not None, "graphs keep what a draft model takes"
+    for step in graphs.steps:
+        drafts.prepare(step, features, draft_len)
+
+
+def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
+    """Of prefills and mixed steps."""
+    shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
+    return PiecewiseGraphs(
+        parts.model,
+        parts.relay,
+        parts.socket,
+        feed=parts.feed,
+        geometry=parts.geometry,
+        capture=CudaPiecewiseCapture(capture),
+        hidden=torch.empty(shape, dtype=choice.dtype, device=choice.device),
+        results=choice.results,
+    )

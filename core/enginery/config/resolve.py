@@ -22,7 +22,7 @@ DEFAULT_PREFILL_FRACTION = 0.125
 _SHARES = ("memory_fraction", "prefill_fraction")
 _POSITIVE = (
     *("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens"),
-    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens"),
+    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens", "tp"),
 )
 
 
@@ -141,8 +141,9 @@ def _check_numbers(asked: EngineOptions) -> None:
             raise ConfigError(f"{name} is {given[name]}, but must lie in (0, 1]")
     if asked.profile_steps < 0:
         raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
-    if asked.kv_memory_gib is not None and asked.kv_memory_gib <= 0:
-        raise ConfigError(f"kv_memory_gib is {asked.kv_memory_gib}, but must be positive")
+    for name in ("kv_memory_gib", "step_deadline"):
+        if given.get(name, 1) <= 0:
+            raise ConfigError(f"{name} is {given[name]}, but must be positive")
 
 
 def _check_layers(asked: EngineOptions, model: ModelFacts) -> None:

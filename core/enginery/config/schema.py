@@ -34,6 +34,8 @@ class EngineOptions:
     drafter: off, or the name of what guesses next tokens, which are then verified; auto takes the draft model that comes with the
     model, if any. draft_model: folder, installed checkpoint or hub id of a drafter that is a model. draft_length: tokens that are
     guessed of a request in a step, or auto: as many as pay.
+    tp: tensor parallelism, processes that have a part of each layer. num_threads: of all of them together. step_deadline: seconds
+    after which a rank that does not get on is given up, and the engine with it.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """
@@ -76,6 +78,8 @@ class EngineOptions:
     graphs: bool = True
     wait_for_kernels: bool = False
     num_threads: int | None = None
+    tp: int = 1
+    step_deadline: float = 60.0
     seed: int = 0
     record_steps: tuple[int, str] | None = None
     profile_steps: int = 0

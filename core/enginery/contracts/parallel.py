@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,29 @@ class ParallelFacts:
     num_lanes: int = 1
     stage: int = 0
     num_stages: int = 1
+
+    @classmethod
+    def of_rank(cls, rank: int, *, tensor_size: int, num_stages: int) -> ParallelFacts:
+        """Ranks are counted from the first tensor rank of the last stage, which schedules and samples."""
+        behind, tensor_rank = divmod(rank, tensor_size)
+        return cls(tensor_rank=tensor_rank, tensor_size=tensor_size, stage=num_stages - 1 - behind, num_stages=num_stages)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among all of one lane."""
+        return (self.num_stages - 1 - self.stage) * self.tensor_size + self.tensor_rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes run one lane."""
+        return self.tensor_size * self.num_stages
+
+    def __str__(self) -> str:
+        of_stage = f" of stage {self.stage}" if self.num_stages > 1 else ""
+        return f"rank {self.rank}, tensor rank {self.tensor_rank}{of_stage}"
+
+
+WHOLE: Final = ParallelFacts()  # one process has all of the model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,12 @@ from enginery.contracts.batch import STATE, WINDOW
 from enginery.contracts.engine import EngineFacts, ReportProgress, report_to_nobody
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
-from enginery.engine.build import BuiltParts, build_parts
+from enginery.engine.build import BuiltParts, build_parts, build_runner
 from enginery.engine.changeover import Changeover
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
+from enginery.engine.ranks.local import Launch, LocalRanks
+from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling
 from enginery.errors import Overloaded, RequestError
@@ -38,8 +40,7 @@ from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.page_tables import PageTables
-from enginery.worker.runner import Captured, Launched, Runner, RunningStep, Speculation
+from enginery.worker.runner import Launched, RunningStep
 
 MAX_FAILED_STEPS: Final = 3
 
@@ -65,9 +66,15 @@ class Engine:
     """Built once, then `submit`, `abort` and `step` until there is no work."""
 
     def __init__(
-        self, parts: BuiltParts, registry: Registry, asked: EngineOptions, *, forced: ForcedAcceptance | None = None
+        self,
+        parts: BuiltParts,
+        registry: Registry,
+        asked: EngineOptions,
+        *,
+        forced: ForcedAcceptance | None = None,
+        ranks: Ranks = NO_RANKS,
     ) -> None:
-        """forced: for benchmarks, see `ForcedAcceptance`."""
+        """forced: for benchmarks, see `ForcedAcceptance`. ranks: the others."""
         choice, memory = parts.choice, parts.memory
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
@@ -112,16 +119,8 @@ class Engine:
         self._told: list[RequestOutput] = []
         self._in_flight: deque[_InFlight] = deque()
         self._eos_token_ids = eos_token_ids
-        self._runner = Runner(
-            parts.model,
-            parts.relay,
-            ops=parts.ops,
-            tables=PageTables.of_geometry(parts.geometry),
-            feed=parts.feed,
-            captured=Captured(parts.graphs, parts.pieces),
-            results=parts.choice.results,
-            speculation=Speculation(parts.draft_model, forced),
-        )
+        self._runner = build_runner(parts, forced)
+        self._ranks = ranks
 
     @classmethod
     def build(
@@ -131,14 +130,20 @@ class Engine:
         report: ReportProgress = report_to_nobody,
         *,
         forced_rates: Sequence[float] = (),
+        launch: Launch = LocalRanks,
     ) -> Engine:
         """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
 
-        forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`.
+        forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`. launch:
+        what starts the processes of other ranks.
         """
-        parts = build_parts(asked, registry, report)
+        with begun_ranks(asked, registry, launch) as others:
+            if others is None:
+                parts = build_parts(asked, registry, report)
+            else:
+                parts = build_parts(others.options, registry, report, place=others.place)
         forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
-        return cls(parts, registry, asked, forced=forced)
+        return cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
 
     @property
     def has_work(self) -> bool:
@@ -187,6 +192,7 @@ class Engine:
             with self._naming(step):
                 if self._in_flight and _reads_pending(step, requests):
                     outputs += self._publish_first()
+                self._ranks.send(step)
                 self._in_flight.append(self._sample(self._runner.launch(step), requests, at))
         if len(self._in_flight) > (self._overlap if step.items else 0):
             outputs += self._publish_first()
@@ -218,6 +224,7 @@ class Engine:
 
         Says whether there was any.
         """
+        self._ranks.check()
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
@@ -228,7 +235,8 @@ class Engine:
         return self._grammars.prepare()
 
     def close(self) -> None:
-        """End what still compiles for this engine."""
+        """End what still compiles for this engine, and its other ranks."""
+        self._ranks.end()
         if self._changeover is not None:
             self._changeover.stop()
 
@@ -237,7 +245,9 @@ class Engine:
         step, vocab_size = launched.step, self.facts.vocab_size
         _note_first_turns(requests[step.num_decode :])
         sampling, failures = prepare_sampling(step, requests, self._eos_token_ids, vocab_size=vocab_size)
-        return _InFlight(step, requests, self._runner.sample(launched, sampling, failures.cuts), failures, at)
+        running = self._runner.sample(launched, sampling, failures.cuts)
+        self._ranks.share(running)
+        return _InFlight(step, requests, running, failures, at)
 
     def _publish_all(self, outputs: list[RequestOutput]) -> None:
         """Take the tokens of all steps in flight in, and append what they add to `outputs`."""
@@ -250,6 +260,7 @@ class Engine:
         with self._naming(step):
             output = running.wait()
         self._in_flight.popleft()
+        self._ranks.landed(step)
         self.meter.arrived(step, output, at, waited_from_s=waited_from)
         if self._recorder is not None:
             self._recorder.add(step, requests, output)
@@ -287,6 +298,7 @@ class Engine:
             error.add_note(
                 f"in step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
             )
+            self._ranks.failed(error)
             raise
 
     def _release_compiled(self) -> list[RequestOutput]:

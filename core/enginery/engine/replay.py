@@ -124,6 +124,7 @@ def replay_options(
         max_batch_requests=head.max_batch_requests,
         max_batch_tokens=head.max_batch_tokens,
         graphs=False,
+        tp=1,
         overlap=False,
         wait_for_kernels=True,
         record_steps=None,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
+import msgspec
+
 from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.step import NO_SIZES, Item, NewPages, Run, RunSizes, StepInput, Way
 from enginery.kv.kinds import NO_STATE, StatePages
@@ -112,7 +114,10 @@ class StepBuilder:
         phase = self._phase
         if self.decode_len > 1:
             sizes = NO_SIZES
+        tokens_only = self._greedy and not any(request.reports_logprobs for request in self.requests)
         run = choose_run(phase, len(self.requests), self.num_tokens, sizes=sizes, greedy=self._greedy, embeds=bool(self._embedding))
+        if tokens_only:
+            run = msgspec.structs.replace(run, tokens_only=True)
         news = {FULL: self._pages, WINDOW: self._window}
         return StepInput(
             number=number,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
@@ -18,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import BuildProgress, ReportProgress
 from enginery.contracts.model import DraftTarget, Model, ModelContext
 from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.parallel import Collectives
 from enginery.kv.pool import PagedKVPool
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
@@ -31,8 +30,6 @@ from enginery.worker.weights.matrices import Matrices, RankSetting
 from enginery.worker.weights.rank import RankWeights
 from enginery.worker.weights.shares import stage_of
 from enginery.worker.weights.store import LoadedWeights, PieceStore, WeightRecord, check
-
-PARALLEL: Final = ParallelFacts()  # one process has the whole model
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,8 +52,9 @@ def check_weights(choice: Choice) -> NeededWeights:
         reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
     record = WeightRecord(choice.dtype, names=frozenset(stored or ()))
     device = torch.device("meta")
-    pool = PagedKVPool(no_pages(choice, PARALLEL), device)
-    context = model_context(choice, record, reader=reader, ops=reference_ops(), socket=LayerSocket(None), pool=pool, device=device)
+    pool = PagedKVPool(no_pages(choice), device)
+    ops, socket = reference_ops(), LayerSocket(None)
+    context = model_context(choice, record, reader=reader, ops=ops, socket=socket, pool=pool, device=device, comm=SingleRank(ops))
     with inside(family, "build the model"):
         family.spec.build(context)
     if stored is not None:
@@ -86,10 +84,12 @@ def build_model(
     ops: OpTable,
     pool: PagedKVPool,
     socket: LayerSocket,
+    comm: Collectives,
     target: DraftTarget | None = None,
 ) -> Model:
     """The model a second time, bound to its weights and its backend. target: of a draft model."""
-    context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device, target=target)
+    context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device, comm=comm)
+    context = dataclasses.replace(context, target=target)
     with torch.inference_mode(), inside(choice.family, "build the model"):
         return choice.family.spec.build(context)
 
@@ -103,11 +103,10 @@ def model_context(
     socket: LayerSocket,
     pool: PagedKVPool,
     device: torch.device,
-    target: DraftTarget | None = None,
+    comm: Collectives,
 ) -> ModelContext:
     """What the model is built from, for the recording build and for the real one."""
-    comm = SingleRank(ops)
-    setting = RankSetting(ops=ops, comm=comm, parallel=PARALLEL, reader=reader, kept=kept_schemes(choice.ops))
+    setting = RankSetting(ops=ops, comm=comm, parallel=choice.parallel, reader=reader, kept=kept_schemes(choice.ops))
     return ModelContext(
         config=choice.checkpoint.config,
         facts=choice.facts,
@@ -119,8 +118,7 @@ def model_context(
         device=device,
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
-        stage=dataclasses.replace(stage_of(choice.facts, PARALLEL), reads=choice.reads),
+        stage=dataclasses.replace(stage_of(choice.facts, choice.parallel), reads=choice.reads),
         comm=comm,
-        target=target,
         taps=choice.taps,
     )

@@ -36,6 +36,8 @@ from enginery.worker.paths.eager import EagerPath
 from enginery.worker.paths.path import Forwarded, ForwardPath
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
+from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.ranks.path import BestTokens
 from enginery.worker.sampling import NAN_TOKEN, mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
 
@@ -185,9 +187,10 @@ class Runner:
             self.pieces.relay = relay
         self._eager = self._new_eager_path()
 
-    def _new_eager_path(self) -> EagerPath:
+    def _new_eager_path(self) -> ForwardPath:
         keeps_all = self.draft_model is not None
-        return EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
+        path = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
+        return BestTokens(path, self.model, self.feed) if isinstance(self.model, JoinedHead) else path
 
     def resume_at(self, number: int) -> None:
         """The next step has this number: those before that have not come were given up with all of their requests."""
@@ -295,13 +298,13 @@ class Runner:
             most[index] = min(most[index], most_told - 1)
         right = accept(sampled, inputs, None, to_device(torch.from_numpy(most), self.device)).counts
         if step.states:
-            self._commit_states(step, batch, right)
+            self.commit_states(step, batch, right)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
         ends = to_device(torch.from_numpy(np.cumsum(step.sampled_rows) - step.sampled_rows), self.device) + accepted
         self.feed.keep(tokens.index_select(0, ends), to_device(sampled_seats(step), self.device))
         return tokens, marked, accepted
 
-    def _commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
+    def commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
         """Move states behind the drafts that are right, [B], of the items that verified some; all rows of the others stand."""
         others = torch.from_numpy(rows_of_items(step)[step.num_decode :].astype(np.int64)) - 1
         accepted = Accepted(counts=torch.cat((right, to_device(others, self.device))))

@@ -1,0 +1,151 @@
+"""Two processes, through gloo, tell what one tells: every family, and whatever is asked of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import noise
+import pytest
+from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
+from engine.test_ranks import CONFIGS, stated
+from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
+
+from enginery.config.schema import EngineOptions
+from enginery.engine.engine import Engine
+from enginery.errors import ConfigError, Unsupported
+from enginery.plugin.registry import Registry
+
+PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20, [5, 77, 200, 31] * 9 + [99, 101]]
+OTHERS = test_hybrids.HYBRIDS | test_mamba.FAMILIES | test_gemma.GEMMAS | {"gpt-oss": test_gpt_oss.CONFIG, "mimo": test_mimo.CONFIG}
+SERVED = {name: config for name, config in CONFIGS.items() if not name.startswith("hybrid")}  # that one is no plugin's
+SERVED |= {name: stated(config) for name, config in OTHERS.items()}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[KeptRanks]:
+    ranks = KeptRanks(1)
+    yield ranks
+    ranks.stop()
+
+
+def options(**changes: object) -> EngineOptions:
+    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 2, "step_deadline": 40.0}
+    return EngineOptions(**{**given, **changes})
+
+
+def folder_of(tmp_path: Path, name: str) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SERVED[name]))
+    return str(tmp_path)
+
+
+def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> None:
+    """The same tokens; numbers within rounding."""
+    assert {name: told.tokens for name, told in found.items()} == {name: told.tokens for name, told in expected.items()}
+    for name, told in found.items():
+        assert told.error is None
+        for mine, theirs in zip(told.logprobs + told.prompt, expected[name].logprobs + expected[name].prompt, strict=True):
+            if mine is None or theirs is None:
+                assert mine is theirs
+                continue
+            assert mine.token_id == theirs.token_id
+            assert math.isclose(mine.logprob, theirs.logprob, abs_tol=2e-5)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+        assert told.embedding == pytest.approx(expected[name].embedding, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_two_processes_tell_the_tokens_of_one(name: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128)
+    requests = [request(str(index), prompt) for index, prompt in enumerate(PROMPTS)]
+    one = on_ranks(asked, registry, kept, requests)
+    two = on_ranks(dataclasses.replace(asked, tp=2), registry, kept, requests)
+    assert_equal(two, one)
+
+
+ASKED = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 7},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 3},
+    "seeded, with logprobs": {"temperature": 1.0, "seed": 1, "logprobs": 0},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 4.0}},
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whatever_is_asked_is_answered_alike(overlap: bool, registry: Registry, kept: KeptRanks) -> None:
+    """All kinds of requests in one batch, in chunks; with overlap, tokens that the host does not know are inputs on both ranks."""
+    asked = options(max_batch_tokens=24, overlap=overlap)
+    requests = [
+        request(f"{name} {place}", prompt, **params) for name, params in ASKED.items() for place, prompt in enumerate(PROMPTS)
+    ]
+    requests.append(request("embedding", PROMPTS[0], embed=True, max_tokens=1))
+    one = on_ranks(asked, registry, kept, requests)
+    two = on_ranks(dataclasses.replace(asked, tp=2), registry, kept, requests)
+    assert len(one["embedding"].embedding) > 0
+    assert sum(map(len, (told.prompt for told in one.values()))) == sum(map(len, PROMPTS))
+    assert_equal(two, one)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_and_aborted_requests_leave_both_ranks_alike(overlap: bool, registry: Registry, kept: KeptRanks) -> None:
+    asked = options(num_pages=14, page_size=4, max_model_len=56, max_batch_tokens=16, overlap=overlap)
+    requests = [request(str(index), prompt[:8], max_tokens=40) for index, prompt in enumerate(PROMPTS + PROMPTS)]
+    again = request("again", PROMPTS[0][:8], max_tokens=40)
+    one = on_ranks(asked, registry, kept, requests, aborts=["1", "5"])
+    with running(dataclasses.replace(asked, tp=2), registry, kept) as engine:
+        two = serve(engine, requests, aborts=["1", "5"])
+        last = serve(engine, [again])["again"]
+        assert engine.meter.stats().num_preempted > 0
+    assert_equal(two, one)
+    assert last.tokens == one["0"].tokens
+    assert last.num_cached > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_drafts_are_verified_on_all_ranks(name: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    """Of a model with states too, which move on by the right ones; sampled, and with log-probabilities."""
+    asked = options(model=folder_of(tmp_path, name), page_size=4, num_pages=128, drafter="lookup", draft_length="3")
+    ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}]
+    requests = [request(f"{place} {way}", prompt, max_tokens=24, **way) for place, prompt in enumerate(PROMPTS) for way in ways]
+    plain = on_ranks(dataclasses.replace(asked, drafter="off", draft_length="auto"), registry, kept, requests)
+    with running(dataclasses.replace(asked, tp=2), registry, kept) as engine:
+        two = serve(engine, requests)
+        drafts = engine.meter.stats().drafts
+    assert 0 < drafts.accepted < drafts.drafted
+    assert_equal(two, plain)
+
+
+def test_a_drafter_that_is_a_model_is_refused(registry: Registry) -> None:
+    with pytest.raises(Unsupported, match=r"--drafter standalone is a model.*leave --tp out"):
+        Engine.build(EngineOptions(tp=2, drafter="standalone", device="cpu"), registry)
+
+
+def test_the_rank_with_the_least_memory_says_how_many_pages_there_are(registry: Registry, kept: KeptRanks) -> None:
+    asked = options(num_pages=None, kv_memory_gib=0.01)
+    one = Engine.build(asked, registry)
+    with running(dataclasses.replace(asked, tp=2), registry, kept) as two:
+        assert two.facts.num_pages in (2 * one.facts.num_pages, 2 * one.facts.num_pages + 1)  # each has half of the heads
+
+
+def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: KeptRanks) -> None:
+    with pytest.raises(Unsupported, match=r"3 ranks cannot share.*2 or 4 ranks can"):
+        Engine.build(options(tp=3), registry)
+
+
+def test_ranks_on_another_device_are_refused() -> None:
+    from enginery.config.resolve import DeviceFacts
+    from enginery.contracts.parallel import ParallelFacts
+    from enginery.worker.device import of_one_rank
+
+    device = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1, num_threads=1)
+    with pytest.raises(ConfigError, match="2 ranks were asked for on a GPU, but they run on CPUs only so far"):
+        of_one_rank(device, ParallelFacts(tensor_size=2))

@@ -19,10 +19,18 @@ class KeptRanks:
     def __init__(self, count: int) -> None:
         self._ranks = LocalRanks(count)
         self._count = count
+        self._broken = False
 
     def __call__(self, count: int) -> KeptRanks:
         assert count == self._count
         return self
+
+    def renew(self) -> None:
+        """Start again what has ended. On this thread, because ranks end with the one that started them."""
+        self._broken |= bool(self._ranks.poll())
+        if self._broken:
+            self._ranks.end(grace_s=0.0)
+            self._ranks, self._broken = LocalRanks(self._count), False
 
     def boot(self, rank: int, frame: bytes) -> None:
         self._ranks.boot(rank, frame)
@@ -31,7 +39,9 @@ class KeptRanks:
         return self._ranks.name(rank)
 
     def poll(self) -> list[Death]:
-        return self._ranks.poll()
+        deaths = self._ranks.poll()
+        self._broken |= bool(deaths)
+        return deaths
 
     def dump_stacks(self) -> None:
         self._ranks.dump_stacks()
@@ -87,6 +97,7 @@ def serve(engine: Engine, requests: Sequence[GenerationRequest], *, aborts: Sequ
 @contextlib.contextmanager
 def running(asked: EngineOptions, registry: Registry, kept: KeptRanks) -> Iterator[Engine]:
     """An engine, whose second rank, if it has one, is the kept process."""
+    kept.renew()
     engine = Engine.build(asked, registry, launch=kept)
     try:
         yield engine

@@ -12,17 +12,26 @@ import noise
 import pytest
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
 from engine.test_ranks import CONFIGS, stated
+from pairwise import in_turn
 from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import Phase
+from enginery.contracts.step import StepInput
 from enginery.engine.engine import Engine
-from enginery.errors import ConfigError, Unsupported
+from enginery.errors import ConfigError, EnginError, Unsupported
 from enginery.plugin.registry import Registry
 
 PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20, [5, 77, 200, 31] * 9 + [99, 101]]
-OTHERS = test_hybrids.HYBRIDS | test_mamba.FAMILIES | test_gemma.GEMMAS | {"gpt-oss": test_gpt_oss.CONFIG, "mimo": test_mimo.CONFIG}
+OTHERS = test_hybrids.HYBRIDS | test_mamba.FAMILIES | test_gemma.GEMMAS
+OTHERS |= {"gpt-oss": test_gpt_oss.CONFIG, "mimo": test_mimo.CONFIG}
 SERVED = {name: config for name, config in CONFIGS.items() if not name.startswith("hybrid")}  # that one is no plugin's
-SERVED |= {name: stated(config) for name, config in OTHERS.items()}
+for name, config in OTHERS.items():
+    own = stated(config)
+    SERVED["minimax_01" if name == "minimax" else name] = own | {
+        "architectures": [own["architectures"][0].replace("TextFor", "For")]
+    }
+UNDIVIDED = ("bamba", "falcon", "granite", "jamba", "kimi", "lfm2", "mamba2", "minimax_01", "nemotron", "qwen3_5", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +47,7 @@ def kept() -> Iterator[KeptRanks]:
 
 
 def options(**changes: object) -> EngineOptions:
-    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 2, "step_deadline": 40.0}
+    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 2, "step_deadline": 20.0}
     return EngineOptions(**{**given, **changes})
 
 
@@ -62,13 +71,23 @@ def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> Non
         assert told.embedding == pytest.approx(expected[name].embedding, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(SERVED))
-def test_two_processes_tell_the_tokens_of_one(name: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
-    asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128)
-    requests = [request(str(index), prompt) for index, prompt in enumerate(PROMPTS)]
-    one = on_ranks(asked, registry, kept, requests)
-    two = on_ranks(dataclasses.replace(asked, tp=2), registry, kept, requests)
-    assert_equal(two, one)
+@in_turn(("name", sorted(SERVED)), ("mesh", ["tp", "pp"]))
+def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    """Tensor ranks within rounding, stages bit for bit."""
+    asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128, num_threads=1)
+    requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
+    last = request("last", PROMPTS[0][::-1], logprobs=1)
+    several = dataclasses.replace(asked, **{mesh: 2})
+    if mesh == "tp" and name.startswith(UNDIVIDED):
+        with pytest.raises(Unsupported, match=r"not divided among ranks|ranks cannot share"), running(several, registry, kept):
+            pass
+        return
+    with running(asked, registry, kept) as engine:
+        one, alone = serve(engine, requests), serve(engine, [last])
+    with running(several, registry, kept) as engine:
+        assert_equal(serve(engine, requests), one)
+        if mesh == "pp":  # batches of several requests are put together otherwise
+            assert serve(engine, [last])["last"].logprobs == alone["last"].logprobs
 
 
 ASKED = {
@@ -110,10 +129,9 @@ def test_preempted_and_aborted_requests_leave_both_ranks_alike(overlap: bool, re
     assert last.num_cached > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_drafts_are_verified_on_all_ranks(name: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
-    """Of a model with states too, which move on by the right ones; sampled, and with log-probabilities."""
-    asked = options(model=folder_of(tmp_path, name), page_size=4, num_pages=128, drafter="lookup", draft_length="3")
+def test_drafts_are_verified_on_all_ranks(registry: Registry, kept: KeptRanks) -> None:
+    """Greedy, sampled, and with log-probabilities."""
+    asked = options(page_size=4, num_pages=128, drafter="lookup", draft_length="3")
     ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}]
     requests = [request(f"{place} {way}", prompt, max_tokens=24, **way) for place, prompt in enumerate(PROMPTS) for way in ways]
     plain = on_ranks(dataclasses.replace(asked, drafter="off", draft_length="auto"), registry, kept, requests)
@@ -122,6 +140,76 @@ def test_drafts_are_verified_on_all_ranks(name: str, tmp_path: Path, registry: R
         drafts = engine.meter.stats().drafts
     assert 0 < drafts.accepted < drafts.drafted
     assert_equal(two, plain)
+
+
+def test_two_stages_of_two_ranks(registry: Registry) -> None:
+    """Four processes; the layers are divided as asked, a long prompt in chunks fills the pipe."""
+    asked = options(max_batch_tokens=16, num_threads=1)
+    requests = [
+        request(str(index), prompt * 3, **params)
+        for index, (prompt, params) in enumerate(zip(PROMPTS, ASKED.values(), strict=False))
+    ]
+    one = serve(Engine.build(asked, registry), requests)
+    engine = Engine.build(dataclasses.replace(asked, tp=2, pp=2, pp_layers="3,1"), registry)
+    try:
+        assert_equal(serve(engine, requests), one)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"pp_layers": "5,1"}, "--pp-layers gives 2 stages of 5, 1 layers; the model has 4"),
+        ({"drafter": "lookup"}, "--drafter lookup guesses.*with --pp 2 steps are on their way"),
+        ({"overlap": True}, "overlap is on, but with --pp 2"),
+        ({"pp_layers": "2"}, "pp_layers is '2', but must be a number of layers for each of the 2 stages"),
+    ],
+    ids=str,
+)
+def test_what_stages_cannot_do_is_refused(changes: dict[str, object], why: str, registry: Registry, kept: KeptRanks) -> None:
+    with pytest.raises(EnginError, match=why), running(options(pp=2, **changes), registry, kept):
+        pass
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3_next"])
+def test_requests_come_and_go_while_steps_are_on_their_way(name: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    """Preempted, aborted, with cached beginnings; of every kind of memory."""
+    changes = {"page_size": 4, "max_model_len": 56, "max_batch_tokens": 16, "num_threads": 1, "num_pages": 14}
+    asked = options(model=folder_of(tmp_path, name), **changes)
+    requests = [request(str(index), prompt[:8], max_tokens=40) for index, prompt in enumerate(PROMPTS + PROMPTS)]
+    one = on_ranks(asked, registry, kept, requests, aborts=["1", "5"])
+    with running(dataclasses.replace(asked, pp=2), registry, kept) as engine:
+        two = serve(engine, requests, aborts=["1", "5"])
+        again = serve(engine, [request("again", PROMPTS[0][:8], max_tokens=40)])["again"]
+        stats = engine.meter.stats()
+    assert_equal(two, one)
+    assert again.tokens == one["0"].tokens
+    assert stats.num_preempted > 0
+
+
+def test_as_many_steps_are_on_their_way_as_there_are_stages(
+    registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many steps are on their way as there are stages: streams decode in turns, and one prompt's chunks follow each other without waiting."""
+    most, sizes = [], []
+    with running(options(pp=2, max_batch_tokens=16), registry, kept) as engine:
+        launch = engine._runner.launch
+
+        def noted(step: StepInput) -> object:
+            most.append(len(engine._sent))
+            sizes.append((step.phase, step.num_items))
+            return launch(step)
+
+        monkeypatch.setattr(engine._runner, "launch", noted)
+        serve(engine, [request("long", [7] * 96, max_tokens=1)])
+        assert most[:-1] == [2] * (len(most) - 1)
+        assert len(most) == 6
+        del most[:], sizes[:]
+        serve(engine, [request(name, [3, 4, 5], max_tokens=12) for name in "abcd"])
+    decodes = [count for phase, count in sizes if phase is Phase.DECODE]
+    assert decodes.count(2) > 0.7 * len(decodes)
+    assert most.count(2) > 0.7 * len(most)
 
 
 def test_a_drafter_that_is_a_model_is_refused(registry: Registry) -> None:

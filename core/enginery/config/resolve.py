@@ -22,7 +22,7 @@ DEFAULT_PREFILL_FRACTION = 0.125
 _SHARES = ("memory_fraction", "prefill_fraction")
 _POSITIVE = (
     *("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens"),
-    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens", "tp"),
+    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens", "tp", "pp"),
 )
 
 
@@ -117,8 +117,19 @@ def _check(asked: EngineOptions) -> None:
     if asked.mla_prefill not in ("auto", *PrefillStrategy):
         raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
     _check_drafts(asked)
+    _check_stages(asked)
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
+
+
+def _check_stages(asked: EngineOptions) -> None:
+    sizes = None if asked.pp_layers is None else asked.pp_layers.split(",")
+    if sizes is not None and not (len(sizes) == asked.pp and all(size.isdecimal() and int(size) for size in sizes)):
+        raise ConfigError(
+            f"pp_layers is {asked.pp_layers!r}, but must be a number of layers for each of the {asked.pp} stages of --pp, as 16,16"
+        )
+    if asked.pp > 1 and asked.overlap:
+        raise ConfigError(f"overlap is on, but with --pp {asked.pp} as many steps are on their way anyway; leave it out")
 
 
 def _check_drafts(asked: EngineOptions) -> None:

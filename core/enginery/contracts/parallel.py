@@ -5,6 +5,7 @@ N rows, C hidden size, V columns of the logits, R ranks of a lane's tensor group
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,7 +28,7 @@ class ParallelFacts:
     """Where this process stands. Model plugins never see it: they are given `StageLayers`, `Collectives` and their rank's weights.
 
     tensor_rank: among the ranks that have a part of each layer. lane: among groups that have requests of their own. stage: among
-    the pipeline's stages, each with layers of its own.
+    the pipeline's stages, each with layers of its own. layers_by_stage: how many decoder layers each has; empty: evenly divided.
     """
 
     tensor_rank: int = 0
@@ -36,12 +37,17 @@ class ParallelFacts:
     num_lanes: int = 1
     stage: int = 0
     num_stages: int = 1
+    layers_by_stage: tuple[int, ...] = ()
 
-    @classmethod
-    def of_rank(cls, rank: int, *, tensor_size: int, num_stages: int) -> ParallelFacts:
-        """Ranks are counted from the first tensor rank of the last stage, which schedules and samples."""
-        behind, tensor_rank = divmod(rank, tensor_size)
-        return cls(tensor_rank=tensor_rank, tensor_size=tensor_size, stage=num_stages - 1 - behind, num_stages=num_stages)
+    def of_rank(self, rank: int) -> ParallelFacts:
+        """Of another rank. They are counted from the first tensor rank of the last stage, which schedules and samples."""
+        behind, tensor_rank = divmod(rank, self.tensor_size)
+        return dataclasses.replace(self, tensor_rank=tensor_rank, stage=self.num_stages - 1 - behind)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the head."""
+        return self.stage == self.num_stages - 1
 
     @property
     def rank(self) -> int:

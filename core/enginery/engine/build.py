@@ -143,7 +143,7 @@ def build_parts(
     with phases("model"):
         comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket, comm=comm)
-        model = met.joined(model, choice.results)
+        model = met.joined(model, choice)
         draft_model = build_draft_model(asked, registry, draft, target=choice, verifier=model, ops=ops, pool=pool, socket=socket)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice))
     with phases("warm up"):

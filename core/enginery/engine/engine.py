@@ -15,11 +15,12 @@ import torch
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.batch import STATE, WINDOW
-from enginery.contracts.engine import EngineFacts, ReportProgress, report_to_nobody
+from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
 from enginery.engine.build import BuiltParts, build_parts, build_runner
 from enginery.engine.changeover import Changeover
+from enginery.engine.facts import facts_of
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
 from enginery.engine.ranks.local import Launch, LocalRanks
@@ -43,6 +44,14 @@ from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.runner import Launched, RunningStep
 
 MAX_FAILED_STEPS: Final = 3
+
+
+class _Sent(NamedTuple):
+    """A step that other ranks may have begun, and this one has not."""
+
+    step: StepInput
+    requests: Sequence[Request]
+    at: SteppedAt
 
 
 class _InFlight(NamedTuple):
@@ -78,7 +87,7 @@ class Engine:
         choice, memory = parts.choice, parts.memory
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
-        self.facts = _facts(parts)
+        self.facts = facts_of(parts)
         self._seeds = random.Random(asked.seed)
         self._cache, allocator, finite = _page_owners(parts)
         self._made = MadeDrafts()
@@ -93,6 +102,7 @@ class Engine:
                 prefill_fraction=settings.prefill_fraction,
                 max_queued_requests=asked.max_queued_requests,
                 prefix_cache=settings.prefix_cache,
+                stages=asked.pp,
             ),
             guarded_policy(registry.schedule_policy(asked.schedule_policy)),
             cache=self._cache,
@@ -117,6 +127,8 @@ class Engine:
         )
         self._failure: _Failure | None = None
         self._told: list[RequestOutput] = []
+        self._sent: deque[_Sent] = deque()
+        self._ahead = asked.pp - 1
         self._in_flight: deque[_InFlight] = deque()
         self._eos_token_ids = eos_token_ids
         self._runner = build_runner(parts, forced)
@@ -188,12 +200,16 @@ class Engine:
         step = self._scheduler.next_step(self._runner.sizes)
         if step.items:
             at = SteppedAt(began_s, time.perf_counter(), len(self._scheduler.preempted))
-            requests = self._scheduler.requests
+            self._sent.append(_Sent(step, self._scheduler.requests, at))
             with self._naming(step):
-                if self._in_flight and _reads_pending(step, requests):
-                    outputs += self._publish_first()
                 self._ranks.send(step)
-                self._in_flight.append(self._sample(self._runner.launch(step), requests, at))
+        if len(self._sent) > (self._ahead if step.items else 0):
+            sent, requests, at = self._sent[0]
+            with self._naming(sent):
+                if self._in_flight and _reads_pending(sent, requests):
+                    outputs += self._publish_first()
+                self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
+                self._sent.popleft()
         if len(self._in_flight) > (self._overlap if step.items else 0):
             outputs += self._publish_first()
         if not self._scheduler.has_work:
@@ -287,9 +303,9 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            failed = [launched.step for launched in self._in_flight]
+            steps = list(dict.fromkeys([*(lost.step for lost in self._in_flight), *(lost.step for lost in self._sent)]))
             self._in_flight.clear()
-            steps = failed if step in failed else [*failed, step]
+            self._sent.clear()
             given_up = [] if self._failure is None or self._failure.error is not error else self._failure.request_ids
             given_up += [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
             self._runner.resume_at(self._scheduler.next_number)
@@ -372,25 +388,3 @@ def _check_token_ids(request: GenerationRequest, *, vocab_size: int) -> None:
     check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
     check_token_ids("logit_bias", request.params.logit_bias, vocab_size=vocab_size)
     check_token_ids("stop_token_ids", request.params.stop_token_ids, vocab_size=vocab_size)
-
-
-def _facts(parts: BuiltParts) -> EngineFacts:
-    choice, memory = parts.choice, parts.memory
-    return EngineFacts(
-        model_name=choice.checkpoint.name,
-        served_names=choice.checkpoint.names,
-        folder=str(choice.checkpoint.folder),
-        tokenizer_folder=str(choice.checkpoint.tokenizer_folder),
-        note=choice.checkpoint.note,
-        max_model_len=choice.settings.max_model_len,
-        vocab_size=choice.facts.vocab_size,
-        dtype=choice.settings.dtype,
-        attn_backend=choice.attention.name,
-        num_pages=memory.num_pages,
-        page_size=memory.page_size,
-        eos_token_ids=tuple(sorted(choice.checkpoint.eos_token_ids)),
-        considered=choice.considered,
-        decisions=tuple((decision.setting, decision.value, decision.reason) for decision in choice.decisions),
-        memory_plan=str(memory),
-        phases_s=dict(parts.phases_s),
-    )

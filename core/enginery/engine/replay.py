@@ -125,6 +125,8 @@ def replay_options(
         max_batch_tokens=head.max_batch_tokens,
         graphs=False,
         tp=1,
+        pp=1,
+        pp_layers=None,
         overlap=False,
         wait_for_kernels=True,
         record_steps=None,

@@ -70,6 +70,7 @@ class BatchPlanner:
         """
         prompts: list[Request] = []
         running = self._table.running
+        most = -(-len(running) // self._settings.stages)  # so that all stages have something to do
         roomy = min(self._budget, self._kv.num_available) >= len(running) and self._kv.finite.is_roomy(len(running))
         for request in list(self._table.side_by_side) if roomy else running:  # `running` shrinks meanwhile, but only at its end
             start = request.num_computed
@@ -79,6 +80,8 @@ class BatchPlanner:
                 prompts.append(request)
             elif not self._budget:
                 break
+            elif self._settings.stages > 1 and (start >= len(request.token_ids) or len(self._step.requests) >= most):
+                continue  # its token is not known before the step that it is in has come through
             elif request.num_expected < request.limit and (start < request.kv.ready or self._make_room(request, 1)):
                 self._add(request, 1)
         prompts.sort(key=attrgetter("order"))

@@ -47,7 +47,7 @@ def of_one_rank(device: DeviceFacts, parallel: ParallelFacts) -> DeviceFacts:
     if parallel.num_ranks > 1 and device.kind != "cpu":
         raise ConfigError(
             f"{parallel.num_ranks} ranks were asked for on {device.name}, but they run on CPUs only so far; use --device cpu, or "
-            "leave --tp out"
+            "leave --tp and --pp out"
         )
     return dataclasses.replace(device, available_bytes=device.available_bytes // parallel.num_ranks)
 

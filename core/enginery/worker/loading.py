@@ -43,26 +43,36 @@ class NeededWeights:
 
 def check_weights(choice: Choice) -> NeededWeights:
     """Compare what the model will ask for with what the checkpoint has. Reads headers only."""
-    family, checkpoint = choice.family, choice.checkpoint
+    family, checkpoint, parallel = choice.family, choice.checkpoint, choice.parallel
     stored: Mapping[str, StoredTensor] | None = None
     if not checkpoint.random:
         stored = unstack(scan_checkpoint(checkpoint.folder), family.spec.stacked_weights)
     reader = None
     if choice.weight_format is not None:
         reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
+    record = _record(choice, stored, reader)
+    if stored is not None:
+        of_all_stages = record
+        if parallel.num_stages > 1:
+            whole = dataclasses.replace(parallel, stage=0, num_stages=1, layers_by_stage=())
+            of_all_stages = _record(dataclasses.replace(choice, parallel=whole), stored, reader)
+        tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
+        stated = family.spec.ignored_weights
+        ignored = stated(checkpoint.config) if callable(stated) else stated
+        check(of_all_stages, stored, (*ignored, *tied), folder=checkpoint.folder)
+    return NeededWeights(record=record, stored=stored, reader=reader)
+
+
+def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:
+    """What the model of a choice takes."""
     record = WeightRecord(choice.dtype, names=frozenset(stored or ()))
     device = torch.device("meta")
     pool = PagedKVPool(no_pages(choice), device)
     ops, socket = reference_ops(), LayerSocket(None)
     context = model_context(choice, record, reader=reader, ops=ops, socket=socket, pool=pool, device=device, comm=SingleRank(ops))
-    with inside(family, "build the model"):
-        family.spec.build(context)
-    if stored is not None:
-        tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
-        stated = family.spec.ignored_weights
-        ignored = stated(checkpoint.config) if callable(stated) else stated
-        check(record, stored, (*ignored, *tied), folder=checkpoint.folder)
-    return NeededWeights(record=record, stored=stored, reader=reader)
+    with inside(choice.family, "build the model"):
+        choice.family.spec.build(context)
+    return record
 
 
 def load_weights(asked: EngineOptions, choice: Choice, needed: NeededWeights, report: ReportProgress) -> LoadedWeights:

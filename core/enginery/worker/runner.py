@@ -298,13 +298,13 @@ class Runner:
             most[index] = min(most[index], most_told - 1)
         right = accept(sampled, inputs, None, to_device(torch.from_numpy(most), self.device)).counts
         if step.states:
-            self.commit_states(step, batch, right)
+            self._commit_states(step, batch, right)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
         ends = to_device(torch.from_numpy(np.cumsum(step.sampled_rows) - step.sampled_rows), self.device) + accepted
         self.feed.keep(tokens.index_select(0, ends), to_device(sampled_seats(step), self.device))
         return tokens, marked, accepted
 
-    def commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
+    def _commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
         """Move states behind the drafts that are right, [B], of the items that verified some; all rows of the others stand."""
         others = torch.from_numpy(rows_of_items(step)[step.num_decode :].astype(np.int64)) - 1
         accepted = Accepted(counts=torch.cat((right, to_device(others, self.device))))

@@ -27,9 +27,11 @@ from enginery.engine.ranks import messages
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
+from enginery.worker.page_tables import PageTables
 from enginery.worker.ranks.follower import Follower
 from enginery.worker.ranks.gloo import LostRank, Standing
-from enginery.worker.ranks.groups import RankGroups
+from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
+from enginery.worker.ranks.stages import EarlyStage
 
 
 class Rank:
@@ -60,14 +62,19 @@ class Rank:
             self._reports.close(linger=2000)
         return 0
 
-    def _build(self) -> Follower:
+    def _build(self) -> Follower | EarlyStage:
         boot = self._boot
         registry = Registry.replay(boot.manifest)
         parts = build_parts(boot.options, registry, self._report, place=Place(boot.parallel, self._meet))
-        assert self._groups is not None, "a rank has met the others"
-        return Follower(build_runner(parts), self._groups.tensor, tells_tokens=parts.choice.settings.overlap)
+        groups = self._groups
+        assert groups is not None, "a rank has met the others"
+        if not groups.parallel.is_last_stage:
+            tables, links = PageTables.of_geometry(parts.geometry), groups.links(parts.choice)
+            first = groups.parallel.stage == 0
+            return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, links=links, first=first)
+        return Follower(build_runner(parts), groups.tensor, tells_tokens=parts.choice.settings.overlap)
 
-    def _follow(self, follower: Follower) -> None:
+    def _follow(self, follower: Follower | EarlyStage) -> None:
         steps = self._connect(zmq.PAIR, self._boot.steps)
         self._standing.phase = "idle"
         self._tell(messages.Ready(self._rank))
@@ -79,6 +86,7 @@ class Rank:
         steps.close(linger=0)
 
     def _meet(self, choice: Choice) -> RankGroups:
+        refuse_for_ranks(choice)
         self._tell(messages.Here(self._rank))
         self._groups = RankGroups(Path(self._boot.meeting), self._boot.parallel, self._standing)
         self._groups.compare(choice)

@@ -26,7 +26,7 @@ from enginery.errors import ConfigError, EnginError
 from enginery.plugin.manifest import Manifest
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
-from enginery.worker.ranks.follower import share_accepted, share_tokens
+from enginery.worker.ranks.follower import share_tokens
 from enginery.worker.ranks.gloo import LostRank, Standing
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
 from enginery.worker.runner import RunningStep
@@ -98,7 +98,8 @@ class RankProcesses:
         self._manifest, self._standing = manifest, Standing()
         self._groups: RankGroups | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
-        self._parallel = ParallelFacts.of_rank(0, tensor_size=asked.tp, num_stages=1)
+        layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
+        self._parallel = ParallelFacts(tensor_size=asked.tp, num_stages=asked.pp, layers_by_stage=layers).of_rank(0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[zmq.Socket[bytes]] = []
         self._newest = -1
@@ -143,7 +144,6 @@ class RankProcesses:
         assert self._groups is not None, "a step runs when all have met"
         if self.options.overlap:
             share_tokens(self._groups.tensor, running.step, running.sampled)
-        share_accepted(self._groups.tensor, running.step, running.accepted)
 
     def landed(self, step: StepInput) -> None:
         if step.number == self._newest:
@@ -188,7 +188,7 @@ class RankProcesses:
         meeting = self._folder / "meeting"
         for rank in range(1, self._parallel.num_ranks):
             boot = messages.Boot(
-                parallel=ParallelFacts.of_rank(rank, tensor_size=self._parallel.tensor_size, num_stages=self._parallel.num_stages),
+                parallel=self._parallel.of_rank(rank),
                 options=options,
                 manifest=self._manifest,
                 steps=f"ipc://{self._folder / str(rank)}",
@@ -210,7 +210,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch) -> Ite
 
     What fails inside ends them. Raises the first cause.
     """
-    if asked.tp == 1:
+    if asked.tp * asked.pp == 1:
         yield None
         return
     others = RankProcesses(asked, registry.manifest, launch=launch)
@@ -224,7 +224,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch) -> Ite
 
 def _of_one_rank(asked: EngineOptions) -> EngineOptions:
     """The processors of the host are divided among its ranks."""
-    threads = max(1, (asked.num_threads or torch.get_num_threads()) // asked.tp)
+    threads = max(1, (asked.num_threads or torch.get_num_threads()) // (asked.tp * asked.pp))
     return dataclasses.replace(asked, num_threads=threads, overlap=bool(asked.overlap))
 
 

@@ -28,9 +28,6 @@ class Follower:
         self._join_prompts(launched)
         if self._tells_tokens and (tokens := share_tokens(self._group, step, None)) is not None:
             self._runner.feed.keep(tokens, sampled_seats(step))
-        if (right := share_accepted(self._group, step, None)) is not None:
-            assert launched.forwarded.batch is not None, "a step that verifies keeps its batch"
-            self._runner.commit_states(step, launched.forwarded.batch, right)
 
     def _join_prompts(self, launched: Launched) -> None:
         """The logits of prompts whose log-probabilities are asked for: items with more rows of logits than are sampled from."""
@@ -53,14 +50,3 @@ def share_tokens(group: Group, step: StepInput, tokens: torch.Tensor | None) -> 
         return None
     told = torch.empty(len(step.sampling), dtype=torch.int64) if tokens is None else tokens.clamp(min=0)
     return group.from_first(told)
-
-
-def share_accepted(group: Group, step: StepInput, accepted: torch.Tensor | None) -> torch.Tensor | None:
-    """How many drafts of each item that verifies are right, [B] int64, on all ranks; None: no states wait for it.
-
-    accepted: of the first rank, [S], those items first; None on the others.
-    """
-    if not (step.verifies and step.states):
-        return None
-    right = torch.empty(step.num_decode, dtype=torch.int64) if accepted is None else accepted[: step.num_decode].contiguous()
-    return group.from_first(right)

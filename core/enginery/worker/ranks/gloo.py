@@ -20,10 +20,23 @@ from enginery.errors import EnginError
 _MEETING_S: Final = 60.0
 _FOR_EVER: Final = datetime.timedelta(days=365)  # whether an exchange hangs is decided by those that watch the processes
 _FIRST: Final = 0
+_TAG: Final = 0
 
 
 class LostRank(EnginError):
     """An exchange failed, because another rank is gone. Who is, and why, is known to those that watch the processes."""
+
+
+class Sending:
+    """A tensor on its way, which lives until it has arrived."""
+
+    def __init__(self, x: torch.Tensor, work: Work) -> None:
+        self._x, self._work = x, work
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has left."""
+        return self._work.is_completed()
 
 
 class Standing:
@@ -89,6 +102,17 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = _FIRST, 0
         self._wait(self._group.broadcast([x], options), "from_first")
+        return x
+
+    def send(self, x: torch.Tensor, rank: int) -> Sending:
+        """To that rank, which receives what is sent in this order. Does not wait; `x` is not to be changed any more."""
+        x = x.contiguous()
+        return Sending(x, self._group.send([x], rank, _TAG))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """The next that this rank sent."""
+        x = torch.empty(*shape, dtype=dtype)
+        self._wait(self._group.recv([x], rank, _TAG), f"receive from rank {rank}")
         return x
 
     def texts(self, text: str) -> list[str]:

@@ -19,9 +19,10 @@ from enginery.errors import ConfigError, Unsupported
 from enginery.nn.parallel import SingleRank
 from enginery.worker.choice import Choice
 from enginery.worker.memory_plan import MemoryPlan
-from enginery.worker.paths.results import ModelResults
 from enginery.worker.ranks.collectives import JoinedHead, RankCollectives
 from enginery.worker.ranks.gloo import Group, Standing, open_store
+from enginery.worker.ranks.stages import LastStage, StageLinks
+from enginery.worker.weights.shares import stage_of
 
 
 class Met(Protocol):
@@ -35,8 +36,8 @@ class Met(Protocol):
         """What the model exchanges."""
         ...
 
-    def joined(self, model: Model, results: ModelResults) -> Model:
-        """The model with the logits of all ranks. results: what is to come of it."""
+    def joined(self, model: Model, choice: Choice) -> Model:
+        """The model of this rank, with what arrives from the stage before, and the logits of all ranks."""
         ...
 
 
@@ -49,7 +50,7 @@ class Alone:
     def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
         return SingleRank(ops)
 
-    def joined(self, model: Model, results: ModelResults) -> Model:
+    def joined(self, model: Model, choice: Choice) -> Model:
         return model
 
 
@@ -64,6 +65,9 @@ class RankGroups:
         self.tensor = Group(
             store, f"stage {parallel.stage}", rank=parallel.tensor_rank, size=parallel.tensor_size, standing=standing
         )
+        self._stages: Group | None = None
+        if parallel.num_stages > 1:
+            self._stages = Group(store, "stages", rank=parallel.rank, size=parallel.num_ranks, standing=standing)
 
     def compare(self, choice: Choice) -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
@@ -88,9 +92,18 @@ class RankGroups:
         """Among the tensor ranks."""
         return RankCollectives(self.tensor, ops, vocab_size)
 
-    def joined(self, model: Model, results: ModelResults) -> Model:
-        """Each tensor rank has some of the columns."""
-        return JoinedHead(model, self.tensor, results) if self.tensor.size > 1 else model
+    def links(self, choice: Choice) -> StageLinks:
+        """Between this stage and its neighbours."""
+        assert self._stages is not None, "there are several stages"
+        return StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype)
+
+    def joined(self, model: Model, choice: Choice) -> Model:
+        """Of the last stage; on the others there is nothing to join."""
+        if not self.parallel.is_last_stage:
+            return model
+        if self._stages is not None:
+            model = LastStage(model, self.links(choice))
+        return JoinedHead(model, self.tensor, choice.results) if self.tensor.size > 1 else model
 
 
 def refuse_for_ranks(choice: Choice) -> None:
@@ -99,6 +112,20 @@ def refuse_for_ranks(choice: Choice) -> None:
         raise Unsupported(
             f"--drafter {choice.drafter.name} is a model, from {choice.drafter.source}, which runs on one rank only so far; leave "
             "--tp out, or take a drafter of the host"
+        )
+    if choice.drafter is not None and choice.facts.has_states:
+        raise Unsupported(
+            f"--drafter {choice.drafter.name} with recurrent layers runs on one rank only so far: the others do not learn behind which "
+            "drafts their states move; leave one of them out"
+        )
+    if choice.drafter is not None and choice.parallel.num_stages > 1:
+        raise Unsupported(
+            f"--drafter {choice.drafter.name} guesses what follows the last tokens, and with --pp {choice.parallel.num_stages} "
+            "steps are on their way before these are known; leave one of them out"
+        )
+    if not stage_of(choice.facts, choice.parallel).memory:
+        raise Unsupported(
+            f"stage {choice.parallel.stage} has no layer with attention or a state; divide the layers otherwise, by --pp-layers"
         )
 
 

@@ -1,6 +1,6 @@
-"""An engine of two ranks in a process of its own, which serves until it is told to end: `python rank_engine.py OPTIONS WHEN`.
+"""An engine of two ranks in a process of its own: `python rank_engine.py [OPTIONS, PROMPT_LEN, NUM_TOKENS]`, in JSON.
 
-It prints what happens, a line each: the processes, then `step`, then how it ended. WHEN: idle waits for a line on stdin before it goes on.
+It says `ready`, waits for a line on stdin, and then answers prompts until it breaks: a line for each token, and how it ended.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
 from enginery.engine.engine import Engine
 from enginery.engine.ranks.local import Death, LocalRanks
+from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 
 
@@ -19,7 +20,7 @@ class KeptRanks:
     def __init__(self, count: int) -> None:
         self._ranks = LocalRanks(count)
         self._count = count
-        self._broken = False
+        self.is_broken = False
 
     def __call__(self, count: int) -> KeptRanks:
         assert count == self._count
@@ -27,10 +28,10 @@ class KeptRanks:
 
     def renew(self) -> None:
         """Start again what has ended. On this thread, because ranks end with the one that started them."""
-        self._broken |= bool(self._ranks.poll())
-        if self._broken:
+        self.is_broken |= bool(self._ranks.poll())
+        if self.is_broken:
             self._ranks.end(grace_s=0.0)
-            self._ranks, self._broken = LocalRanks(self._count), False
+            self._ranks, self.is_broken = LocalRanks(self._count), False
 
     def boot(self, rank: int, frame: bytes) -> None:
         self._ranks.boot(rank, frame)
@@ -40,7 +41,7 @@ class KeptRanks:
 
     def poll(self) -> list[Death]:
         deaths = self._ranks.poll()
-        self._broken |= bool(deaths)
+        self.is_broken |= bool(deaths)
         return deaths
 
     def dump_stacks(self) -> None:
@@ -98,7 +99,11 @@ def serve(engine: Engine, requests: Sequence[GenerationRequest], *, aborts: Sequ
 def running(asked: EngineOptions, registry: Registry, kept: KeptRanks) -> Iterator[Engine]:
     """An engine, whose second rank, if it has one, is the kept process."""
     kept.renew()
-    engine = Engine.build(asked, registry, launch=kept)
+    try:
+        engine = Engine.build(asked, registry, launch=kept)
+    except EnginError:
+        kept.is_broken = True  # a rank that refuses ends, sooner or later
+        raise
     try:
         yield engine
     finally:

@@ -203,14 +203,15 @@ class Engine:
             self._sent.append(_Sent(step, self._scheduler.requests, at))
             with self._naming(step):
                 self._ranks.send(step)
-        if len(self._sent) > (self._ahead if step.items else 0):
+        ahead, overlap = (self._ahead, self._overlap) if step.items else (0, 0)
+        if len(self._sent) > ahead:
             sent, requests, at = self._sent[0]
             with self._naming(sent):
                 if self._in_flight and _reads_pending(sent, requests):
                     outputs += self._publish_first()
                 self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
                 self._sent.popleft()
-        if len(self._in_flight) > (self._overlap if step.items else 0):
+        if len(self._in_flight) > overlap:
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()

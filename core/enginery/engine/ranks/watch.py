@@ -26,6 +26,7 @@ _LOOK_S: Final = 0.05
 _LAST_WORDS_S: Final = 0.5  # until what a dying rank said has come
 _PAUSE_S: Final = 2.0  # this process did not run meanwhile: nobody could be heard
 _LEAST_WORK: Final = 0.01  # of the time; a waiting process works less
+_BEFORE_FIRST: Final = 5  # deadlines until a rank is heard first: its interpreter starts, and imports torch
 _LONGEST: Final = 10  # deadlines that a step may take, whatever the ranks do
 
 
@@ -181,11 +182,9 @@ class Watch:
         """Who does not get on, if anybody; empty: nobody is late."""
         deadline_s, busy = self._deadline_s, self._busy
         for rank, heard in self._heard.items():
-            if now_s - heard.at_s > deadline_s:
-                return (
-                    f"{running.name(rank)} has said nothing for {deadline_s:g} s, since {heard.doing}: it was stopped, or has no "
-                    "processor"
-                )
+            silent_s = deadline_s * (_BEFORE_FIRST if heard.alive is None else 1)
+            if now_s - heard.at_s > silent_s:
+                return f"{running.name(rank)} has said nothing for {silent_s:g} s, since {heard.doing}: it was stopped, or starved"
         return "" if busy is None else self._late(*busy, now_s, running)
 
     def _late(self, what: str, since_s: float, now_s: float, running: RunningRanks) -> str:

@@ -115,8 +115,8 @@ def refuse_for_ranks(choice: Choice) -> None:
         )
     if choice.drafter is not None and choice.facts.has_states:
         raise Unsupported(
-            f"--drafter {choice.drafter.name} with recurrent layers runs on one rank only so far: the others do not learn behind which "
-            "drafts their states move; leave one of them out"
+            f"--drafter {choice.drafter.name} with recurrent layers runs on one rank only so far: the others do not learn behind "
+            "which drafts their states move; leave one of them out"
         )
     if choice.drafter is not None and choice.parallel.num_stages > 1:
         raise Unsupported(

@@ -13,8 +13,6 @@ from enginery.plugin.near import did_you_mean
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 _ONE_DEVICE: Final = "parallelism over several GPUs or hosts is not there yet; --device cuda:1 takes another one, --tp is for CPUs"
-    "parallelism over several GPUs or hosts is not there yet; --device cuda:1 takes another GPU, --tp divides a CPU's work"
-)
 _ONE_PROCESS: Final = "one process serves one model on one device; run several behind a proxy that balances them"
 _QUANTIZED: Final = (
     "float8 in blocks is known by a checkpoint's config.json; other methods, and quantising at the start, are not there yet"

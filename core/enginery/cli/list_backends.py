@@ -92,7 +92,7 @@ def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
     where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
     settings = resolve(asked, where, facts, config=config)
     kinds = {"softmax": False, "recurrent": True}
-    needs = {kind: attn_needs(facts, settings, where, recurrent=recurrent) for kind, recurrent in kinds.items()}
+    needs = {kind: attn_needs(facts.layers, settings, where, recurrent=recurrent) for kind, recurrent in kinds.items()}
     return _Asking(
         layers={kind: each for kind, each in needs.items() if each.layers},
         ops=OpNeeds(device=device, dtype=settings.dtype, compute_capability=capability),

@@ -12,7 +12,7 @@ from enginery.plugin.near import did_you_mean
 # Typer has a click of its own, or takes the one that is installed; the parent of what it exports is what both raise.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
-_ONE_DEVICE: Final = "a model runs on one device, parallelism over several is not there yet; --device cuda:1 takes another one"
+_ONE_DEVICE: Final = "parallelism over several GPUs or hosts is not there yet; --device cuda:1 takes another one, --tp is for CPUs"
 _ONE_PROCESS: Final = "one process serves one model on one device; run several behind a proxy that balances them"
 _QUANTIZED: Final = (
     "float8 in blocks is known by a checkpoint's config.json; other methods, and quantising at the start, are not there yet"
@@ -24,8 +24,9 @@ _ALWAYS: Final = "that is always so here; leave it out"
 _NOT_NAMED: Final = "the parser that suits the model is taken by itself; --tool-parser names another"
 
 FOREIGN: Final = {
-    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp", "-tp", "--tensor-split", "--split-mode"), _ONE_DEVICE),
-    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--enable-expert-parallel", "--ep-size", "--nnodes"), _ONE_DEVICE),
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "-tp"), "--tp, which is for ranks on CPUs so far"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp"), "--pp, which is for ranks on CPUs so far"),
+    **dict.fromkeys(("--tensor-split", "--split-mode", "--enable-expert-parallel", "--ep-size", "--nnodes"), _ONE_DEVICE),
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "-dp", "--api-server-count", "--workers"), _ONE_PROCESS),
     **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "--memory-fraction, the share of the free memory"),
     **dict.fromkeys(("--max-num-seqs", "--max-running-requests", "--parallel"), "--max-batch-requests"),

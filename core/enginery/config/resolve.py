@@ -22,7 +22,7 @@ DEFAULT_PREFILL_FRACTION = 0.125
 _SHARES = ("memory_fraction", "prefill_fraction")
 _POSITIVE = (
     *("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens"),
-    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens"),
+    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens", "tp", "pp"),
 )
 
 
@@ -117,8 +117,19 @@ def _check(asked: EngineOptions) -> None:
     if asked.mla_prefill not in ("auto", *PrefillStrategy):
         raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
     _check_drafts(asked)
+    _check_stages(asked)
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
+
+
+def _check_stages(asked: EngineOptions) -> None:
+    sizes = None if asked.pp_layers is None else asked.pp_layers.split(",")
+    if sizes is not None and not (len(sizes) == asked.pp and all(size.isdecimal() and int(size) for size in sizes)):
+        raise ConfigError(
+            f"pp_layers is {asked.pp_layers!r}, but must be a number of layers for each of the {asked.pp} stages of --pp, as 16,16"
+        )
+    if asked.pp > 1 and asked.overlap:
+        raise ConfigError(f"overlap is on, but with --pp {asked.pp} as many steps are on their way anyway; leave it out")
 
 
 def _check_drafts(asked: EngineOptions) -> None:
@@ -141,8 +152,9 @@ def _check_numbers(asked: EngineOptions) -> None:
             raise ConfigError(f"{name} is {given[name]}, but must lie in (0, 1]")
     if asked.profile_steps < 0:
         raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
-    if asked.kv_memory_gib is not None and asked.kv_memory_gib <= 0:
-        raise ConfigError(f"kv_memory_gib is {asked.kv_memory_gib}, but must be positive")
+    for name in ("kv_memory_gib", "step_deadline"):
+        if given.get(name, 1) <= 0:
+            raise ConfigError(f"{name} is {given[name]}, but must be positive")
 
 
 def _check_layers(asked: EngineOptions, model: ModelFacts) -> None:

@@ -34,6 +34,9 @@ class EngineOptions:
     drafter: off, or the name of what guesses next tokens, which are then verified; auto takes the draft model that comes with the
     model, if any. draft_model: folder, installed checkpoint or hub id of a drafter that is a model. draft_length: tokens that are
     guessed of a request in a step, or auto: as many as pay.
+    tp: tensor parallelism, processes that have a part of each layer. pp: pipeline parallelism, stages of some layers each, as many
+    steps are on their way; pp_layers: decoder layers of each stage, with commas between them. num_threads: of all processes.
+    step_deadline: seconds after which a rank that does not get on is given up, and the engine with it.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """
@@ -76,6 +79,10 @@ class EngineOptions:
     graphs: bool = True
     wait_for_kernels: bool = False
     num_threads: int | None = None
+    tp: int = 1
+    pp: int = 1
+    pp_layers: str | None = None
+    step_deadline: float = 60.0
     seed: int = 0
     record_steps: tuple[int, str] | None = None
     profile_steps: int = 0
@@ -100,7 +107,10 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """What the scheduler is told. Lengths are in tokens; `prefill_fraction` is explained at `EngineOptions`."""
+    """What the scheduler is told. Lengths are in tokens; `prefill_fraction` is explained at `EngineOptions`.
+
+    stages: of a pipeline: so many steps are in flight, none with inputs that are pending.
+    """
 
     page_size: int
     num_pages: int
@@ -110,3 +120,4 @@ class ScheduleSettings:
     prefill_fraction: float
     max_queued_requests: int
     prefix_cache: bool
+    stages: int = 1

@@ -5,10 +5,11 @@ N rows, C hidden size, V columns of the logits, R ranks of a lane's tensor group
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ class ParallelFacts:
     """Where this process stands. Model plugins never see it: they are given `StageLayers`, `Collectives` and their rank's weights.
 
     tensor_rank: among the ranks that have a part of each layer. lane: among groups that have requests of their own. stage: among
-    the pipeline's stages, each with layers of its own.
+    the pipeline's stages, each with layers of its own. layers_by_stage: how many decoder layers each has; empty: evenly divided.
     """
 
     tensor_rank: int = 0
@@ -36,6 +37,34 @@ class ParallelFacts:
     num_lanes: int = 1
     stage: int = 0
     num_stages: int = 1
+    layers_by_stage: tuple[int, ...] = ()
+
+    def of_rank(self, rank: int) -> ParallelFacts:
+        """Of another rank. They are counted from the first tensor rank of the last stage, which schedules and samples."""
+        behind, tensor_rank = divmod(rank, self.tensor_size)
+        return dataclasses.replace(self, tensor_rank=tensor_rank, stage=self.num_stages - 1 - behind)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the head."""
+        return self.stage == self.num_stages - 1
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among all of one lane."""
+        return (self.num_stages - 1 - self.stage) * self.tensor_size + self.tensor_rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes run one lane."""
+        return self.tensor_size * self.num_stages
+
+    def __str__(self) -> str:
+        of_stage = f" of stage {self.stage}" if self.num_stages > 1 else ""
+        return f"rank {self.rank}, tensor rank {self.tensor_rank}{of_stage}"
+
+
+WHOLE: Final = ParallelFacts()  # one process has all of the model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,12 +38,13 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """The way a step runs, decided once for all ranks.
 
     size: of the graph, in requests, or of the pieces, in tokens; 0 where it runs eagerly. greedy: each token that is sampled is
-    that of the largest logit.
+    that of the largest logit. tokens_only: and nothing else is asked of the logits.
     """
 
     way: Way = Way.EAGER
     size: int = 0
     greedy: bool = False
+    tokens_only: bool = False
 
 
 class RunSizes(NamedTuple):

@@ -11,11 +11,11 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ from enginery.contracts.batch import FULL, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
+from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.capture import StepParts, capture_steps
 from enginery.engine.changeover import Changeover
 from enginery.errors import CheckpointError
@@ -38,14 +39,18 @@ from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
-from enginery.worker.loading import PARALLEL, NeededWeights, build_model, check_weights, load_weights
+from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
+from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
+from enginery.worker.ranks.groups import Alone, Met
+from enginery.worker.runner import Captured, Runner, Speculation
 from enginery.worker.token_feed import TokenFeed
 from enginery.worker.warm_up import warm_up
 
@@ -76,6 +81,16 @@ class BuiltParts:
     phases_s: Mapping[str, float]
 
 
+class Place(NamedTuple):
+    """Of a process among several ranks. meet: called with what it has chosen, when the others may be waited for."""
+
+    parallel: ParallelFacts
+    meet: Callable[[Choice], Met]
+
+
+ALONE: Final = Place(WHOLE, lambda _: Alone())
+
+
 class Phases:
     """Reports each phase of a start when it begins, and measures it."""
 
@@ -98,14 +113,16 @@ def build_parts(
     report: ReportProgress = report_to_nobody,
     *,
     pages: Mapping[MemoryKind, int] = MappingProxyType({}),
+    place: Place = ALONE,
 ) -> BuiltParts:
     """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible.
 
-    pages: how many of these kinds of memory there are to be, whatever would fit.
+    pages: how many of these kinds of memory there are to be, whatever would fit. place: among several ranks.
     """
     phases = Phases(report)
     with phases("choice"):
-        chosen = choose(asked, registry)
+        chosen = choose(asked, registry, parallel=place.parallel)
+        met = place.meet(chosen)
     with phases("ops"):
         ops = load_ops(asked, chosen)
     with phases("needed weights"):
@@ -113,13 +130,13 @@ def build_parts(
         draft = find_draft_needs(asked, registry, chosen)
         chosen = chosen if draft is None else dataclasses.replace(chosen, taps=draft.taps)
     with phases("memory"):
-        memory = plan_sizes(asked, chosen, needed, draft)
+        memory = met.smallest(plan_sizes(asked, chosen, needed, draft))
         choice = fit_context(chosen, memory)
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
         settings = choice.settings
-        geometry = with_pages(no_pages(choice, PARALLEL), memory, max_requests=settings.max_batch_requests, asked=pages)
+        geometry = with_pages(no_pages(choice), memory, max_requests=settings.max_batch_requests, asked=pages)
         pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
     with phases("attention"):
         attention = attention_parts(asked, choice, registry, pool=pool, states=states)
@@ -127,7 +144,9 @@ def build_parts(
         socket = LayerSocket(relay)
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
-        model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket)
+        comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
+        model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket, comm=comm)
+        model = met.joined(model, choice)
         draft_model = build_draft_model(asked, registry, draft, target=choice, verifier=model, ops=ops, pool=pool, socket=socket)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.draft_length)
     with phases("warm up"):
@@ -148,6 +167,20 @@ def build_parts(
         draft_model=draft_model,
         draft_graphs=captured.drafts,
         phases_s={phase: seconds for phase, seconds in phases.seconds.items() if seconds > 0.001},
+    )
+
+
+def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> Runner:
+    """What runs the steps. forced: for benchmarks."""
+    return Runner(
+        parts.model,
+        parts.relay,
+        ops=parts.ops,
+        tables=PageTables.of_geometry(parts.geometry),
+        feed=parts.feed,
+        captured=Captured(parts.graphs, parts.pieces),
+        results=parts.choice.results,
+        speculation=Speculation(parts.draft_model, parts.draft_graphs, forced),
     )
 
 
@@ -173,7 +206,7 @@ def named_tensors(choice: Choice) -> NamedTensors:
 def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draft: DraftNeeds | None) -> MemoryPlan:
     """How many pages fit beside everything else."""
     facts, settings = choice.facts, choice.settings
-    geometry = no_pages(choice, PARALLEL)
+    geometry = no_pages(choice)
     if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
         raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
     sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choice.ops)

@@ -16,13 +16,16 @@ import torch
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.batch import STATE, WINDOW
-from enginery.contracts.engine import EngineFacts, ReportProgress, report_to_nobody
+from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
-from enginery.engine.build import BuiltParts, build_parts
+from enginery.engine.build import BuiltParts, build_parts, build_runner
 from enginery.engine.changeover import Changeover
+from enginery.engine.facts import facts_of
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
+from enginery.engine.ranks.local import Launch, LocalRanks
+from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling
 from enginery.errors import Overloaded, RequestError
@@ -39,10 +42,17 @@ from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.page_tables import PageTables
-from enginery.worker.runner import Captured, Guesses, Launched, Runner, RunningStep, Speculation
+from enginery.worker.runner import Guesses, Launched, RunningStep
 
 MAX_FAILED_STEPS: Final = 3
+
+
+class _Sent(NamedTuple):
+    """A step that other ranks may have begun, and this one has not."""
+
+    step: StepInput
+    requests: Sequence[Request]
+    at: SteppedAt
 
 
 class _InFlight(NamedTuple):
@@ -66,13 +76,19 @@ class Engine:
     """Built once, then `submit`, `abort` and `step` until there is no work."""
 
     def __init__(
-        self, parts: BuiltParts, registry: Registry, asked: EngineOptions, *, forced: ForcedAcceptance | None = None
+        self,
+        parts: BuiltParts,
+        registry: Registry,
+        asked: EngineOptions,
+        *,
+        forced: ForcedAcceptance | None = None,
+        ranks: Ranks = NO_RANKS,
     ) -> None:
-        """forced: for benchmarks, see `ForcedAcceptance`."""
+        """forced: for benchmarks, see `ForcedAcceptance`. ranks: the others."""
         choice, memory = parts.choice, parts.memory
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
-        self.facts = _facts(parts)
+        self.facts = facts_of(parts)
         self._seeds = random.Random(asked.seed)
         self._cache, allocator, finite = _page_owners(parts)
         self._made = MadeDrafts()
@@ -87,6 +103,7 @@ class Engine:
                 prefill_fraction=settings.prefill_fraction,
                 max_queued_requests=asked.max_queued_requests,
                 prefix_cache=settings.prefix_cache,
+                stages=asked.pp,
             ),
             guarded_policy(registry.schedule_policy(asked.schedule_policy)),
             cache=self._cache,
@@ -111,18 +128,12 @@ class Engine:
         )
         self._failure: _Failure | None = None
         self._told: list[RequestOutput] = []
+        self._sent: deque[_Sent] = deque()
+        self._ahead = asked.pp - 1
         self._in_flight: deque[_InFlight] = deque()
         self._eos_token_ids = eos_token_ids
-        self._runner = Runner(
-            parts.model,
-            parts.relay,
-            ops=parts.ops,
-            tables=PageTables.of_geometry(parts.geometry),
-            feed=parts.feed,
-            captured=Captured(parts.graphs, parts.pieces),
-            results=parts.choice.results,
-            speculation=Speculation(parts.draft_model, parts.draft_graphs, forced),
-        )
+        self._runner = build_runner(parts, forced)
+        self._ranks = ranks
 
     @classmethod
     def build(
@@ -132,14 +143,20 @@ class Engine:
         report: ReportProgress = report_to_nobody,
         *,
         forced_rates: Sequence[float] = (),
+        launch: Launch = LocalRanks,
     ) -> Engine:
         """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
 
-        forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`.
+        forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`. launch:
+        what starts the processes of other ranks.
         """
-        parts = build_parts(asked, registry, report)
+        with begun_ranks(asked, registry, launch) as others:
+            if others is None:
+                parts = build_parts(asked, registry, report)
+            else:
+                parts = build_parts(others.options, registry, report, place=others.place)
         forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
-        return cls(parts, registry, asked, forced=forced)
+        return cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
 
     @property
     def has_work(self) -> bool:
@@ -184,12 +201,18 @@ class Engine:
         step = self._scheduler.next_step(self._runner.sizes)
         if step.items:
             at = SteppedAt(began_s, time.perf_counter(), len(self._scheduler.preempted))
-            requests = self._scheduler.requests
+            self._sent.append(_Sent(step, self._scheduler.requests, at))
             with self._naming(step):
-                if self._in_flight and _reads_pending(step, requests):
+                self._ranks.send(step)
+        ahead, overlap = (self._ahead, self._overlap) if step.items else (0, 0)
+        if len(self._sent) > ahead:
+            sent, requests, at = self._sent[0]
+            with self._naming(sent):
+                if self._in_flight and _reads_pending(sent, requests):
                     outputs += self._publish_first()
-                self._in_flight.append(self._sample(self._runner.launch(step), requests, at))
-        if len(self._in_flight) > (self._overlap if step.items else 0):
+                self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
+                self._sent.popleft()
+        if len(self._in_flight) > overlap:
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
@@ -219,6 +242,7 @@ class Engine:
 
         Says whether there was any.
         """
+        self._ranks.check()
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
@@ -229,7 +253,8 @@ class Engine:
         return self._grammars.prepare()
 
     def close(self) -> None:
-        """End what still compiles for this engine."""
+        """End what still compiles for this engine, and its other ranks."""
+        self._ranks.end()
         if self._changeover is not None:
             self._changeover.stop()
 
@@ -238,7 +263,9 @@ class Engine:
         step, vocab_size = launched.step, self.facts.vocab_size
         _note_first_turns(requests[step.num_decode :])
         sampling, failures = prepare_sampling(step, requests, self._eos_token_ids, vocab_size=vocab_size)
-        return _InFlight(step, requests, self._runner.sample(launched, sampling, failures.cuts), failures, at)
+        running = self._runner.sample(launched, sampling, failures.cuts)
+        self._ranks.share(running)
+        return _InFlight(step, requests, running, failures, at)
 
     def _publish_all(self, outputs: list[RequestOutput]) -> None:
         """Take the tokens of all steps in flight in, and append what they add to `outputs`."""
@@ -251,6 +278,7 @@ class Engine:
         with self._naming(step):
             output = running.wait()
         self._in_flight.popleft()
+        self._ranks.landed(step)
         self.meter.arrived(step, output, at, waited_from_s=waited_from)
         if self._recorder is not None:
             self._recorder.add(step, requests, output)
@@ -275,9 +303,9 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            failed = [launched.step for launched in self._in_flight]
+            steps = list(dict.fromkeys([*(lost.step for lost in self._in_flight), *(lost.step for lost in self._sent)]))
             self._in_flight.clear()
-            steps = failed if step in failed else [*failed, step]
+            self._sent.clear()
             given_up = [] if self._failure is None or self._failure.error is not error else self._failure.request_ids
             given_up += [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
             self._runner.resume_at(self._scheduler.next_number)
@@ -286,6 +314,7 @@ class Engine:
             error.add_note(
                 f"in step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
             )
+            self._ranks.failed(error)
             raise
 
     def _release_compiled(self) -> list[RequestOutput]:
@@ -370,25 +399,3 @@ def _check_token_ids(request: GenerationRequest, *, vocab_size: int) -> None:
     check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
     check_token_ids("logit_bias", request.params.logit_bias, vocab_size=vocab_size)
     check_token_ids("stop_token_ids", request.params.stop_token_ids, vocab_size=vocab_size)
-
-
-def _facts(parts: BuiltParts) -> EngineFacts:
-    choice, memory = parts.choice, parts.memory
-    return EngineFacts(
-        model_name=choice.checkpoint.name,
-        served_names=choice.checkpoint.names,
-        folder=str(choice.checkpoint.folder),
-        tokenizer_folder=str(choice.checkpoint.tokenizer_folder),
-        note=choice.checkpoint.note,
-        max_model_len=choice.settings.max_model_len,
-        vocab_size=choice.facts.vocab_size,
-        dtype=choice.settings.dtype,
-        attn_backend=choice.attention.name,
-        num_pages=memory.num_pages,
-        page_size=memory.page_size,
-        eos_token_ids=tuple(sorted(choice.checkpoint.eos_token_ids)),
-        considered=choice.considered,
-        decisions=tuple((decision.setting, decision.value, decision.reason) for decision in choice.decisions),
-        memory_plan=str(memory),
-        phases_s=dict(parts.phases_s),
-    )

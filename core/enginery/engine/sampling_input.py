@@ -68,7 +68,7 @@ def prepare_sampling(
     step: StepInput, requests: Sequence[Request], eos_token_ids: frozenset[int], *, vocab_size: int
 ) -> tuple[SamplingInput | None, GrammarFailures]:
     """Of a step whose forward is on its way: grammars are asked while the device works. None: see `Prepared`."""
-    if step.run.greedy and not any(request.reports_logprobs for request in requests):
+    if step.run.tokens_only:
         return None, NO_FAILURES
     items, places = step.columns(), step.sampling.repeat(step.sampled_rows).tolist()
     asked = [requests[index] for index in places]

@@ -71,7 +71,8 @@ class BatchPlanner:
         prompts: list[Request] = []
         running = self._table.running
         roomy = min(self._budget, self._kv.num_available) >= len(running) and self._kv.finite.is_roomy(len(running))
-        for request in list(self._table.side_by_side) if roomy else running:  # `running` shrinks meanwhile, but only at its end
+        turns = list(self._table.side_by_side) if roomy else running  # `running` shrinks meanwhile, but only at its end
+        for request in self._in_turn(turns):
             start = request.num_computed
             if request.status is not RequestStatus.RUNNING:
                 continue
@@ -83,6 +84,15 @@ class BatchPlanner:
                 self._add(request, 1)
         prompts.sort(key=attrgetter("order"))
         return prompts
+
+    def _in_turn(self, running: list[Request]) -> list[Request]:
+        """With several stages: those whose tokens are known, and of the decoding ones a stage's part, so that all get some."""
+        if self._settings.stages == 1:
+            return running
+        known = [request for request in running if request.num_computed < len(request.token_ids)]
+        decoding = [request for request in known if request.num_expected - request.num_computed == 1]
+        later = set(decoding[-(-len(running) // self._settings.stages) :])
+        return [request for request in known if request not in later]
 
     def _schedule_verifications(self) -> list[Request]:
         """The same, with the drafts that budget and free pages allow. All get as many rows as the one that has most.

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
+import msgspec
+
 from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.drafting import ON_DEVICE
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
@@ -115,7 +117,10 @@ class StepBuilder:
         phase = self._phase
         if (length := self.decode_len) > 1:
             sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= sizes.verified_rows))
+        tokens_only = self._greedy and not any(request.reports_logprobs for request in self.requests)
         run = choose_run(phase, len(self.requests), self.num_tokens, sizes=sizes, greedy=self._greedy, embeds=bool(self._embedding))
+        if tokens_only:
+            run = msgspec.structs.replace(run, tokens_only=True)
         news = {FULL: self._pages, WINDOW: self._window}
         return StepInput(
             number=number,

@@ -64,7 +64,7 @@ def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRela
         children["state"] = _leaf(parts, chosen.recurrent, part="recurrent")
     assert children, "a model without attention layers"
     (first, *others) = children.values()
-    return _composite(parts, LayerKinds(**children)) if others or WINDOW in kinds else first
+    return _composite(parts, LayerKinds(**children)) if others or WINDOW in parts.pool.geometry.pages else first
 
 
 def _softmax(parts: AttentionParts, chosen: AttentionChoice, *, prefix: str, latent: bool) -> BackendRelay:

@@ -20,6 +20,7 @@ from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.model import Feature, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
+from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
 from enginery.errors import CheckpointError, Unsupported
 from enginery.kv.pool import TORCH_DTYPES
@@ -27,11 +28,12 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
-from enginery.worker.device import device_facts, torch_device
+from enginery.worker.device import device_facts, of_one_rank, torch_device
 from enginery.worker.drafts.choice import choose_drafter, drafter_decisions
 from enginery.worker.needs import attn_needs, by_phase
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
+from enginery.worker.weights.shares import stage_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +98,8 @@ class Choice:
 
     first_attention: the backends to begin with while kernels of `attention` are compiled; None: begin with `attention`.
     to_compile: what `attention` lacks. considered: every attention backend and set of operations, with why it was refused. taps:
-    hidden states that a draft model takes from this one. reads: of a draft model, see `DrafterSpec`.
+    hidden states that a draft model takes from this one. reads: of a draft model, see `DrafterSpec`. parallel: the part that is run
+    here; a draft model is whole.
     """
 
     checkpoint: Checkpoint
@@ -118,6 +121,7 @@ class Choice:
     decisions: tuple[Decision, ...]
     taps: tuple[Feature, ...] = ()
     reads: tuple[int, ...] = ()
+    parallel: ParallelFacts = WHOLE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,20 +134,24 @@ class Choice:
         return ModelResults(self.facts.hidden_size, self.facts.vocab_size, self.family.source)
 
 
-def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None = None) -> Choice:
-    """Everything that can be decided, and refused, from configuration and facts alone. device: None for the one asked for."""
+def choose(
+    asked: EngineOptions, registry: Registry, device: DeviceFacts | None = None, *, parallel: ParallelFacts = WHOLE
+) -> Choice:
+    """Everything that can be decided, and refused, from configuration and facts alone. device: None for the one asked for.
+
+    parallel: the rank that will run it; its needs are those of its own layers and heads.
+    """
     checkpoint = find_checkpoint(asked, registry)
     family, family_reason = registry.find_model(checkpoint.config)
     with inside(family, f"describe the model in {checkpoint.folder}"):
         facts = family.spec.describe(checkpoint.config)
-    device = device or device_facts(asked.device, asked.num_threads)
+    device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel)
     settings = resolve(asked, device, facts, config=checkpoint.config)
     shipped = shipped_drafters(checkpoint, registry)
     config, folder = checkpoint.config, checkpoint.folder
     drafter = choose_drafter(asked, registry, device=device.kind, shipped=shipped, config=config, folder=folder)
-    softmax, recurrent = (
-        attn_needs(facts, settings, device, recurrent=each, verifies=drafter.offer is not None) for each in (False, True)
-    )
+    layers, verifies = stage_of(facts, parallel).memory, drafter.offer is not None
+    softmax, recurrent = (attn_needs(layers, settings, device, recurrent=each, verifies=verifies) for each in (False, True))
     attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)
@@ -153,9 +161,6 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
     ops = registry.select_ops(op_needs)
     weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
-    considered = (*attention.considered, *(f"ops: {line}" for line in weigh_ops(op_needs, registry.ops)))
-    for line in considered[len(attention.considered) :]:
-        log.debug("%s", line)
     return Choice(
         checkpoint=checkpoint,
         family=family,
@@ -172,7 +177,8 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
         op_needs=op_needs,
         ops=ops,
         weight_format=weight_format,
-        considered=considered,
+        considered=(*attention.considered, *_considered_ops(op_needs, registry)),
+        parallel=parallel,
         decisions=(
             Decision(setting="model", value=checkpoint.name, reason=checkpoint.note or str(checkpoint.folder)),
             Decision(setting="family", value=family.name, reason=f"{family_reason}, from {family.source}", source=family.source),
@@ -185,6 +191,13 @@ def choose(asked: EngineOptions, registry: Registry, device: DeviceFacts | None 
             *drafter_decisions(drafter),
         ),
     )
+
+
+def _considered_ops(needs: OpNeeds, registry: Registry) -> list[str]:
+    considered = [f"ops: {line}" for line in weigh_ops(needs, registry.ops)]
+    for line in considered:
+        log.debug("%s", line)
+    return considered
 
 
 def _weight_format(

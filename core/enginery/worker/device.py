@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
 import torch
 
 from enginery.config.resolve import DeviceFacts
+from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError
 
 
@@ -38,6 +40,16 @@ def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
         num_threads=threads,
         compute_capability=torch.cuda.get_device_capability(index),
     )
+
+
+def of_one_rank(device: DeviceFacts, parallel: ParallelFacts) -> DeviceFacts:
+    """The part of a host that one of its ranks may take. Raises `ConfigError` for several ranks on other devices."""
+    if parallel.num_ranks > 1 and device.kind != "cpu":
+        raise ConfigError(
+            f"{parallel.num_ranks} ranks were asked for on {device.name}, but they run on CPUs only so far; use --device cpu, or "
+            "leave --tp and --pp out"
+        )
+    return dataclasses.replace(device, available_bytes=device.available_bytes // parallel.num_ranks)
 
 
 def torch_device(asked: str) -> torch.device:

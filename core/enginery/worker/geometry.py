@@ -7,16 +7,15 @@ from collections.abc import Mapping
 
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
-from enginery.contracts.parallel import ParallelFacts
 from enginery.worker.choice import Choice
 from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.weights.shares import stage_of
 
 
-def no_pages(choice: Choice, parallel: ParallelFacts) -> KVGeometry:
+def no_pages(choice: Choice) -> KVGeometry:
     """The shape of a page, before it is known how many there are."""
     settings = choice.settings
-    layers = stage_of(choice.facts, parallel).memory
+    layers = stage_of(choice.facts, choice.parallel).memory
     pages = {} if largest_window(choice) is None else {WINDOW: 0}
     size, own = settings.page_size, settings.dtype  # the inputs of a convolution are no keys
     return KVGeometry(pages=pages, page_size=size, layers=layers, dtype=settings.kv_dtype, state_dtype=own)

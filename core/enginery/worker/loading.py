@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
@@ -18,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import BuildProgress, ReportProgress
 from enginery.contracts.model import DraftTarget, Model, ModelContext
 from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.parallel import Collectives
 from enginery.kv.pool import PagedKVPool
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
@@ -32,8 +31,6 @@ from enginery.worker.weights.rank import RankWeights
 from enginery.worker.weights.shares import stage_of
 from enginery.worker.weights.store import LoadedWeights, PieceStore, WeightRecord, check
 
-PARALLEL: Final = ParallelFacts()  # one process has the whole model
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NeededWeights:
@@ -46,25 +43,36 @@ class NeededWeights:
 
 def check_weights(choice: Choice) -> NeededWeights:
     """Compare what the model will ask for with what the checkpoint has. Reads headers only."""
-    family, checkpoint = choice.family, choice.checkpoint
+    family, checkpoint, parallel = choice.family, choice.checkpoint, choice.parallel
     stored: Mapping[str, StoredTensor] | None = None
     if not checkpoint.random:
         stored = unstack(scan_checkpoint(checkpoint.folder), family.spec.stacked_weights)
     reader = None
     if choice.weight_format is not None:
         reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
-    record = WeightRecord(choice.dtype, names=frozenset(stored or ()))
-    device = torch.device("meta")
-    pool = PagedKVPool(no_pages(choice, PARALLEL), device)
-    context = model_context(choice, record, reader=reader, ops=reference_ops(), socket=LayerSocket(None), pool=pool, device=device)
-    with inside(family, "build the model"):
-        family.spec.build(context)
+    record = _record(choice, stored, reader)
     if stored is not None:
+        of_all_stages = record
+        if parallel.num_stages > 1:
+            whole = dataclasses.replace(parallel, stage=0, num_stages=1, layers_by_stage=())
+            of_all_stages = _record(dataclasses.replace(choice, parallel=whole), stored, reader)
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
         stated = family.spec.ignored_weights
         ignored = stated(checkpoint.config) if callable(stated) else stated
-        check(record, stored, (*ignored, *tied), folder=checkpoint.folder)
+        check(of_all_stages, stored, (*ignored, *tied), folder=checkpoint.folder)
     return NeededWeights(record=record, stored=stored, reader=reader)
+
+
+def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:
+    """What the model of a choice takes."""
+    record = WeightRecord(choice.dtype, names=frozenset(stored or ()))
+    device = torch.device("meta")
+    pool = PagedKVPool(no_pages(choice), device)
+    ops, socket = reference_ops(), LayerSocket(None)
+    context = model_context(choice, record, reader=reader, ops=ops, socket=socket, pool=pool, device=device, comm=SingleRank(ops))
+    with inside(choice.family, "build the model"):
+        choice.family.spec.build(context)
+    return record
 
 
 def load_weights(asked: EngineOptions, choice: Choice, needed: NeededWeights, report: ReportProgress) -> LoadedWeights:
@@ -86,10 +94,12 @@ def build_model(
     ops: OpTable,
     pool: PagedKVPool,
     socket: LayerSocket,
+    comm: Collectives,
     target: DraftTarget | None = None,
 ) -> Model:
     """The model a second time, bound to its weights and its backend. target: of a draft model."""
-    context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device, target=target)
+    context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device, comm=comm)
+    context = dataclasses.replace(context, target=target)
     with torch.inference_mode(), inside(choice.family, "build the model"):
         return choice.family.spec.build(context)
 
@@ -103,11 +113,10 @@ def model_context(
     socket: LayerSocket,
     pool: PagedKVPool,
     device: torch.device,
-    target: DraftTarget | None = None,
+    comm: Collectives,
 ) -> ModelContext:
     """What the model is built from, for the recording build and for the real one."""
-    comm = SingleRank(ops)
-    setting = RankSetting(ops=ops, comm=comm, parallel=PARALLEL, reader=reader, kept=kept_schemes(choice.ops))
+    setting = RankSetting(ops=ops, comm=comm, parallel=choice.parallel, reader=reader, kept=kept_schemes(choice.ops))
     return ModelContext(
         config=choice.checkpoint.config,
         facts=choice.facts,
@@ -119,8 +128,7 @@ def model_context(
         device=device,
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
-        stage=dataclasses.replace(stage_of(choice.facts, PARALLEL), reads=choice.reads),
+        stage=dataclasses.replace(stage_of(choice.facts, choice.parallel), reads=choice.reads),
         comm=comm,
-        target=target,
         taps=choice.taps,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,11 +45,17 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Seque
     return LogprobTable(token_ids, own, ids, best, num_top)
 
 
+def row_blocks(num_rows: int) -> Iterator[tuple[int, int]]:
+    """The first row, and how many, of each call of a model's `logits` for so many tokens of a prompt, on every rank."""
+    for begin in range(0, num_rows, PROMPT_LOGPROB_ROWS):
+        yield begin, min(PROMPT_LOGPROB_ROWS, num_rows - begin)
+
+
 def prompt_logprob_tables(model: Model, targets: PromptTargets, hidden: torch.Tensor) -> list[LogprobTable]:
     """What the rows of a prompt's chunk say of the tokens that follow them. hidden: [n, C], of at least as many rows as targets."""
     tables: list[LogprobTable] = []
-    for begin in range(0, len(targets.token_ids), PROMPT_LOGPROB_ROWS):
-        following = to_device(torch.from_numpy(targets.token_ids[begin : begin + PROMPT_LOGPROB_ROWS]), hidden.device)
-        logits = model.logits(hidden[begin : begin + len(following)])
+    for begin, count in row_blocks(len(targets.token_ids)):
+        following = to_device(torch.from_numpy(targets.token_ids[begin : begin + count]), hidden.device)
+        logits = model.logits(hidden[begin : begin + count])
         tables.append(token_logprobs(logits, following, [targets.num_top] * len(following)))
     return tables

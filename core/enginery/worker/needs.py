@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from enginery.config.resolve import DeviceFacts, Settings
-from enginery.contracts.attention import AttnNeeds
+from enginery.contracts.attention import AttnLayerFacts, AttnNeeds
 from enginery.contracts.batch import Phase
-from enginery.contracts.model import ModelFacts
 
 
 def attn_needs(
-    facts: ModelFacts, settings: Settings, device: DeviceFacts, *, recurrent: bool = False, verifies: bool = False
+    layers: Iterable[AttnLayerFacts], settings: Settings, device: DeviceFacts, *, recurrent: bool = False, verifies: bool = False
 ) -> AttnNeeds:
-    """The needs of a model of these facts, run with these settings: of its softmax layers, or of its recurrent ones.
+    """The needs of these layers, run with these settings: of those with softmax, or of the recurrent ones.
 
-    verifies: whether steps verify drafts.
+    layers: with the heads that a backend is given. verifies: whether steps verify drafts.
     """
     return AttnNeeds(
         device=device.kind,
         dtype=settings.dtype,
         kv_dtype=settings.dtype if recurrent else settings.kv_dtype,
         page_size=settings.page_size,
-        layers=tuple(layer for layer in facts.layers if (layer.recurrent is not None) == recurrent),
+        layers=tuple(layer for layer in layers if (layer.recurrent is not None) == recurrent),
         compute_capability=device.compute_capability,
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, *((Phase.VERIFY,) if verifies else ())}),
     )

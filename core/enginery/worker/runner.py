@@ -37,6 +37,8 @@ from enginery.worker.paths.eager import EagerPath
 from enginery.worker.paths.path import Forwarded, ForwardPath
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
+from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.ranks.path import BestTokens
 from enginery.worker.sampling import NAN_TOKEN, mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
 
@@ -202,9 +204,10 @@ class Runner:
             self.pieces.relay = relay
         self._eager = self._new_eager_path()
 
-    def _new_eager_path(self) -> EagerPath:
+    def _new_eager_path(self) -> ForwardPath:
         keeps_all = self.draft_model is not None
-        return EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
+        path = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
+        return BestTokens(path, self.model, self.feed) if isinstance(self.model, JoinedHead) else path
 
     def resume_at(self, number: int) -> None:
         """The next step has this number: those before that have not come were given up with all of their requests."""

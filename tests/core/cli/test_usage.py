@@ -36,10 +36,11 @@ def test_no_foreign_flag_is_one_of_ours_and_what_is_advised_exists() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("--tensor-parallel-size", "2"), "no option --tensor-parallel-size; a model runs on one device"),
-        (("--tensor_parallel_size=2",), "no option --tensor_parallel_size; a model runs on one device"),
-        (("-tp", "2"), "no option -tp; a model runs on one device"),
-        (("--tp-size", "2"), "a model runs on one device"),
+        (("--tensor-parallel-size", "2"), "no option --tensor-parallel-size; here it is --tp, which is for ranks on CPUs"),
+        (("--tensor_parallel_size=2",), "no option --tensor_parallel_size; here it is --tp"),
+        (("-tp", "2"), "no option -tp; here it is --tp"),
+        (("--pipeline-parallel-size", "2"), "here it is --pp"),
+        (("--ep-size", "2"), "parallelism over several GPUs or hosts is not there yet"),
         (("--gpu-memory-utilization", "0.9"), "here it is --memory-fraction"),
         (("--mem-fraction-static", "0.9"), "here it is --memory-fraction"),
         (("--max-num-seqs", "9"), "here it is --max-batch-requests"),

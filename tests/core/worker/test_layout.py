@@ -306,13 +306,20 @@ def test_a_step_says_how_far_it_is_padded() -> None:
     for name in "abc":
         scheduler.submit(asked_of(name, [1, 2, 3], temperature=0))
     prefill = scheduler.next_step(SIZES)
-    assert (prefill.value.run, prefill.value.padded) == (Run(Way.PIECES, 64, True), (3, 64))
+    assert (prefill.value.run, prefill.value.padded) == (Run(Way.PIECES, 64, True, True), (3, 64))
     scheduler.complete(prefill, [1, 1, 1])
     decode = scheduler.next_step(SIZES)
-    assert (decode.value.run, decode.value.padded) == (Run(Way.GRAPH, 4, True), (4, 4))
+    assert (decode.value.run, decode.value.padded) == (Run(Way.GRAPH, 4, True, True), (4, 4))
     scheduler.complete(decode, [1, 1, 1])
     eager = scheduler.next_step()
-    assert (eager.value.run, eager.value.padded) == (Run(Way.EAGER, 0, True), (3, 3))
+    assert (eager.value.run, eager.value.padded) == (Run(Way.EAGER, 0, True, True), (3, 3))
+
+
+def test_a_step_says_whether_anything_but_tokens_is_asked_for() -> None:
+    for params, expected in (({}, True), ({"logprobs": 0}, False), ({"prompt_logprobs": 0}, False), ({"temperature": 1}, False)):
+        scheduler = scheduler_of()
+        scheduler.submit(asked_of("a", [1, 2, 3], **{"temperature": 0, **params}))
+        assert scheduler.next_step(SIZES).value.run.tokens_only is expected
 
 
 @pytest.mark.parametrize(

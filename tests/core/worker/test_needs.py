@@ -23,10 +23,10 @@ def test_the_needs_of_a_model_are_its_facts_and_the_settings() -> None:
     facts = ModelFacts(vocab_size=8, hidden_size=8, max_positions=64, activation_width=8, layers=(layer, linear))
     device = DeviceFacts(kind="cuda", name="card", available_bytes=0, num_threads=1, compute_capability=(9, 0))
     settings = resolve(EngineOptions(dtype="bfloat16", kv_dtype="fp8", page_size=32), device, facts, config={})
-    needs = attn_needs(facts, settings, device)
+    needs = attn_needs(facts.layers, settings, device)
     assert (needs.dtype, needs.kv_dtype, needs.page_size, needs.layers) == ("bfloat16", "float8_e4m3fn", 32, (layer,))
     assert needs.compute_capability == (9, 0)
-    recurrent = attn_needs(facts, settings, device, recurrent=True)
+    recurrent = attn_needs(facts.layers, settings, device, recurrent=True)
     assert (recurrent.kv_dtype, recurrent.layers) == ("bfloat16", (linear,))
 
 

@@ -82,7 +82,11 @@ _FLAGS: Final = {
     "wait_for_kernels": _Flag(
         _PARTS, "Compile missing attention kernels first, instead of beginning with others.", ("--wait-for-kernels",)
     ),
-    "num_threads": _Flag(_PARTS, "Threads of a CPU engine."),
+    "num_threads": _Flag(_PARTS, "Threads of a CPU engine, of all its ranks together."),
+    "tp": _Flag(_PARTS, "Tensor parallelism: processes that have a part of each layer.", metavar="N"),
+    "pp": _Flag(_PARTS, "Pipeline parallelism: stages that have some of the layers.", metavar="N"),
+    "pp_layers": _Flag(_PARTS, "Decoder layers of each stage of --pp; without it they are divided evenly.", metavar="N,N"),
+    "step_deadline": _Flag(_PARTS, "Seconds after which a rank that does not get on ends the engine.", metavar="SECONDS"),
     "seed": _Flag(_PARTS, "Of random weights, and of requests without a seed."),
     "record_steps": _Flag(
         _PARTS, "Keep so many steps from the start on in a file, for engine replay.", ("--record-steps",), metavar="N FILE"

@@ -103,7 +103,7 @@ def _choose_attention(
     if reads:
         return target.attention
     softmax, recurrent = (
-        attn_needs(facts, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
+        attn_needs(facts.layers, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
     )
     softmax = dataclasses.replace(softmax, device_lengths=target.device_facts.kind != "cpu")
     return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]

@@ -20,6 +20,7 @@ from enginery.errors import ConfigError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import RecurrentStatePool
+from enginery.nn.parallel import SingleRank
 from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
@@ -27,7 +28,7 @@ from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.drafts.model_choice import choose_draft_model
-from enginery.worker.loading import PARALLEL, NeededWeights, build_model, check_weights, load_weights
+from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights
 from enginery.worker.paths.decode_graphs import Capture
 from enginery.worker.weights.shares import stage_of
 
@@ -51,7 +52,7 @@ class DraftNeeds:
         return KVGeometry(
             pages={FULL: num_pages + 1 + self._pages_behind},
             page_size=settings.page_size,
-            layers=() if self.choice.reads else stage_of(self.choice.facts, PARALLEL).memory,
+            layers=() if self.choice.reads else stage_of(self.choice.facts, self.choice.parallel).memory,
             dtype=settings.kv_dtype,
             num_seats=settings.max_batch_requests,
         )
@@ -138,17 +139,17 @@ def build_draft_model(
     if needs is None or (offer := target.drafter) is None:
         return None
     choice = dataclasses.replace(needs.choice, settings=target.settings)
-    weights = load_weights(asked, choice, needs.needed, report_to_nobody)
     if not choice.reads:
         pool = PagedKVPool(needs.geometry(pool.geometry.pages[FULL]), choice.device)
         socket = LayerSocket(_build_backends(asked, registry, choice, pool))
     model = build_model(
         choice,
-        weights,
+        load_weights(asked, choice, needs.needed, report_to_nobody),
         reader=needs.needed.reader,
         ops=ops,
         pool=pool,
         socket=socket,
+        comm=SingleRank(ops),
         target=_as_target(verifier, target) if offer.spec.takes_features else None,
     )
     return DraftModel(

@@ -1,0 +1,154 @@
+"""A rank's process: build its part of the model, then run the steps that it is sent. Started with its boot frame on stdin.
+
+It ends when it is told to, when it breaks, and when its parent is gone, however that died.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from enginery.contracts.engine import BuildProgress
+from enginery.contracts.step import unpack
+from enginery.engine.build import Place, build_parts, build_runner
+from enginery.engine.child_process import die_with_parent
+from enginery.engine.ranks import messages
+from enginery.errors import EnginError
+from enginery.plugin.registry import Registry
+from enginery.worker.choice import Choice
+from enginery.worker.page_tables import PageTables
+from enginery.worker.ranks.follower import Follower
+from enginery.worker.ranks.gloo import LostRank, Standing
+from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
+from enginery.worker.ranks.stages import EarlyStage
+
+
+class Rank:
+    """One engine's part in this process."""
+
+    def __init__(self, boot: messages.Boot, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._boot, self._context, self._standing = boot, context, Standing()
+        self._rank = boot.parallel.rank
+        self._groups: RankGroups | None = None
+        self._reports = self._connect(zmq.PUSH, boot.reports)
+        self._ended = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._beating.start()
+
+    def run(self) -> int:
+        """Build, then follow until told to end. Returns the exit code."""
+        try:
+            self._follow(self._build())
+        except Exception as error:  # the boundary of the process
+            failed = self._failure(error)
+            if not (failed.is_ours or failed.is_lost):
+                traceback.print_exc()
+            self._tell(failed)
+            return failed.exit_code
+        finally:
+            self._ended.set()
+            self._beating.join()
+            self._reports.close(linger=2000)
+        return 0
+
+    def _build(self) -> Follower | EarlyStage:
+        boot = self._boot
+        registry = Registry.replay(boot.manifest)
+        parts = build_parts(boot.options, registry, self._report, place=Place(boot.parallel, self._meet))
+        groups = self._groups
+        assert groups is not None, "a rank has met the others"
+        if not groups.parallel.is_last_stage:
+            tables, links = PageTables.of_geometry(parts.geometry), groups.links(parts.choice)
+            first = groups.parallel.stage == 0
+            return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, links=links, first=first)
+        return Follower(build_runner(parts), groups.tensor, tells_tokens=parts.choice.settings.overlap)
+
+    def _follow(self, follower: Follower | EarlyStage) -> None:
+        steps = self._connect(zmq.PAIR, self._boot.steps)
+        self._standing.phase = "idle"
+        self._tell(messages.Ready(self._rank))
+        while (frame := steps.recv()) != messages.END:
+            self._standing.phase = "step"
+            step = unpack(frame)
+            follower.run(step)
+            self._standing.number, self._standing.phase = step.number, "idle"
+        steps.close(linger=0)
+
+    def _meet(self, choice: Choice) -> RankGroups:
+        refuse_for_ranks(choice)
+        self._tell(messages.Here(self._rank))
+        self._groups = RankGroups(Path(self._boot.meeting), self._boot.parallel, self._standing)
+        self._groups.compare(choice)
+        return self._groups
+
+    def _report(self, progress: BuildProgress) -> None:
+        self._standing.phase = f"start: {progress.phase} {progress.done_bytes or ''}".strip()
+
+    def _failure(self, error: Exception) -> messages.Failed:
+        is_ours, is_lost = isinstance(error, EnginError), isinstance(error, LostRank)
+        message = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
+        code = error.exit_code if isinstance(error, EnginError) else 1
+        return messages.Failed(rank=self._rank, message=message, exit_code=code, is_ours=is_ours, is_lost=is_lost)
+
+    def _beat(self) -> None:
+        link, standing = self._connect(zmq.PUSH, self._boot.reports), self._standing
+        while not self._ended.wait(self._boot.beat_s):
+            worked_s = time.process_time() - time.thread_time()
+            alive = messages.Alive(
+                rank=self._rank, number=standing.number, phase=standing.phase, waits=standing.waits, worked_s=worked_s
+            )
+            link.send(messages.encode(alive))
+        link.close(linger=0)
+
+    def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        link = self._context.socket(kind)
+        link.set_hwm(0)
+        link.connect(address)
+        return link
+
+    def _tell(self, message: messages.FromRank) -> None:
+        self._reports.send(messages.encode(message))
+
+
+def _read_boots(boots: queue.SimpleQueue[messages.Boot]) -> None:
+    """Frames until stdin ends, and with it this process."""
+    stdin = sys.stdin.buffer
+    while size := stdin.read(8):
+        boots.put(msgspec.msgpack.decode(stdin.read(int.from_bytes(size, "big")), type=messages.Boot))
+    os._exit(0)
+
+
+def main() -> int:
+    """One engine after the other, as the parent boots them, until one fails."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole group; the parent decides when this process ends
+    die_with_parent()
+    os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    boots: queue.SimpleQueue[messages.Boot] = queue.SimpleQueue()
+    threading.Thread(target=_read_boots, args=(boots,), name="parent-watch", daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    while True:
+        boot = boots.get()
+        logging.basicConfig(stream=sys.stderr, level=boot.log_level, format="%(message)s")
+        if code := Rank(boot, context).run():
+            context.term()
+            return code
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # groups of ranks that are gone would hold the interpreter's end up

@@ -1,0 +1,99 @@
+"""The collectives of a rank that is a process, and the head of a model whose columns several ranks have.
+
+N rows, C hidden size, V vocabulary, R tensor ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
+from enginery.contracts.parallel import StageTensors
+from enginery.worker.paths.results import ModelResults
+from enginery.worker.ranks.gloo import Group
+from enginery.worker.sampling import NAN_TOKEN
+
+
+@dataclass(frozen=True, eq=False)
+class RankCollectives:
+    """Implements `enginery.contracts.parallel.Collectives` for one lane. group: its tensor ranks."""
+
+    group: Group
+    ops: OpTable
+    vocab_size: int
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """[N, C], in place."""
+        return self.group.sum(partial)
+
+    def all_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """There is one lane."""
+        return x
+
+    def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """There is one lane."""
+        return self.group.sum(partial)
+
+    def add_rms_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
+    ) -> torch.Tensor:
+        """The sum, then the operation."""
+        return self.ops.add_rms_norm(self.group.sum(partial), residual, weight, eps)
+
+    def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
+        """[N, V] on the first rank, which samples; zeros without memory on the others."""
+        return gather_columns(self.group, partial, self.vocab_size)
+
+    def best(self, partial: torch.Tensor) -> torch.Tensor:
+        """[N] int64; `NAN_TOKEN` where a logit is NaN."""
+        return best_columns(self.group, partial, self.vocab_size)
+
+
+def gather_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[N, V / R] of each rank -> [N, V] on the first, and zeros without memory on the others. Nothing is exchanged for no rows."""
+    parts = group.at_first(partial) if len(partial) else []
+    if not parts:
+        return partial.new_zeros(()).expand(len(partial), vocab_size)
+    return torch.cat(parts, dim=-1)[:, :vocab_size]
+
+
+def best_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[N, V / R] of each rank -> [N] int64, of the largest; of equal ones the first rank's. `NAN_TOKEN` where a logit is NaN."""
+    first = group.rank * partial.shape[-1]
+    own = partial[:, : max(vocab_size - first, 0)]
+    if not own.shape[1]:  # a rank whose columns only pad
+        own = partial.new_full((len(partial), 1), -torch.inf)
+    values, columns = own.max(dim=-1)
+    found = group.of_all(torch.stack((values.double(), (columns + first).double())))  # exact: there are fewer than 2^53
+    values, columns = torch.stack(found, dim=1)  # [R, N] each
+    values, winner = values.max(dim=0)
+    best = columns.gather(0, winner[None])[0].long()
+    return torch.where(values.isnan(), NAN_TOKEN, best)
+
+
+class JoinedHead:
+    """Implements `Model` over one whose head has some of the columns, on each of several ranks."""
+
+    def __init__(self, model: Model, group: Group, results: ModelResults) -> None:
+        """results: what is to come of all ranks together."""
+        self._model, self._group, self._vocab_size = model, group, results.vocab_size
+        self._results = results._replace(vocab_size=-(-results.vocab_size // group.size))
+
+    def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
+        """As the model does."""
+        return self._model.forward(batch, arrived)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N, V], on the first rank."""
+        return gather_columns(self._group, self._partial(hidden), self._vocab_size)
+
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N] int64 on all ranks: the tokens of the largest logits, `NAN_TOKEN` where one is NaN."""
+        return best_columns(self._group, self._partial(hidden), self._vocab_size)
+
+    def _partial(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._results.logits(self._model.logits(hidden), hidden)

@@ -1,0 +1,52 @@
+"""A step on a rank that does not sample: the same forward, and the same exchanges in the same order, as on the one that does.
+
+What it takes part in follows from the step alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from enginery.contracts.step import StepInput
+from enginery.worker.layout import logits_of_items, sampled_seats
+from enginery.worker.logprobs import row_blocks
+from enginery.worker.ranks.gloo import Group
+from enginery.worker.runner import Launched, Runner
+
+
+class Follower:
+    """Runs the steps of another rank. group: the tensor ranks. tells_tokens: tokens are needed before the host knows them."""
+
+    def __init__(self, runner: Runner, group: Group, *, tells_tokens: bool) -> None:
+        self._runner, self._group, self._tells_tokens = runner, group, tells_tokens
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> None:
+        """The next one; it returns when this rank's part of it is done."""
+        launched = self._runner.launch(step)
+        self._join_prompts(launched)
+        if self._tells_tokens and (tokens := share_tokens(self._group, step, None)) is not None:
+            self._runner.feed.keep(tokens, sampled_seats(step))
+
+    def _join_prompts(self, launched: Launched) -> None:
+        """The logits of prompts whose log-probabilities are asked for: items with more rows of logits than are sampled from."""
+        step, rows = launched.step, launched.forwarded.rows
+        items, counts = step.columns(), logits_of_items(step)
+        firsts = np.cumsum(counts) - counts
+        for index in np.flatnonzero(items.num_logits > items.samples + items.num_drafts).tolist():
+            assert rows is not None, "a step with rows that nobody samples from is no decoding step"
+            for begin, count in row_blocks(int(items.num_logits[index] - items.samples[index])):
+                first = int(firsts[index]) + begin
+                self._runner.model.logits(rows[first : first + count])
+
+
+def share_tokens(group: Group, step: StepInput, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """What the first rank has sampled, [S] int64, on all ranks; None: they know it, or nobody waits for it.
+
+    tokens: of the first rank, with `NAN_TOKEN`; None on the others.
+    """
+    if step.run.tokens_only or step.verifies or not len(step.sampling):
+        return None
+    told = torch.empty(len(step.sampling), dtype=torch.int64) if tokens is None else tokens.clamp(min=0)
+    return group.from_first(told)

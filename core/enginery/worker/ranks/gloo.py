@@ -1,0 +1,139 @@
+"""How processes exchange tensors in host memory: the one file that names functions of torch.distributed.
+
+Groups are objects here, not the process's default: one process may have several engines. They meet through a file, and talk over
+the loopback interface alone. N rows, C columns, R ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Store, Work
+
+from enginery.errors import EnginError
+
+_MEETING_S: Final = 60.0
+_FOR_EVER: Final = datetime.timedelta(days=365)  # whether an exchange hangs is decided by those that watch the processes
+_FIRST: Final = 0
+_TAG: Final = 0
+
+
+class LostRank(EnginError):
+    """An exchange failed, because another rank is gone. Who is, and why, is known to those that watch the processes."""
+
+
+class Sending:
+    """A tensor on its way, which lives until it has arrived."""
+
+    def __init__(self, x: torch.Tensor, work: Work) -> None:
+        self._x, self._work = x, work
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has left."""
+        return self._work.is_completed()
+
+
+class Standing:
+    """What a process does, for its heartbeat. waits: the exchange that it is in; empty: it is at work of its own.
+
+    phase: of its start, or idle, or step. number: of the last step that it has finished.
+    """
+
+    def __init__(self) -> None:
+        self.waits = ""
+        self.phase = "start"
+        self.number = -1
+
+
+class Group:
+    """Some ranks, counted from 0, of which each calls the same methods in the same order. All tensors are contiguous."""
+
+    def __init__(self, store: Store, name: str, *, rank: int, size: int, standing: Standing) -> None:
+        """Wait until all have come. Raises `LostRank` after a minute."""
+        self.rank, self.size, self._standing = rank, size, standing
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = datetime.timedelta(seconds=_MEETING_S)
+        standing.waits = f"meeting of {name}"
+        try:
+            made = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        except RuntimeError as error:
+            raise LostRank(f"the ranks of {name} did not meet: {error}") from error
+        standing.waits = ""
+        made._set_default_timeout(_FOR_EVER)
+        self._group = cast("ProcessGroup", made)  # it has its methods
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place where `x` is contiguous: the same bits on all of them."""
+        x = x.contiguous()
+        self._wait(self._group.allreduce([x]), "sum")
+        return x
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """Of each of the values the smallest that a rank has."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        found = torch.tensor(values, dtype=torch.int64)
+        self._wait(self._group.allreduce([found], options), "smallest")
+        return [int(value) for value in found]
+
+    def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank has, of one shape, by rank."""
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(self._group.allgather([found], [x.contiguous()]), "of_all")
+        return found
+
+    def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The same on the first rank; nothing on the others."""
+        found = [torch.empty_like(x) for _ in range(self.size)] if self.rank == _FIRST else []
+        options = dist.GatherOptions()
+        options.rootRank = _FIRST
+        self._wait(self._group.gather([found] if found else [], [x.contiguous()], options), "at_first")
+        return found
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first rank has, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = _FIRST, 0
+        self._wait(self._group.broadcast([x], options), "from_first")
+        return x
+
+    def send(self, x: torch.Tensor, rank: int) -> Sending:
+        """To that rank, which receives what is sent in this order. Does not wait; `x` is not to be changed any more."""
+        x = x.contiguous()
+        return Sending(x, self._group.send([x], rank, _TAG))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """The next that this rank sent."""
+        x = torch.empty(*shape, dtype=dtype)
+        self._wait(self._group.recv([x], rank, _TAG), f"receive from rank {rank}")
+        return x
+
+    def texts(self, text: str) -> list[str]:
+        """What each rank says, by rank."""
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self.of_all(torch.tensor([len(own)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(own)] = own
+        return [bytes(found[:size].tolist()).decode() for found, size in zip(self.of_all(padded), sizes, strict=True)]
+
+    def _wait(self, work: Work, what: str) -> None:
+        self._standing.waits = what
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LostRank(f"the exchange {what!r} with other ranks failed: {error}") from error
+        self._standing.waits = ""
+
+
+def open_store(path: Path, num_ranks: int) -> Store:
+    """Where the ranks of one engine leave their addresses. path: of a file that does not exist before."""
+    store = FileStore(str(path), num_ranks)
+    store.set_timeout(datetime.timedelta(seconds=_MEETING_S))
+    return store

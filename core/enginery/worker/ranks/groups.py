@@ -1,0 +1,149 @@
+"""Where the ranks of one engine meet while they are built: they compare what each has chosen, and agree on the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from enginery import __version__
+from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
+from enginery.contracts.parallel import Collectives, ParallelFacts
+from enginery.errors import ConfigError, Unsupported
+from enginery.nn.parallel import SingleRank
+from enginery.worker.choice import Choice
+from enginery.worker.memory_plan import MemoryPlan
+from enginery.worker.ranks.collectives import JoinedHead, RankCollectives
+from enginery.worker.ranks.gloo import Group, Standing, open_store
+from enginery.worker.ranks.stages import LastStage, StageLinks
+from enginery.worker.weights.shares import stage_of
+
+
+class Met(Protocol):
+    """What a rank knows of the others."""
+
+    def smallest(self, memory: MemoryPlan) -> MemoryPlan:
+        """As many pages of each kind as every rank has room for."""
+        ...
+
+    def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
+        """What the model exchanges."""
+        ...
+
+    def joined(self, model: Model, choice: Choice) -> Model:
+        """The model of this rank, with what arrives from the stage before, and the logits of all ranks."""
+        ...
+
+
+class Alone:
+    """Implements `Met` where there is nobody else."""
+
+    def smallest(self, memory: MemoryPlan) -> MemoryPlan:
+        return memory
+
+    def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
+        return SingleRank(ops)
+
+    def joined(self, model: Model, choice: Choice) -> Model:
+        return model
+
+
+class RankGroups:
+    """Implements `Met`: the groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come."""
+
+    def __init__(self, file: Path, parallel: ParallelFacts, standing: Standing) -> None:
+        """file: through which they find each other."""
+        self.parallel = parallel
+        store = open_store(file, parallel.num_ranks)
+        self.world = Group(store, "all", rank=parallel.rank, size=parallel.num_ranks, standing=standing)
+        self.tensor = Group(
+            store, f"stage {parallel.stage}", rank=parallel.tensor_rank, size=parallel.tensor_size, standing=standing
+        )
+        self._stages: Group | None = None
+        if parallel.num_stages > 1:
+            self._stages = Group(store, "stages", rank=parallel.rank, size=parallel.num_ranks, standing=standing)
+
+    def compare(self, choice: Choice) -> None:
+        """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
+        found = [msgspec.json.decode(said, type=dict[str, str]) for said in self.world.texts(_packed(choice))]
+        problems = [
+            f"{name} is {other.get(name)} on rank {rank}, and {value} on rank 0"
+            for rank, other in enumerate(found)
+            for name, value in found[0].items()
+            if other.get(name) != value
+        ]
+        if problems:
+            raise ConfigError("\n  - ".join(["the ranks of this engine are not alike:", *problems]))
+
+    def smallest(self, memory: MemoryPlan) -> MemoryPlan:
+        """One without layers of a kind has room for any."""
+        most = 2**62
+        counts = (memory.num_pages, memory.window_pages or most, memory.state_pages or most)
+        num_pages, window_pages, state_pages = (count % most for count in self.world.smallest(counts))
+        return dataclasses.replace(memory, num_pages=num_pages, window_pages=window_pages, state_pages=state_pages)
+
+    def collectives(self, ops: OpTable, *, vocab_size: int) -> RankCollectives:
+        """Among the tensor ranks."""
+        return RankCollectives(self.tensor, ops, vocab_size)
+
+    def links(self, choice: Choice) -> StageLinks:
+        """Between this stage and its neighbours."""
+        assert self._stages is not None, "there are several stages"
+        return StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype)
+
+    def joined(self, model: Model, choice: Choice) -> Model:
+        """Of the last stage; on the others there is nothing to join."""
+        if not self.parallel.is_last_stage:
+            return model
+        if self._stages is not None:
+            model = LastStage(model, self.links(choice))
+        return JoinedHead(model, self.tensor, choice.results) if self.tensor.size > 1 else model
+
+
+def refuse_for_ranks(choice: Choice) -> None:
+    """Raise `Unsupported` for what several ranks do not run yet."""
+    if choice.drafter is not None and choice.drafter.spec.is_model:
+        raise Unsupported(
+            f"--drafter {choice.drafter.name} is a model, from {choice.drafter.source}, which runs on one rank only so far; leave "
+            "--tp out, or take a drafter of the host"
+        )
+    if choice.drafter is not None and choice.facts.has_states:
+        raise Unsupported(
+            f"--drafter {choice.drafter.name} with recurrent layers runs on one rank only so far: the others do not learn behind "
+            "which drafts their states move; leave one of them out"
+        )
+    if choice.drafter is not None and choice.parallel.num_stages > 1:
+        raise Unsupported(
+            f"--drafter {choice.drafter.name} guesses what follows the last tokens, and with --pp {choice.parallel.num_stages} "
+            "steps are on their way before these are known; leave one of them out"
+        )
+    if not stage_of(choice.facts, choice.parallel).memory:
+        raise Unsupported(
+            f"stage {choice.parallel.stage} has no layer with attention or a state; divide the layers otherwise, by --pp-layers"
+        )
+
+
+def _packed(choice: Choice) -> str:
+    return msgspec.json.encode(_stated(choice)).decode()
+
+
+def _stated(choice: Choice) -> Mapping[str, str]:
+    """What has to be the same on all ranks."""
+    settings = {name: str(value) for name, value in vars(choice.settings).items() if name != "decisions"}
+    chosen = {
+        "enginery": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "family": choice.family.source,
+        "vocabulary": str(choice.facts.vocab_size),
+        "operations": ", ".join(offer.source for offer in choice.ops),
+        "weight format": "plain" if choice.weight_format is None else choice.weight_format.source,
+        "drafter": "off" if choice.drafter is None else choice.drafter.source,
+    }
+    return chosen | settings

@@ -1,0 +1,167 @@
+"""A rank that is killed, stopped or broken ends the engine within the deadline; the first cause is told, and none is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import noise
+import psutil
+import pytest
+
+DEADLINE_S = 3.0
+OPTIONS = {
+    **noise.OPTIONS,
+    "tp": 2,
+    "device": "cpu",
+    "dtype": "float32",
+    "num_pages": 512,
+    "num_threads": 1,
+    "step_deadline": DEADLINE_S,
+}
+FOREVER, LONG = 500, 480
+PROGRAM = Path(__file__).parent / "rank_engine.py"
+
+
+class Pair:
+    """The process of an engine, and that of its second rank."""
+
+    def __init__(self, *, prompt_len: int = 4, num_tokens: int = FOREVER, path: Path | None = None, **options: object) -> None:
+        """path: before the others that Python imports from."""
+        paths = [*([] if path is None else [str(path)]), os.environ.get("PYTHONPATH", "")]
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), json.dumps([OPTIONS | options, prompt_len, num_tokens])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ":".join(paths)},
+        )
+        deadline_s = time.monotonic() + 60
+        while not (found := psutil.Process(self.process.pid).children()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        self.rank = found[0]
+
+    def until(self, word: str) -> None:
+        """Read on to the line that begins so."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return
+        raise AssertionError(f"it ended without {word!r}: {self.process.communicate()[1]}")
+
+    def begin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def end(self) -> tuple[str, str]:
+        """What it said last, and its stderr."""
+        out, err = self.process.communicate(timeout=90)
+        _, alive = psutil.wait_procs([self.rank], timeout=5)
+        assert not alive
+        return out.strip().splitlines()[-1], err
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.process.kill()
+        pair.process.wait()
+
+
+def pair_at(when: str, pairs: list[Pair]) -> Pair:
+    """One that is loading, idle, amid a long prompt, or decoding."""
+    if when == "prefill":
+        pairs.append(Pair(prompt_len=LONG, num_tokens=2, max_batch_tokens=2, prefix_cache=False))
+    else:
+        pairs.append(Pair())
+    pair = pairs[-1]
+    if when != "boot":
+        pair.until("ready")
+    if when in ("prefill", "decode"):
+        pair.begin()
+        pair.until("begun" if when == "prefill" else "token 5")
+    return pair
+
+
+@pytest.mark.parametrize("when", ["boot", "prefill", "decode"])
+def test_the_engine_ends_with_a_killed_rank(when: str, pairs: list[Pair]) -> None:
+    pair = pair_at(when, pairs)
+    pair.rank.kill()
+    said, _ = pair.end()
+    assert f"ended: rank 1 (process {pair.rank.pid}) was killed by SIGKILL" in said
+    assert pair.process.returncode == 1
+
+
+@pytest.mark.parametrize("when", ["boot", "prefill", "decode"])
+def test_the_engine_ends_when_a_rank_was_stopped(when: str, pairs: list[Pair]) -> None:
+    pair = pair_at(when, pairs)
+    pair.rank.send_signal(signal.SIGSTOP)
+    began_s = time.monotonic()
+    said, _ = pair.end()
+    silent_s = DEADLINE_S * (5 if when == "boot" else 1)  # it was not heard yet
+    assert f"ended: rank 1 (process {pair.rank.pid}) has said nothing for {silent_s:g} s" in said
+    assert time.monotonic() - began_s < silent_s + 20
+    assert pair.process.returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_idle_engine_tells_the_next_request(number: signal.Signals, pairs: list[Pair]) -> None:
+    pair = pair_at("idle", pairs)
+    pair.rank.send_signal(number)
+    psutil.wait_procs([pair.rank], timeout=30)  # killed here, or by those that hear nothing of it
+    pair.begin()
+    assert f"ended: rank 1 (process {pair.rank.pid})" in pair.end()[0]
+
+
+@pytest.mark.parametrize("when", ["boot", "decode"])
+def test_a_rank_never_outlives_the_engine(when: str, pairs: list[Pair]) -> None:
+    pair = pair_at(when, pairs)
+    pair.process.kill()
+    _, alive = psutil.wait_procs([pair.rank], timeout=5)
+    assert not alive
+
+
+def test_a_rank_that_raises_is_the_cause(pairs: list[Pair], tmp_path: Path) -> None:
+    """What it printed, its traceback, comes before."""
+    pairs.append(Pair(path=broken(tmp_path, "raise ValueError('rank 1 has had enough')")))
+    pairs[-1].until("ready")
+    pairs[-1].begin()
+    said, err = pairs[-1].end()
+    assert f"ended: rank 1 (process {pairs[-1].rank.pid}) broke: ValueError: rank 1 has had enough" in said
+    assert "rank 1: ValueError: rank 1 has had enough" in err
+
+
+def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(pairs: list[Pair], tmp_path: Path) -> None:
+    pairs.append(Pair(path=broken(tmp_path, "import time; time.sleep(1000)")))
+    pairs[-1].until("ready")
+    pairs[-1].begin()
+    said, err = pairs[-1].end()
+    assert f"rank 1 (process {pairs[-1].rank.pid}) hangs: for {DEADLINE_S:g} s it has done nothing in step 2" in said
+    assert "in failing" in err
+
+
+def broken(folder: Path, code: str) -> Path:
+    """A folder whose `sitecustomize` has a rank do this in step 2."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'enginery.engine.ranks.process' in ' '.join(sys.orig_argv):\n"
+        "    from enginery.worker.ranks import follower\n"
+        "    run = follower.Follower.run\n"
+        "    def failing(self, step):\n"
+        "        if step.number == 2:\n"
+        f"            {code}\n"
+        "        run(self, step)\n"
+        "    follower.Follower.run = failing\n"
+    )
+    return folder

@@ -1,0 +1,234 @@
+"""Two processes, through gloo, tell what one tells: every family, and whatever is asked of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import noise
+import pytest
+from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
+from engine.test_ranks import CONFIGS, stated
+from pairwise import in_turn
+from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import Phase
+from enginery.contracts.step import StepInput
+from enginery.engine.engine import Engine
+from enginery.errors import ConfigError, EnginError, Unsupported
+from enginery.plugin.registry import Registry
+
+PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20, [5, 77, 200, 31] * 9 + [99, 101]]
+OTHERS = test_hybrids.HYBRIDS | test_mamba.FAMILIES | test_gemma.GEMMAS
+OTHERS |= {"gpt-oss": test_gpt_oss.CONFIG, "mimo": test_mimo.CONFIG}
+SERVED = {name: config for name, config in CONFIGS.items() if not name.startswith("hybrid")}  # that one is no plugin's
+for name, config in OTHERS.items():
+    own = stated(config)
+    SERVED["minimax_01" if name == "minimax" else name] = own | {
+        "architectures": [own["architectures"][0].replace("TextFor", "For")]
+    }
+UNDIVIDED = ("bamba", "falcon", "granite", "jamba", "kimi", "lfm2", "mamba2", "minimax_01", "nemotron", "qwen3_5", "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[KeptRanks]:
+    ranks = KeptRanks(1)
+    yield ranks
+    ranks.stop()
+
+
+def options(**changes: object) -> EngineOptions:
+    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 2, "step_deadline": 20.0}
+    return EngineOptions(**{**given, **changes})
+
+
+def folder_of(tmp_path: Path, name: str) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SERVED[name]))
+    return str(tmp_path)
+
+
+def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> None:
+    """The same tokens; numbers within rounding."""
+    assert {name: told.tokens for name, told in found.items()} == {name: told.tokens for name, told in expected.items()}
+    for name, told in found.items():
+        assert told.error is None
+        for mine, theirs in zip(told.logprobs + told.prompt, expected[name].logprobs + expected[name].prompt, strict=True):
+            if mine is None or theirs is None:
+                assert mine is theirs
+                continue
+            assert mine.token_id == theirs.token_id
+            assert math.isclose(mine.logprob, theirs.logprob, abs_tol=2e-5)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+        assert told.embedding == pytest.approx(expected[name].embedding, abs=1e-4)
+
+
+@in_turn(("name", sorted(SERVED)), ("mesh", ["tp", "pp"]))
+def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    """Tensor ranks within rounding, stages bit for bit."""
+    asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128, num_threads=1)
+    requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
+    last = request("last", PROMPTS[0][::-1], logprobs=1)
+    several = dataclasses.replace(asked, **{mesh: 2})
+    if mesh == "tp" and name.startswith(UNDIVIDED):
+        with pytest.raises(Unsupported, match=r"not divided among ranks|ranks cannot share"), running(several, registry, kept):
+            pass
+        return
+    with running(asked, registry, kept) as engine:
+        one, alone = serve(engine, requests), serve(engine, [last])
+    with running(several, registry, kept) as engine:
+        assert_equal(serve(engine, requests), one)
+        if mesh == "pp":  # batches of several requests are put together otherwise
+            assert serve(engine, [last])["last"].logprobs == alone["last"].logprobs
+
+
+ASKED = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 7},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 3},
+    "seeded, with logprobs": {"temperature": 1.0, "seed": 1, "logprobs": 0},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {7: 4.0}},
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whatever_is_asked_is_answered_alike(overlap: bool, registry: Registry, kept: KeptRanks) -> None:
+    """All kinds of requests in one batch, in chunks; with overlap, tokens that the host does not know are inputs on both ranks."""
+    asked = options(max_batch_tokens=24, overlap=overlap)
+    requests = [
+        request(f"{name} {place}", prompt, **params) for name, params in ASKED.items() for place, prompt in enumerate(PROMPTS)
+    ]
+    requests.append(request("embedding", PROMPTS[0], embed=True, max_tokens=1))
+    one = on_ranks(asked, registry, kept, requests)
+    two = on_ranks(dataclasses.replace(asked, tp=2), registry, kept, requests)
+    assert len(one["embedding"].embedding) > 0
+    assert sum(map(len, (told.prompt for told in one.values()))) == sum(map(len, PROMPTS))
+    assert_equal(two, one)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_and_aborted_requests_leave_both_ranks_alike(overlap: bool, registry: Registry, kept: KeptRanks) -> None:
+    asked = options(num_pages=14, page_size=4, max_model_len=56, max_batch_tokens=16, overlap=overlap)
+    requests = [request(str(index), prompt[:8], max_tokens=40) for index, prompt in enumerate(PROMPTS + PROMPTS)]
+    again = request("again", PROMPTS[0][:8], max_tokens=40)
+    one = on_ranks(asked, registry, kept, requests, aborts=["1", "5"])
+    with running(dataclasses.replace(asked, tp=2), registry, kept) as engine:
+        two = serve(engine, requests, aborts=["1", "5"])
+        last = serve(engine, [again])["again"]
+        assert engine.meter.stats().num_preempted > 0
+    assert_equal(two, one)
+    assert last.tokens == one["0"].tokens
+    assert last.num_cached > 0
+
+
+def test_drafts_are_verified_on_all_ranks(registry: Registry, kept: KeptRanks) -> None:
+    """Greedy, sampled, and with log-probabilities."""
+    asked = options(page_size=4, num_pages=128, drafter="lookup", draft_length="3")
+    ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}]
+    requests = [request(f"{place} {way}", prompt, max_tokens=24, **way) for place, prompt in enumerate(PROMPTS) for way in ways]
+    plain = on_ranks(dataclasses.replace(asked, drafter="off", draft_length="auto"), registry, kept, requests)
+    with running(dataclasses.replace(asked, tp=2), registry, kept) as engine:
+        two = serve(engine, requests)
+        drafts = engine.meter.stats().drafts
+    assert 0 < drafts.accepted < drafts.drafted
+    assert_equal(two, plain)
+
+
+def test_two_stages_of_two_ranks(registry: Registry) -> None:
+    """Four processes; the layers are divided as asked, a long prompt in chunks fills the pipe."""
+    asked = options(max_batch_tokens=16, num_threads=1)
+    requests = [request(name, PROMPTS[0] * 3, **params) for name, params in ASKED.items()]
+    one = serve(Engine.build(asked, registry), requests)
+    engine = Engine.build(dataclasses.replace(asked, tp=2, pp=2, pp_layers="3,1"), registry)
+    try:
+        assert_equal(serve(engine, requests), one)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"pp_layers": "5,1"}, "--pp-layers gives 2 stages of 5, 1 layers; the model has 4"),
+        ({"drafter": "lookup"}, "--drafter lookup guesses.*with --pp 2 steps are on their way"),
+        ({"overlap": True}, "overlap is on, but with --pp 2"),
+        ({"pp_layers": "2"}, "pp_layers is '2', but must be a number of layers for each of the 2 stages"),
+    ],
+    ids=str,
+)
+def test_what_stages_cannot_do_is_refused(changes: dict[str, object], why: str, registry: Registry, kept: KeptRanks) -> None:
+    with pytest.raises(EnginError, match=why), running(options(pp=2, **changes), registry, kept):
+        pass
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3_next"])
+def test_requests_come_and_go_while_steps_are_on_their_way(name: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    """Preempted, aborted, with cached beginnings; of every kind of memory."""
+    changes = {"page_size": 4, "max_model_len": 56, "max_batch_tokens": 16, "num_threads": 1, "num_pages": 14}
+    asked = options(model=folder_of(tmp_path, name), **changes)
+    requests = [request(str(index), prompt[:8], max_tokens=40) for index, prompt in enumerate(PROMPTS + PROMPTS)]
+    one = on_ranks(asked, registry, kept, requests, aborts=["1", "5"])
+    with running(dataclasses.replace(asked, pp=2), registry, kept) as engine:
+        two = serve(engine, requests, aborts=["1", "5"])
+        again = serve(engine, [request("again", PROMPTS[0][:8], max_tokens=40)])["again"]
+        stats = engine.meter.stats()
+    assert_equal(two, one)
+    assert again.tokens == one["0"].tokens
+    assert stats.num_preempted > 0
+
+
+def test_the_pipe_is_full(registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams decode in turns, and one prompt's chunks follow each other without waiting."""
+    most, sizes = [], []
+    with running(options(pp=2, max_batch_tokens=16), registry, kept) as engine:
+        launch = engine._runner.launch
+
+        def noted(step: StepInput) -> object:
+            most.append(len(engine._sent))
+            sizes.append((step.phase, step.num_items))
+            return launch(step)
+
+        monkeypatch.setattr(engine._runner, "launch", noted)
+        serve(engine, [request("long", [7] * 96, max_tokens=1)])
+        assert most[:-1] == [2] * (len(most) - 1)
+        assert len(most) == 6
+        del most[:], sizes[:]
+        serve(engine, [request(name, [3, 4, 5], max_tokens=12) for name in "abcd"])
+    decodes = [count for phase, count in sizes if phase is Phase.DECODE]
+    assert decodes.count(2) > 0.7 * len(decodes)
+    assert most.count(2) > 0.7 * len(most)
+
+
+def test_a_drafter_that_is_a_model_is_refused(registry: Registry) -> None:
+    with pytest.raises(Unsupported, match=r"--drafter standalone is a model.*leave --tp out"):
+        Engine.build(EngineOptions(tp=2, drafter="standalone", device="cpu"), registry)
+
+
+def test_the_rank_with_the_least_memory_says_how_many_pages_there_are(registry: Registry, kept: KeptRanks) -> None:
+    asked = options(num_pages=None, kv_memory_gib=0.01)
+    one = Engine.build(asked, registry)
+    with running(dataclasses.replace(asked, tp=2), registry, kept) as two:
+        assert two.facts.num_pages in (2 * one.facts.num_pages, 2 * one.facts.num_pages + 1)  # each has half of the heads
+
+
+def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: KeptRanks) -> None:
+    with pytest.raises(Unsupported, match=r"3 ranks cannot share.*2 or 4 ranks can"):
+        Engine.build(options(tp=3), registry)
+
+
+def test_ranks_on_another_device_are_refused() -> None:
+    from enginery.config.resolve import DeviceFacts
+    from enginery.contracts.parallel import ParallelFacts
+    from enginery.worker.device import of_one_rank
+
+    device = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1, num_threads=1)
+    with pytest.raises(ConfigError, match="2 ranks were asked for on a GPU, but they run on CPUs only so far"):
+        of_one_rank(device, ParallelFacts(tensor_size=2))

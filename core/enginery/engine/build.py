@@ -28,7 +28,6 @@ from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_n
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import WHOLE, ParallelFacts
-from enginery.engine.capture import StepParts, capture_steps
 from enginery.engine.changeover import Changeover
 from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
@@ -47,6 +46,7 @@ from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds,
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables
+from enginery.worker.paths.capture import StepParts, capture_steps
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.ranks.groups import Alone, Met
@@ -135,8 +135,7 @@ def build_parts(
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
-        settings = choice.settings
-        geometry = with_pages(no_pages(choice), memory, max_requests=settings.max_batch_requests, asked=pages)
+        geometry = with_pages(no_pages(choice), memory, max_requests=choice.settings.max_batch_requests, asked=pages)
         pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
     with phases("attention"):
         attention = attention_parts(asked, choice, registry, pool=pool, states=states)

@@ -132,8 +132,7 @@ class Engine:
         self._ahead = asked.pp - 1
         self._in_flight: deque[_InFlight] = deque()
         self._eos_token_ids = eos_token_ids
-        self._runner = build_runner(parts, forced)
-        self._ranks = ranks
+        self._runner, self._ranks = build_runner(parts, forced), ranks
 
     @classmethod
     def build(

@@ -130,6 +130,7 @@ def test_latency_has_a_row_for_each_batch_size(bench: Bench, tiny: Path) -> None
     assert 0 < measured["per_token_p50_s"] <= measured["per_token_p90_s"] <= measured["per_token_p99_s"]
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_startup_measures_fresh_processes(bench: Bench, tiny: Path) -> None:
     report = bench("startup", str(tiny), "--load-format", "dummy", "--num-pages", "16", "--repeats", "1", "--input-len", "5")
     (row,) = report["rows"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairwise import EVERYTHING
 import torch
+from pairwise import EVERYTHING
 from typer.testing import CliRunner
 
 from enginery.bench import device_limits, workloads

@@ -222,7 +222,10 @@ def test_stop_strings_cut_amid_guesses() -> None:
         with LLM(drafter=drafter, num_pages=64, dtype="float32") as model:
             whole = model.generate(asked, SamplingParams(**common), progress=False)[0]  # type: ignore[arg-type]
             words = [word for word in whole.text.split() if len(word) > 3]
-            stops = [SamplingParams(**common, stop=(word,), include_stop=at % 2 == 0) for at, word in enumerate(words[2 : 14 if EVERYTHING else 8])]  # type: ignore[arg-type]
+            stops = [
+                SamplingParams(**common, stop=(word,), include_stop=at % 2 == 0)
+                for at, word in enumerate(words[2 : 14 if EVERYTHING else 8])
+            ]  # type: ignore[arg-type]
             for params in stops:
                 *deltas, last = model.stream(asked, params)
                 told = [*deltas, last]

@@ -11,9 +11,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import quick_processes
 from meta.test_layering import RANKS
 from packaging.requirements import Requirement
-import quick_processes
 from pairwise import EVERYTHING
 
 import enginery.api

@@ -1,8 +1,8 @@
 """Processes of the engine are forked from one that has imported what they import: some 0.1 s of a core instead of 2 to 6.
 
-`subprocess.Popen` of such a command asks a process beside this one, the nursery, which imports once and then forks. What it forks is
-a child of this process as any other is, with its own arguments, environment, files and working directory, and goes on as a fresh
-interpreter would. A server that was made so forks its own children itself. Everything else is started as always, and with
+`subprocess.Popen` of such a command asks a process beside this one, the nursery, which imports once and then forks. What it forks
+is a child of this process as any other is, with its own arguments, environment, files and working directory, and goes on as a
+fresh interpreter would. A server that was made so forks its own children itself. Everything else is started as always, and with
 ENGINERY_TESTS=full and on a CUDA device all is; so is what a test with the fixture `own_processes` starts.
 
 What differs: modules are there that the command did not import (tests/meta/test_cheap_start.py starts its own processes), variables
@@ -306,9 +306,9 @@ def _above(number: int, limit: int) -> int:
 
 
 def _open_streams(*, is_unbuffered: bool) -> None:
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if is_unbuffered:
         sys.stdout.reconfigure(write_through=True)
         sys.stderr.reconfigure(write_through=True)

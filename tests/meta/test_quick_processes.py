@@ -66,17 +66,19 @@ def test_a_forked_process_is_as_a_fresh_one(tmp_path: Path, *, session: bool) ->
 
 
 FAMILY = """
-import os, subprocess, sys, threading
-import torch
+import os, sys, threading
+import quick_processes
 threading.Thread(target=sys.stdin.read, daemon=True).start()
-child = subprocess.Popen([sys.executable, "-m", "enginery", "--version"], stdout=subprocess.PIPE, text=True)
-print(child.communicate()[0].strip(), child.returncode, "torch" in sys.modules, flush=True)
+asked = "import os, signal, sys; print(os.getppid(), len(signal.pthread_sigmask(signal.SIG_BLOCK, ())), 'torch' in sys.modules)"
+done = quick_processes.run_python("-c", asked, capture_output=True, text=True, check=True)
+print(os.getpid(), done.stdout)
 """
 
 
 def test_what_is_forked_forks_its_own_children() -> None:
     done = quick_processes.run_python("-c", FAMILY, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[2:] == ["0", "True"]
+    parent, *child = done.stdout.split()
+    assert child == [parent, "0", "True"]
 
 
 def test_it_is_a_child_that_signals_end_and_it_is_quick() -> None:

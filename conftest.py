@@ -15,13 +15,16 @@ import importlib
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import hypothesis
 import pytest
 import quick_interpreter
 import quick_loading
+import quick_processes
 import torch
+from pairwise import EVERYTHING
 
 # The same are in `with_processes` of the Makefile: tests/meta/test_two_runs.py.
 WITH_PROCESSES = ("tests/chaos/", "tests/serve/", "tests/engine/test_bench_serve.py", "plugins/enginery-web/")
@@ -32,6 +35,8 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
     quick_interpreter.install(importlib.import_module("triton.runtime.interpreter"))
 
 quick_loading.install()
+if not EVERYTHING:
+    quick_processes.install()
 
 # Under nohup servers that the tests start would ignore it too, and tests of signals wait for nothing.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -52,6 +57,13 @@ hypothesis.settings.load_profile("repeatable")
 def _seeded() -> None:
     """A test's random numbers do not depend on the tests before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_processes() -> Iterator[None]:
+    """What the test starts is started as users start it, with all its imports."""
+    with quick_processes.own_processes():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def begin() -> None:
-    """Once all tests were collected: from here on nothing is loaded twice."""
+    """Once all tests were collected: from here on other paths are those of a test's own plugins."""
     _PATHS[:] = sys.path
 
 
@@ -39,9 +39,16 @@ def _load_once() -> None:
     load, kept = loading.load, dict[Key, tuple[Loaded, list[tuple[ModuleType, dict[str, object]]]]]()
 
     def quick(wanted: Wanted) -> Loaded:
-        if sys.path != _PATHS:
+        if _PATHS and sys.path != _PATHS:
             return load(wanted)
-        key = (wanted, _environment(os.environ), discovery.distributions, loading.discover, loading.present_devices)
+        key = (
+            wanted,
+            tuple(sys.path),
+            _environment(os.environ),
+            discovery.distributions,
+            loading.discover,
+            loading.present_devices,
+        )
         loaded, modules = kept.get(key, (None, []))
         if loaded is None or any(not _is_as_it_was(module, names) for module, names in modules):
             loaded = load(wanted)

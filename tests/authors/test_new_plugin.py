@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import quick_processes
 from pairwise import EVERYTHING
 from typer.testing import CliRunner
 
@@ -40,9 +40,8 @@ def install(root: Path, site: Path) -> None:
 
 def run(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=150, check=False
-    )
+    how = {"cwd": cwd, "env": environ, "capture_output": True, "text": True, "timeout": 150, "check": False}
+    return quick_processes.run_python(*arguments, **how)
 
 
 def test_there_is_a_template_for_every_kind_that_the_registry_knows() -> None:
@@ -62,7 +61,7 @@ def test_a_new_plugin_is_found_and_its_tests_pass(kinds: tuple[str, ...], tmp_pa
         )
         install(root, site)
     flags = ["-rA", "-p", "no:cacheprovider", "-W", "error", "--import-mode=importlib", "--rootdir", str(tmp_path)]
-    flags += [] if EVERYTHING else ["-k", "not another-process"]
+    flags += [] if EVERYTHING else ["-k", "not another-process", *quick_processes.PYTEST_FLAGS]
     done = run(site, "-m", "pytest", *flags, *(str(root / "tests") for root in roots), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"PASSED {root.name}/tests/" in done.stdout for root in roots)

@@ -11,8 +11,10 @@ import time
 
 import pytest
 from chaos.harness import MAX_MODEL_LEN, NUM_PAGES, started
+from pairwise import EVERYTHING
 
 HUGE = 10**9
+PATTERNS = 8 if EVERYTHING else 3  # that are evil and sent at once; each takes its limit of processor time
 
 
 def error_of(response):
@@ -211,7 +213,7 @@ def test_row_11_evil_grammars_leave_the_time_between_the_tokens_of_others_as_it_
     for _ in range(3):
         calm, new = gaps_of_a_stream(server), secrets.randbelow(900)  # what was refused before is known
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            evils = [pool.submit(chat, server, guided_regex=f"(a{{{3800 + new}}}){{{1000 + n}}}") for n in range(8)]
+            evils = [pool.submit(chat, server, guided_regex=f"(a{{{3800 + new}}}){{{1000 + n}}}") for n in range(PATTERNS)]
             evils.append(pool.submit(chat, server, guided_regex=f"a{{{90_000 + new}}}"))
             evils.append(pool.submit(chat, server, **schema_of({"type": "integer", "multipleOf": 100_019 + new})))
             gaps = gaps_of_a_stream(server)
@@ -224,7 +226,7 @@ def test_row_11_evil_grammars_leave_the_time_between_the_tokens_of_others_as_it_
     raise AssertionError(f"99th of 100 gaps, longest, 99th when calm: {found}")
 
 
-def test_row_11_eight_evil_patterns_deny_structured_output_to_nobody(server):
+def test_row_11_evil_patterns_deny_structured_output_to_nobody(server):
     """Also to who comes from the same address, with the same key."""
     usual = schema_of(
         {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -232,7 +234,7 @@ def test_row_11_eight_evil_patterns_deny_structured_output_to_nobody(server):
     assert chat(server, **usual, max_tokens=40).status_code == 200
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         new = secrets.randbelow(900)  # what was refused before is known
-        evils = [pool.submit(chat, server, guided_regex=f"(a{{{3800 + new}}}){{{2000 + number}}}") for number in range(8)]
+        evils = [pool.submit(chat, server, guided_regex=f"(a{{{3800 + new}}}){{{2000 + number}}}") for number in range(PATTERNS)]
         fresh = schema_of(
             {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"], "additionalProperties": False}
         )
@@ -306,7 +308,7 @@ def test_row_43_metrics_do_not_grow_with_what_clients_send(server):
 
 def test_row_44_a_stream_says_the_same_as_a_whole_answer(server):
     """Noise is full of broken and whole characters of several bytes."""
-    for seed in range(8):
+    for seed in range(8 if EVERYTHING else 3):
         body = {"max_tokens": 60, "seed": seed, "temperature": 1.5, "ignore_eos": True, "stop": ["\ufffd\ufffd\ufffd\ufffd", "ab"]}
         whole = server.complete("naïve 日本語 👩‍👩‍👧‍👦😀", **body).json()["choices"][0]["text"]
         lines = server.complete("naïve 日本語 👩‍👩‍👧‍👦😀", **body, stream=True).text.split("\n\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import quick_processes
 
 from enginery.plugin import discovery
 
@@ -71,12 +73,14 @@ class Site:
         (info / "entry_points.txt").write_text(f"[enginery]\n{name or distribution} = {value or package}\n")
         return package
 
-    def run(self, code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Run Python code in a process that has the site on its path."""
+    def run(self, code: str, *, is_fresh: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run Python code in a process that has the site on its path. is_fresh: it is about what is imported."""
         path = os.pathsep.join([str(self.path), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-c", textwrap.dedent(code)]
         env = os.environ | {"PYTHONPATH": path} | environ
-        return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=env)
+        with quick_processes.own_processes() if is_fresh else contextlib.nullcontext():
+            return quick_processes.run_python(
+                "-c", textwrap.dedent(code), capture_output=True, text=True, timeout=150, check=False, env=env
+            )
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_processes
 from pairwise import EVERYTHING
 
 HERE = Path(__file__).parent
@@ -62,9 +63,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, *arguments: str, cwd: Path) -> str:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=150, check=False
-    )
+    how = {"cwd": cwd, "env": environ, "capture_output": True, "text": True, "timeout": 150, "check": False}
+    done = quick_processes.run_python(*arguments, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -82,7 +82,7 @@ TOGETHER = [(wheel,) for wheel in WHEELS] if EVERYTHING else [tuple(WHEELS)]
 def test_a_frozen_plugins_own_tests_pass(wheels: tuple[Path, ...], site: Path, tmp_path: Path) -> None:
     packages = [wheel.name.split("-")[0] for wheel in wheels]
     flags = ["-rA", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(site)]
-    flags += [] if EVERYTHING else ["-k", "not another-process"]
+    flags += [] if EVERYTHING else ["-k", "not another-process", *quick_processes.PYTEST_FLAGS]
     said = run(site, "-m", "pytest", *flags, *(str(site / package / "tests") for package in packages), cwd=tmp_path)
     assert all(re.search(rf"^PASSED .*\b{package}/tests/", said, re.MULTILINE) for package in packages)
 

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import quick_processes
 from meta.test_layering import RANKS
 from packaging.requirements import Requirement
 from pairwise import EVERYTHING
@@ -111,8 +112,8 @@ TOGETHER = [(sample,) for sample in SAMPLES] if EVERYTHING else [tuple(SAMPLES)]
 @pytest.mark.parametrize("samples", TOGETHER, ids=lambda samples: f"{len(samples)} of them")
 def test_sample_code_runs(samples: tuple[str, ...], tmp_path: Path) -> None:
     code = "import sys\nfor block in sys.argv[1:]:\n    exec(compile(block, block, 'exec'), {'__name__': '__main__'})"
-    command = [sys.executable, "-c", code, *samples]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 150, "check": False}
+    done = quick_processes.run_python("-c", code, *samples, **how)
     assert done.returncode == 0, done.stderr
 
 

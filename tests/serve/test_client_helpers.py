@@ -14,6 +14,7 @@ import noise
 import openai
 import pydantic
 import pytest
+from pairwise import EVERYTHING
 from running import PATIENCE_S, serving
 
 ASK = [{"role": "user", "content": "x"}]
@@ -266,6 +267,7 @@ print(json.dumps([whole, "".join(parts), called.finish_reason, arguments, format
 """
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="its imports alone take eight seconds; it asks for what OpenAI's own client asks for")
 def test_litellm_completes_streams_and_calls_and_asks_nobody_else(noisy):
     tool = {"type": "function", "function": {"name": "tell", "parameters": Weather.model_json_schema()}}
     flags = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}

@@ -91,6 +91,7 @@ def test_a_start_that_fails_leaves_the_last_word_to_its_cause(folder: Path) -> N
     assert all(line.startswith("starting") for line in done.stdout.splitlines())
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_a_real_start_is_told_in_a_few_lines(tmp_path: Path) -> None:
     log = tmp_path / "stderr"
     with serving_lines(log) as (url, said):

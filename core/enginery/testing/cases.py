@@ -132,11 +132,12 @@ def _strategies(can: Capabilities) -> list[PrefillStrategy | None]:
 
 def covering(rows: Sequence[Row]) -> list[Row]:
     """Some of the rows, in which any two values meet that meet in one of the rows; greedy, the first row first."""
-    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
-    missing, chosen = set[tuple[tuple[int, object], ...]]().union(*pairs.values()), list[Row]()
+    bits: dict[object, int] = {}
+    pairs = {row: sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, chosen = (1 << len(bits)) - 1, list[Row]()
     while missing:
-        best = max(rows, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[best]
+        best = max(rows, key=lambda row: (pairs[row] & missing).bit_count())
+        missing &= ~pairs[best]
         chosen.append(best)
     return chosen
 

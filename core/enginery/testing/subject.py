@@ -125,6 +125,17 @@ class Subject:
         """Served cases in which any two values meet that meet in a served case."""
         return [cases[row] for _, cases in self.served for row in covering(list(cases))]
 
+    @functools.cached_property
+    def usual(self) -> list[AttnCase]:
+        """Per kind and strategy the first served case, and of softmax attention the one with the most features."""
+        found: dict[object, AttnCase] = {}
+        for kind, cases in self.served:
+            for case in cases.values():
+                found.setdefault((kind.name, case.strategy), case)
+            if kind.name == "softmax" and cases:
+                found[kind.name] = max(cases.values(), key=lambda case: case.num_features)
+        return list(dict.fromkeys(found.values()))
+
 
 def covering_cases(subject: Subject) -> list[AttnCase]:
     """The cases in which any two claimed values meet, for the rule about numbers."""
@@ -133,13 +144,7 @@ def covering_cases(subject: Subject) -> list[AttnCase]:
 
 def usual_cases(subject: Subject) -> list[AttnCase]:
     """Per kind and strategy the usual one, and of softmax attention the one with the most features."""
-    found: dict[object, AttnCase] = {}
-    for kind, cases in subject.served:
-        for case in cases.values():
-            found.setdefault((kind.name, case.strategy), case)
-        if kind.name == "softmax" and cases:
-            found[kind.name] = max(cases.values(), key=lambda case: case.num_features)
-    return list(dict.fromkeys(found.values()))
+    return subject.usual
 
 
 def leaf_cases(subject: Subject) -> list[AttnCase]:

@@ -11,12 +11,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import quick_processes
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -38,7 +39,7 @@ ALL_FINE = {"version": "2.13", "cuda": None, "devices": ["a GPU"], "why": ""}
 
 
 @pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Installs plugins that are all that the doctor's own processes find."""
     site = tmp_path / "site"
     site.mkdir()
@@ -57,7 +58,8 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[enginery]\n{name or distribution} = {package}\n")
 
-    return install
+    with quick_processes.code_too():
+        yield install
 
 
 @pytest.fixture

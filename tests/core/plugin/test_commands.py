@@ -171,7 +171,7 @@ def test_plugins_and_list_backends_import_no_torch(site) -> None:
     site.install("fa", site.backend("fa"))
     code = "import sys\nfrom enginery.cli.{0} import {0}\n{0}()\nassert 'torch' not in sys.modules, 'torch is imported'"
     for command in ("plugins", "list_backends"):
-        done = site.run(code.format(command))
+        done = site.run(code.format(command), is_fresh=True)
         assert done.returncode == 0, done.stderr
         assert "fa" in done.stdout
 

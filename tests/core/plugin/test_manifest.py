@@ -28,7 +28,7 @@ print(sorted(name for name in sys.modules if name in ("one", "two", "torch")))
 
 
 def child_of(site, manifest: Manifest):
-    return site.run(CHILD.replace("{text!r}", repr(msgspec.json.encode(manifest).decode())))
+    return site.run(CHILD.replace("{text!r}", repr(msgspec.json.encode(manifest).decode())), is_fresh=True)
 
 
 def test_a_child_process_loads_what_the_parent_did_and_reports_the_same_digest(site) -> None:

@@ -38,7 +38,7 @@ def test_the_whole_backend_has_at_most_150_lines() -> None:
 
 def test_list_backends_shows_it_without_torch(site, tutorial) -> None:
     code = "from enginery.cli.list_backends import list_backends\nlist_backends(as_json=True)\n"
-    done = site.run(code + "import sys\nassert 'torch' not in sys.modules")
+    done = site.run(code + "import sys\nassert 'torch' not in sys.modules", is_fresh=True)
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)["backends"]}
     assert (rows["loop"]["plugin"], rows["loop"]["distribution"], rows["loop"]["version"], rows["loop"]["status"]) == (

@@ -47,7 +47,8 @@ def test_the_page_has_every_status() -> None:
 def test_plugins_shows_it_without_torch(site, tutorial) -> None:
     done = site.run(
         "import sys\nfrom enginery.cli.main import main\ntry:\n    main(['plugins', '--json'])\n"
-        "except SystemExit:\n    pass\nassert 'torch' not in sys.modules"
+        "except SystemExit:\n    pass\nassert 'torch' not in sys.modules",
+        is_fresh=True,
     )
     assert done.returncode == 0, done.stderr
     (row,) = (row for row in json.loads(done.stdout) if row["name"] == "policy-aging")

@@ -1,0 +1,112 @@
+"""What is forked in place of a fresh interpreter is like one: tests/quick_processes.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import quick_processes
+from pairwise import EVERYTHING
+
+pytestmark = pytest.mark.skipif(EVERYTHING, reason="all processes are started as always")
+TOLD = """
+import asyncio, atexit, json, logging, os, signal, sys, threading
+atexit.register(lambda: print("the end"))
+handlers = {name: str(signal.getsignal(signal.Signals[name])) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGCHLD")}
+print(json.dumps({
+    "arguments": sys.argv, "read": sys.stdin.read(), "folder": os.getcwd(), "path": sys.path,
+    "environ": dict(os.environ), "handlers": handlers, "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "files": [number for number in range(3, 200) if os.path.exists(f"/proc/self/fd/{number}")],
+    "parent": os.getppid(), "is_group": os.getpgid(0) == os.getpid(), "threads": threading.active_count(),
+    "logging": [logging.root.level, len(logging.root.handlers)],
+    "command": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
+}), flush=True)
+print("said", file=sys.stderr)
+threading.Thread(target=lambda: print("a thread")).start()
+sys.exit(3)
+"""
+
+
+def told(tmp_path: Path, how: contextlib.AbstractContextManager[None], *, session: bool) -> tuple[object, ...]:
+    reading, writing = os.pipe()
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), "WORD": "é"}
+    with how:
+        done = subprocess.run(
+            [sys.executable, "-c", TOLD, "one", "é", ""],
+            input="given",
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environ,
+            pass_fds=[writing],
+            start_new_session=session,
+            check=False,
+        )
+    os.close(reading)
+    os.close(writing)
+    said = json.loads(done.stdout.splitlines()[0])
+    assert said["files"] == [writing]
+    return done.returncode, done.stderr, done.stdout.splitlines()[1:], said
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_forked_process_is_as_a_fresh_one(tmp_path: Path, *, session: bool) -> None:
+    mine = told(tmp_path, quick_processes.code_too(), session=session)
+    fresh = told(tmp_path, quick_processes.own_processes(), session=session)
+    mine[-1]["files"] = fresh[-1]["files"]
+    assert mine == fresh
+    assert mine[0] == 3
+
+
+FAMILY = """
+import os, sys, threading
+import quick_processes
+threading.Thread(target=sys.stdin.read, daemon=True).start()
+asked = "import os, signal, sys; print(os.getppid(), len(signal.pthread_sigmask(signal.SIG_BLOCK, ())), 'torch' in sys.modules)"
+done = quick_processes.run_python("-c", asked, capture_output=True, text=True, check=True)
+print(os.getpid(), done.stdout)
+"""
+
+
+def test_what_is_forked_forks_its_own_children() -> None:
+    done = quick_processes.run_python("-c", FAMILY, capture_output=True, text=True, check=True)
+    parent, *child = done.stdout.split()
+    assert child == [parent, "0", "True"]
+
+
+def test_it_is_a_child_that_signals_end_and_it_is_quick() -> None:
+    with (
+        quick_processes.code_too(),
+        subprocess.Popen([sys.executable, "-c", "import torch, time; time.sleep(60)"]) as process,
+    ):
+        used = psutil.Process(process.pid).cpu_times()
+        assert psutil.Process(process.pid).ppid() == os.getpid()
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+    assert used.user + used.system < 0.5
+
+
+@pytest.mark.parametrize(
+    ("command", "changes"),
+    [
+        (["-c", "import sys; print('enginery.cli.main' in sys.modules)"], {}),
+        (["-m", "calendar", "2026", "1"], {}),
+        (["-m", "enginery", "--version"], {"env": os.environ | {"TRITON_INTERPRET": "1"}}),
+        (["-m", "enginery", "--version"], {"env": os.environ | {"OMP_NUM_THREADS": "3"}}),
+        (["-m", "enginery", "--version"], {"process_group": 0}),
+    ],
+    ids=["code", "another module", "Triton", "threads", "a group"],
+)
+def test_what_is_not_the_engines_or_needs_more_is_started_as_always(
+    command: list[str], changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick_processes.Nursery, "fork", None)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, **changes)
+    assert "True" not in done.stdout

@@ -1,0 +1,367 @@
+"""Processes of the engine are forked from one that has imported what they import: some 0.1 s of a core instead of 2 to 6.
+
+`subprocess.Popen` of such a command asks a process beside this one, the nursery, which imports once and then forks. What it forks
+is a child of this process as any other is, with its own arguments, environment, files and working directory, and goes on as a
+fresh interpreter would. A server that was made so forks its own children itself. Everything else is started as always, and with
+ENGINERY_TESTS=full and on a CUDA device all is; so is what a test with the fixture `own_processes` starts.
+
+What differs: modules are there that the command did not import (tests/meta/test_cheap_start.py starts its own processes), variables
+that are read when torch is imported must be those of the test process, and what happens after `atexit` does not happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MODULES = ("enginery", "enginery.serve.engine.process", "enginery.testing.child", "enginery.bench.startup", "pytest")
+SCRIPTS = ("chaos/chaos_server.py", "chaos/faulty_engine.py", "serve/fake_server.py", "serve/fake_engine.py")
+IMPORTED = (
+    *("enginery.cli.main", "enginery.serve.server", "enginery.engine.engine", "enginery.serve.engine.process", "enginery.llm.llm"),
+    *("torch", "tokenizers", "uvicorn", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "uvicorn.loops.asyncio"),
+    *("h11", "zmq.asyncio", "jinja2", "huggingface_hub", "enginery.testing.child", "enginery.api", "pytest"),
+)
+# Of a pytest that is forked where it makes errors of warnings.
+PYTEST_FLAGS = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
+# Read when something is imported, so that they must be what they were then.
+FIXED = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "TRITON", "CUDA", "MALLOC_")
+BUT = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTEST_")
+ROOM_FOR_ARGUMENTS = 1 << 14
+_PR_SET_CHILD_SUBREAPER = 36
+_HERE = Path(__file__).resolve().parent
+
+
+class Nursery:
+    """The process that forks, as the one that asks it holds it. Started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._ours: socket.socket | None = None
+        self._environ: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def fits(self, environ: Mapping[str, str]) -> bool:
+        """Whether a process with that environment would import the same."""
+        if not _forked:
+            self._started()
+        return all(self._environ.get(name) == environ.get(name) for name in {*self._environ, *environ} if _is_fixed(name))
+
+    def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
+        """The number of a new child of this process."""
+        with self._lock:
+            ours = self._started()
+            prctl = ctypes.CDLL(None).prctl
+            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # who loses its parent is this process's child, as the nursery is
+            try:
+                frame = json.dumps(asked).encode()
+                socket.send_fds(ours, [len(frame).to_bytes(8, "big")], list(files))
+                ours.sendall(frame)
+                return int.from_bytes(_read(ours, 8), "big")
+            finally:
+                prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def _started(self) -> socket.socket:
+        if self._ours is None:
+            self._environ = dict(os.environ)
+            self._ours, theirs = socket.socketpair()
+            command = [sys.executable, __file__, str(theirs.fileno()), "-" * ROOM_FOR_ARGUMENTS]
+            with theirs:
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            atexit.register(_end, self._ours, process)
+        return self._ours
+
+
+def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    ours.close()
+    process.wait()
+
+
+def _is_fixed(name: str) -> bool:
+    return name.startswith(FIXED) and not name.startswith(BUT)
+
+
+NURSERY = Nursery()
+_started_as_always = subprocess.Popen._execute_child
+_parameters = inspect.signature(_started_as_always)
+_is_on = False
+_also_code = False
+
+
+def install() -> None:
+    """From now on in this process."""
+    global _is_on
+    _is_on = True
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def own_processes() -> Iterator[None]:
+    """What is started in it is started as always."""
+    global _is_on
+    before, _is_on = _is_on, False
+    try:
+        yield
+    finally:
+        _is_on = before
+
+
+@contextlib.contextmanager
+def code_too() -> Iterator[None]:
+    """Also `python -c` in it, which is about the engine and not about how a process begins."""
+    global _also_code
+    before, _also_code = _also_code, True
+    try:
+        yield
+    finally:
+        _also_code = before
+
+
+def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of Python, also with -c and code."""
+    with code_too():
+        return subprocess.run([sys.executable, *arguments], **options)
+
+
+def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
+    asked = _parameters.bind(self, *given).arguments
+    environ = dict(os.environ if asked["env"] is None else asked["env"])
+    if not (_is_on and _is_of_the_engine(asked["args"]) and _is_plain(asked) and NURSERY.fits(environ)):
+        _started_as_always(self, *given)
+        return
+    pipes = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+    files = [place if pipe == -1 else pipe for place, pipe in enumerate(pipes)]
+    files += sorted(number for number in asked["pass_fds"] if number > 2)
+    request = {
+        "arguments": [str(each) for each in asked["args"]],
+        "environ": environ,
+        "folder": str(asked["cwd"] or os.getcwd()),
+        "is_session": bool(asked["start_new_session"]),
+        "files": [0, 1, 2, *files[3:]],
+    }
+    self.pid = NURSERY.fork(request, files) if not _forked else _fork_here(request, files)
+    self._child_created = True
+    self._close_pipe_fds(*(asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+
+
+def _is_of_the_engine(command: Any) -> bool:
+    if isinstance(command, str | bytes | os.PathLike) or len(command) < 2 or str(command[0]) != sys.executable:
+        return False
+    first, *rest = [str(each) for each in command[1:] if each != "-P"]
+    return (first == "-m" and rest[0] in MODULES) or (first == "-c" and _also_code) or first.endswith(SCRIPTS)
+
+
+def _is_plain(asked: Mapping[str, Any]) -> bool:
+    usual = {"executable": None, "preexec_fn": None, "close_fds": True, "shell": False, "restore_signals": True}
+    usual |= {"gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1}
+    return all(asked.get(name, value) == value for name, value in usual.items())
+
+
+# In the nursery and in what it forks
+
+
+_forked = False
+_own_path: list[str] = []  # what is on `sys.path` whatever PYTHONPATH says
+
+
+def _read(link: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = link.recv(size - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+def _nurse(link: socket.socket) -> None:
+    NURSERY._environ = dict(os.environ)
+    _import_all()
+    gc.collect()
+    gc.freeze()
+    while True:
+        size, files, _, _ = socket.recv_fds(link, 8, 64)
+        if not size:
+            return
+        request = json.loads(_read(link, int.from_bytes(size, "big")))
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            between, made = os.getpid(), os.fork()
+            if made:
+                os.write(writing, made.to_bytes(8, "big"))
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.0005)
+            _become(request, files)
+        os.waitpid(between, 0)
+        link.sendall(os.read(reading, 8))
+        for number in (reading, writing, *files):
+            os.close(number)
+
+
+def _import_all() -> None:
+    _own_path[:] = [entry for entry in sys.path[1:] if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.path.remove(str(_HERE))
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for entry in importlib.metadata.entry_points(group="enginery"):
+        with contextlib.suppress(Exception):  # who asks for it is told
+            importlib.import_module(entry.module)
+
+
+def _fork_here(request: Mapping[str, Any], files: Sequence[int]) -> int:
+    """In a process that was forked itself, whatever its threads do."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.collect()  # garbage that holds a file would close, in the child, another of the same number
+    before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    made = os.fork()
+    if made == 0:
+        gc.freeze()
+        _become(request, files, mask=before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return made
+
+
+def _become(request: Mapping[str, Any], files: Sequence[int], *, mask: Any = ()) -> None:
+    """Go on as a new interpreter would that was started so. Does not return."""
+    global _forked, _is_on
+    code = 1
+    try:
+        _forked = _is_on = True
+        _leave_behind(mask)
+        if request["is_session"]:
+            os.setsid()
+        _place(files, request["files"])
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        _open_streams(is_unbuffered=bool(os.environ.get("PYTHONUNBUFFERED")))
+        _rename(request["arguments"])
+        install()
+        code = _run([each for each in request["arguments"][1:] if each != "-P"], is_safe="-P" in request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _leave_behind(mask: Any) -> None:
+    """What a process does not pass on to a program that it runs: handlers, loops, loggers, what is to be done at the end."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+    faulthandler.disable()
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    asyncio._set_running_loop(None)
+    asyncio.set_event_loop_policy(None)
+    atexit._clear()
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers.clear()
+            logger.filters.clear()
+            logger.setLevel(logging.WARNING if logger is logging.root else logging.NOTSET)
+            logger.propagate, logger.disabled = True, False
+
+
+def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Those files at these numbers, and no others open."""
+    high = [os.dup(number) for number in files]
+    high = [_above(number, max(numbers)) for number in high]
+    for file, number in zip(high, numbers, strict=True):
+        os.dup2(file, number)
+    for entry in os.listdir("/proc/self/fd"):
+        if int(entry) not in numbers:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(int(entry))
+
+
+def _above(number: int, limit: int) -> int:
+    return fcntl.fcntl(number, fcntl.F_DUPFD, limit + 1)
+
+
+def _open_streams(*, is_unbuffered: bool) -> None:
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    if is_unbuffered:
+        sys.stdout.reconfigure(write_through=True)
+        sys.stderr.reconfigure(write_through=True)
+
+
+def _rename(arguments: Sequence[str]) -> None:
+    """What /proc says was run. Linux keeps it in this process's memory, where the nursery's own arguments left room."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    begin, end = int(fields[45]), int(fields[46])
+    said = b"\0".join(os.fsencode(each) for each in arguments) + b"\0"
+    ctypes.memmove(begin, said[: end - begin].ljust(end - begin, b"\0"), end - begin)
+
+
+def _run(words: Sequence[str], *, is_safe: bool) -> int:
+    """As `python WORDS` would. Returns the exit code."""
+    what, *rest = words
+    first = str(Path(what).parent) if what not in ("-m", "-c") else os.getcwd() if what == "-m" else ""
+    extra = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [*([] if is_safe else [first]), *extra, *_own_path]
+    importlib.invalidate_caches()
+    code = 0
+    try:
+        if what == "-m":
+            sys.argv = [what, *rest[1:]]
+            sys.modules.pop(rest[0], None)
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif what == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), vars(main))
+        else:
+            sys.argv = [what, *rest]
+            runpy.run_path(what, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if code == 1 and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code & 0xFF
+
+
+if __name__ == "__main__":
+    import quick_processes  # under its own name, as in the processes that are forked
+
+    quick_processes._nurse(socket.socket(fileno=int(sys.argv[1])))

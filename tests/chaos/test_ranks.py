@@ -14,6 +14,7 @@ from pathlib import Path
 import noise
 import psutil
 import pytest
+from pairwise import spread
 
 DEADLINE_S = 3.0
 OPTIONS = {
@@ -94,7 +95,7 @@ def pair_at(when: str, pairs: list[Pair]) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize("when", ["boot", "prefill", "decode"])
+@pytest.mark.parametrize("when", spread(["boot", "decode", "prefill"], 2))
 def test_the_engine_ends_with_a_killed_rank(when: str, pairs: list[Pair]) -> None:
     pair = pair_at(when, pairs)
     pair.rank.kill()
@@ -103,7 +104,7 @@ def test_the_engine_ends_with_a_killed_rank(when: str, pairs: list[Pair]) -> Non
     assert pair.process.returncode == 1
 
 
-@pytest.mark.parametrize("when", ["boot", "prefill", "decode"])
+@pytest.mark.parametrize("when", spread(["decode", "boot", "prefill"], 1))
 def test_the_engine_ends_when_a_rank_was_stopped(when: str, pairs: list[Pair]) -> None:
     pair = pair_at(when, pairs)
     pair.rank.send_signal(signal.SIGSTOP)
@@ -124,7 +125,7 @@ def test_an_idle_engine_tells_the_next_request(number: signal.Signals, pairs: li
     assert f"ended: rank 1 (process {pair.rank.pid})" in pair.end()[0]
 
 
-@pytest.mark.parametrize("when", ["boot", "decode"])
+@pytest.mark.parametrize("when", spread(["decode", "boot"], 1))
 def test_a_rank_never_outlives_the_engine(when: str, pairs: list[Pair]) -> None:
     pair = pair_at(when, pairs)
     pair.process.kill()

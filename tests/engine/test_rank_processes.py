@@ -12,7 +12,7 @@ import noise
 import pytest
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
 from engine.test_ranks import CONFIGS, stated
-from pairwise import in_turn
+from pairwise import in_turn, spread
 from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
 
 from enginery.config.schema import EngineOptions
@@ -71,7 +71,7 @@ def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> Non
         assert told.embedding == pytest.approx(expected[name].embedding, abs=1e-4)
 
 
-@in_turn(("name", sorted(SERVED)), ("mesh", ["tp", "pp"]))
+@in_turn(("name", spread(sorted(SERVED), 12)), ("mesh", ["tp", "pp"]))
 def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
     """Tensor ranks within rounding, stages bit for bit."""
     asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128, num_threads=1)

@@ -1,7 +1,7 @@
 """Verified guesses of an EAGLE-3 head of random weights beside plain decoding: `python docs/benchmarks/gpu_speculation.py > FILE`.
 
-Llama-3.1-8B's shape in bfloat16, Triton attention, 128 tokens in and 512 out. Guesses are right by chance, at 2.8 to 2.9 told tokens
-a verification; see `enginery.bench.forced`. Of each load the first pass does not count.
+Llama-3.1-8B's shape in bfloat16, Triton attention, 128 tokens in and 512 out. Guesses are right by chance, at 2.8 to 2.9 told
+tokens a verification; see `enginery.bench.forced`. Of each load the first pass does not count.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable
 from unittest import mock
 
@@ -24,6 +25,14 @@ from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, Repl
 MAX_REQUESTS = 6
 
 
+def assert_kept(run: Callable[[], None]) -> None:
+    """A CUDA graph keeps no tensor alive: somebody else has to hold those that the captured function reads and writes."""
+    for name, cell in zip(run.__code__.co_freevars, run.__closure__ or (), strict=True):
+        value = cell.cell_contents
+        alone = isinstance(value, torch.Tensor) and sys.getrefcount(value) == 3  # the cell, `value`, and the argument
+        assert not alone, f"{name} is held by the captured function alone"
+
+
 class AgainAndAgain:
     """In place of a CUDA graph: replaying runs the function, which reads and writes the same memory."""
 
@@ -39,6 +48,7 @@ class AgainAndAgain:
         class Again:
             def replay(self) -> None:
                 outer.num_replayed += 1
+                assert_kept(run)
                 with mock.patch(
                     "enginery.attention.relay.is_capturing", return_value=True
                 ):  # no backend is called in a real replay

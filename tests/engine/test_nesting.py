@@ -168,13 +168,6 @@ def test_a_draft_step_past_the_last_owned_page_writes_to_scratch() -> None:
         assert (step.page_table_cpu[columns >= torch.tensor([3, 1, 5])[:, None]] == scratch).all()
 
 
-@pytest.mark.parametrize("kinds", [("micro",), ()], ids=str)
-def test_where_lengths_are_true_on_the_device_alone_there_is_one_draft(kinds: tuple[str, ...]) -> None:
-    memory = Memory(GROUPED)
-    batches = [dataclasses.replace(step, kv_lens=step.kv_lens_cpu.clone()) for step in draft_batches(memory, 3)]
-    assert len(plan_steps(nest(memory, kinds), batches)) == 1
-
-
 class PlansOnItsInstance:
     """Keeps its plan on itself, and checks the one it is given all the same."""
 
@@ -200,3 +193,12 @@ def test_a_plan_that_is_kept_on_the_backend_is_refused_under_micro_batches() -> 
     run(memory, alone, "mixed", 0)
     with pytest.raises(StalePlan, match="plan after padding and before attend"):
         run(memory, over(MicroBatches(alone)), "mixed", 0)
+
+
+@pytest.mark.parametrize("in_halves", [False, True])
+def test_where_lengths_are_true_on_the_device_alone_there_is_one_draft_unless_a_backend_plans_them(in_halves: bool) -> None:
+    memory = Memory(GROUPED)
+    batches = [dataclasses.replace(step, kv_lens=step.kv_lens_cpu.clone()) for step in draft_batches(memory, 3)]
+    without = over(PlansOnItsInstance(memory))
+    assert len(plan_steps(over(MicroBatches(without)) if in_halves else without, batches)) == 1
+    assert len(plan_steps(nest(memory, ("micro",) if in_halves else ()), batches)) == 3

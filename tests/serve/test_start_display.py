@@ -99,7 +99,7 @@ def test_a_real_start_is_told_in_a_few_lines(tmp_path: Path) -> None:
         summed = [line for line in said if not line.startswith("starting")]
         assert summed[0].startswith(f"ready: enginery-tiny at {url}, up to 2,048 tokens of context")
         assert re.fullmatch(
-            r"  on cpu \(.+\), \w+; attention by torch(\+cpu)?; KV cache of 4,096 tokens; started in \d+\.\d s", summed[1]
+            r"  on cpu \(.+\), \w+; attention by (cpu|torch); KV cache of 4,096 tokens; started in \d+\.\d s", summed[1]
         )
         assert re.fullmatch(r"  chosen: family llama; (ops [\w +-]+; )?schedule policy fcfs; .*routes web", summed[2])
         assert summed[3:] == [f"  page: {url}/", next(line for line in summed if line.startswith(f"  curl {url}/v1/"))]
@@ -112,8 +112,8 @@ def test_a_real_start_is_told_in_a_few_lines(tmp_path: Path) -> None:
     assert any(
         line.startswith("ops: triton (priority 20): runs on a CPU only in Triton's interpreter") for line in info["considered"]
     )
-    assert any(re.match(r"(softmax|prefill): triton \(priority \d+\): .*cuda", line) for line in info["considered"])
-    assert any(re.fullmatch(r"(softmax|prefill): torch \(priority 10\): chosen", line) for line in info["considered"])
+    assert any(re.match(r"softmax: triton \(priority \d+\): .*cuda", line) for line in info["considered"])
+    assert any(re.fullmatch(r"softmax: (cpu|torch) \(priority \d+\): chosen", line) for line in info["considered"])
     assert [line for line in log.read_text().splitlines() if "/server_info" not in line] == [], "reasons go to debug logs"
 
 
@@ -122,7 +122,7 @@ def test_reasons_are_in_the_debug_log(tmp_path: Path) -> None:
     with serving_lines(log, "--log-level", "debug", "--log-format", "json"):
         pass
     messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
-    assert any(re.match(r"attention backend, (softmax|prefill): torch .*chosen", message) for message in messages)
+    assert any(re.match(r"attention backend, softmax: (cpu|torch) .*chosen", message) for message in messages)
     assert any(message.startswith("dtype ") for message in messages)
     assert any(message.startswith("memory plan: ") for message in messages)
 

@@ -26,11 +26,13 @@ MAX_REQUESTS = 6
 
 
 def assert_kept(run: Callable[[], None]) -> None:
-    """A CUDA graph keeps no tensor alive: somebody else has to hold those that the captured function reads and writes."""
+    """A CUDA graph keeps no memory alive: somebody else has to hold what the captured function reads and writes."""
     for name, cell in zip(run.__code__.co_freevars, run.__closure__ or (), strict=True):
-        value = cell.cell_contents
-        alone = isinstance(value, torch.Tensor) and sys.getrefcount(value) == 3  # the cell, `value`, and the argument
-        assert not alone, f"{name} is held by the captured function alone"
+        if isinstance(value := cell.cell_contents, torch.Tensor):
+            storage = value.untyped_storage()
+            alone = sys.getrefcount(value) == 3  # the cell, `value`, and the argument
+            unshared = torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor's and `storage`
+            assert not (alone and unshared), f"{name} is held by the captured function alone"
 
 
 class AgainAndAgain:

@@ -17,7 +17,7 @@ from enginery.engine.grammar_budget import RevocableBoundedState
 from enginery.engine.grammars_ahead import DraftMasks, GrammarAhead
 from enginery.engine.token_masks import fill_masks
 from enginery.schedule.request import Request, RequestStatus
-from enginery.worker.layout import drafts_of_items
+from enginery.worker.layout import drafts_of_items, places_within
 
 
 class SamplingRow(NamedTuple):
@@ -72,7 +72,7 @@ def prepare_sampling(
         return None, NO_FAILURES
     items, places = step.columns(), step.sampling.repeat(step.sampled_rows).tolist()
     asked = [requests[index] for index in places]
-    ahead = _rows_ahead(step)
+    ahead = places_within(step.sampled_rows)
     positions = ((items.start + items.num_tokens - items.num_drafts)[places] + ahead).astype(np.uint64)
     prompts = _prompt_targets(items, requests)
     if any(request.adjusts or request.grammar is not None for request in asked):
@@ -125,13 +125,6 @@ def sampling_input(
 
 def _num_top(asked: Sequence[int | None]) -> tuple[int, ...]:
     return () if asked.count(None) == len(asked) else tuple(-1 if count is None else count for count in asked)
-
-
-def _rows_ahead(step: StepInput) -> np.ndarray:
-    """Of each row that is sampled, how many rows of its item lie before it: [R] int64."""
-    counts = step.sampled_rows
-    ahead: np.ndarray = np.arange(int(counts.sum())) - (np.cumsum(counts) - counts).repeat(counts)
-    return ahead
 
 
 def _rows(step: StepInput, requests: Sequence[Request], positions: Sequence[int]) -> list[SamplingRow]:

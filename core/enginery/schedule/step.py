@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-import msgspec
-
 from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.drafting import ON_DEVICE
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
@@ -118,9 +116,8 @@ class StepBuilder:
         if (length := self.decode_len) > 1:
             sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= sizes.verified_rows))
         tokens_only = self._greedy and not any(request.reports_logprobs for request in self.requests)
-        run = choose_run(phase, len(self.requests), self.num_tokens, sizes=sizes, greedy=self._greedy, embeds=bool(self._embedding))
-        if tokens_only:
-            run = msgspec.structs.replace(run, tokens_only=True)
+        way, size = choose_way(phase, len(self.requests), self.num_tokens, sizes=sizes, embeds=bool(self._embedding))
+        run = Run(way, size, self._greedy, tokens_only)
         news = {FULL: self._pages, WINDOW: self._window}
         return StepInput(
             number=number,
@@ -146,13 +143,13 @@ class StepBuilder:
         return Phase.MIXED if self.num_decode else Phase.PREFILL
 
 
-def choose_run(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, greedy: bool, embeds: bool) -> Run:
-    """The fastest way to run such a step. A decoding graph gives no hidden states, so `embeds` rules it out."""
+def choose_way(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, embeds: bool) -> tuple[Way, int]:
+    """The fastest way to run such a step, and its size. A decoding graph gives no hidden states, so `embeds` rules it out."""
     if phase in (Phase.DECODE, Phase.VERIFY):
         way, size = Way.GRAPH, 0 if embeds else _fitting(sizes.graphs, num_requests)
     else:
         way, size = Way.PIECES, _fitting(sizes.pieces, num_tokens)
-    return Run(way, size, greedy) if size else Run(Way.EAGER, 0, greedy)
+    return (way, size) if size else (Way.EAGER, 0)
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int:

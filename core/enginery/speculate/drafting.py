@@ -112,8 +112,7 @@ class Drafting:
 
     def _forget_ended(self, table: RequestTable) -> None:
         for key in [key for key, request in self._asked.items() if table.by_id.get(key) is not request]:
-            if not isinstance(self._drafter, MadeDrafts):
-                self._drafter.forget(key)
+            self._drafter.forget(key)
             del self._asked[key]
             self._stopped.discard(key)
 

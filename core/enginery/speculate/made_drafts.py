@@ -6,7 +6,7 @@ request whose next token depends on those before: for it they are waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from enginery.contracts.drafting import ON_DEVICE, DraftAsk
@@ -28,11 +28,15 @@ class MadeDrafts:
     """The guesses of the newest step."""
 
     def __init__(self) -> None:
-        self._by_key: Mapping[str, Made] = {}
+        self._by_key: dict[str, Made] = {}
 
-    def keep(self, by_key: Mapping[str, Made]) -> None:
+    def keep(self, by_key: dict[str, Made]) -> None:
         """In place of those of the step before."""
         self._by_key = by_key
+
+    def forget(self, key: str) -> None:
+        """The request has ended."""
+        self._by_key.pop(key, None)
 
     def of(self, ask: DraftAsk, *, reads: bool) -> Sequence[int]:
         """What was kept, unless the request has gone another way since. reads: the tokens themselves are wanted."""

@@ -66,6 +66,18 @@ def rows_of_items(step: StepInput) -> np.ndarray:
     return np.where(np.arange(step.num_items) < step.num_decode, step.decode_len, num_tokens).astype(np.int32)
 
 
+def begins_of(counts: np.ndarray) -> np.ndarray:
+    """Where each of so many rows begins, one item after the other: [B] int64."""
+    begins: np.ndarray = np.cumsum(counts) - counts
+    return begins
+
+
+def places_within(counts: np.ndarray) -> np.ndarray:
+    """Of each row its place in its item, of so many rows each: [T] int64."""
+    places: np.ndarray = np.arange(int(counts.sum())) - begins_of(counts).repeat(counts)
+    return places
+
+
 def logits_of_items(step: StepInput) -> np.ndarray:
     """How many of each item's last rows need logits: [B] int32. Of those that verify drafts, all rows."""
     num_logits = step.columns().num_logits
@@ -92,9 +104,7 @@ def _rows_and_positions(step: StepInput, items: Items, q_lens: np.ndarray) -> tu
     row_of = np.arange(step.num_items)
     if _one_each(step):
         return row_of, items.start.astype(np.int64)
-    row_of = row_of.repeat(q_lens)
-    first_of = np.cumsum(q_lens) - q_lens
-    return row_of, np.arange(len(row_of)) + (items.start - first_of)[row_of]
+    return row_of.repeat(q_lens), places_within(q_lens) + items.start.repeat(q_lens)
 
 
 def _window_view(
@@ -142,7 +152,7 @@ def token_sources(step: StepInput, *, width: int, size: int | None = None) -> to
     rows = rows_of_items(step)
     sources = sources.repeat(rows)
     if step.verifies:
-        place = np.arange(len(sources)) - (np.cumsum(rows) - rows).repeat(rows)  # of each row in its item
+        place = places_within(rows)
         drafted = items.num_drafts.repeat(rows)
         is_guess = (place >= 1) & (place <= drafted)
         sources = np.where((sources == KNOWN) | ((drafted > 0) & ~is_guess), KNOWN, sources + place * is_guess)
@@ -190,6 +200,5 @@ def _input_ids(step: StepInput, items: Items) -> np.ndarray:
     rows = rows_of_items(step)
     ids = np.zeros(int(rows.sum()), np.int64)
     if len(known):
-        place = np.arange(len(ids)) - (np.cumsum(rows) - rows).repeat(rows)  # of each row in its item
-        ids[place < (items.num_tokens - items.pending).repeat(rows)] = known
+        ids[places_within(rows) < (items.num_tokens - items.pending).repeat(rows)] = known
     return ids

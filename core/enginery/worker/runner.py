@@ -29,7 +29,7 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.layout import lay_out, logits_of_items, rows_of_items, sampled_seats
+from enginery.worker.layout import begins_of, lay_out, logits_of_items, rows_of_items, sampled_seats
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
@@ -70,6 +70,12 @@ class Launched(NamedTuple):
     logits: torch.Tensor
     captured: bool
     laid_out_s: float
+
+    def seats(self) -> torch.Tensor:
+        """Of the items that sample: [S] int64, on the device."""
+        if self.forwarded.seats is None:
+            return to_device(sampled_seats(self.step), self.logits.device)
+        return self.forwarded.seats[: len(self.step.sampling)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,8 +139,7 @@ class RunningStep:
 
     def _first_rows(self) -> list[int]:
         """Of each item in `sampling`, the first of its rows that are sampled."""
-        counts = self.step.sampled_rows
-        first_rows: list[int] = (np.cumsum(counts) - counts).tolist()
+        first_rows: list[int] = begins_of(self.step.sampled_rows).tolist()
         return first_rows
 
     def _read_logprobs(self, told: Sequence[tuple[int, ...]]) -> dict[int, tuple[TokenLogprob, ...]]:
@@ -284,9 +289,8 @@ class Runner:
         if forwarded.greedy is not None and step.run.greedy:
             best = forwarded.greedy[: len(logits)]
             return best, best
-        seats = to_device(sampled_seats(step), self.device) if forwarded.seats is None else forwarded.seats[: len(logits)]
         tokens = sample(logits, sampling, ops=self.ops)
-        self.feed.keep(tokens, seats)
+        self.feed.keep(tokens, launched.seats())
         return tokens, mark_nan(logits, tokens)
 
     def _verify(
@@ -314,7 +318,7 @@ class Runner:
         most = step.columns().num_drafts[:count].astype(np.int64)
         for index, most_told in cuts.items():
             most[index] = min(most[index], most_told - 1)
-        begins, seats = np.cumsum(step.sampled_rows) - step.sampled_rows, step.columns().seat[step.sampling]
+        begins, seats = begins_of(step.sampled_rows), step.columns().seat[step.sampling]
         uploaded = to_device(torch.from_numpy(np.concatenate((most, begins, seats.astype(np.int64)))), self.device)
         num_drafts, first_rows, kept_at = torch.split(uploaded, [count, len(begins), len(seats)])
         right = accept(sampled, inputs, None, num_drafts).counts
@@ -342,7 +346,7 @@ class Runner:
         assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
         assert features is not None, "and its hidden states"
-        draws = GuessDraws(sampling, np.cumsum(step.sampled_rows) - step.sampled_rows, ops=self.ops, device=self.device)
+        draws = GuessDraws(sampling, begins_of(step.sampled_rows), ops=self.ops, device=self.device)
         told, features = tokens.clamp(min=0), features[: forwarded.batch.num_tokens]
         if forwarded.captured is None:
             batch = forwarded.batch
@@ -353,8 +357,7 @@ class Runner:
             found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
         if model.knows_lengths:
             return Guesses(found, None)
-        seats = to_device(sampled_seats(step), self.device) if forwarded.seats is None else forwarded.seats[: len(found)]
-        self.feed.keep_drafts(found, seats)
+        self.feed.keep_drafts(found, launched.seats())
         return Guesses(found.to("cpu", non_blocking=True), recorded(self.device))
 
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor:
@@ -372,8 +375,7 @@ class Runner:
         if not sampling.prompts:
             return {}
         assert rows is not None, "a step with rows that nobody samples from is no decoding step"
-        counts = logits_of_items(step)
-        firsts = (np.cumsum(counts) - counts).tolist()
+        firsts = begins_of(logits_of_items(step)).tolist()
         return {
             index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()
         }

@@ -19,7 +19,7 @@ from enginery.contracts.batch import FULL, ForwardBatch, Phase
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way, pack, unpack
 from enginery.errors import Unsupported
 from enginery.schedule import planner
-from enginery.schedule.step import choose_run
+from enginery.schedule.step import choose_way
 from enginery.worker.layout import KNOWN, has_pending, lay_out, sampled_seats, token_sources
 from enginery.worker.page_tables import PageTables
 
@@ -287,18 +287,20 @@ SIZES = RunSizes(graphs=(1, 4, 8), pieces=(64, 128))
 @pytest.mark.parametrize(
     ("phase", "count", "tokens", "embeds", "expected"),
     [
-        (Phase.DECODE, 3, 3, False, Run(Way.GRAPH, 4, True)),
-        (Phase.DECODE, 8, 8, False, Run(Way.GRAPH, 8, True)),
-        (Phase.DECODE, 9, 9, False, Run(Way.EAGER, 0, True)),
-        (Phase.DECODE, 3, 3, True, Run(Way.EAGER, 0, True)),
-        (Phase.MIXED, 3, 65, False, Run(Way.PIECES, 128, True)),
-        (Phase.PREFILL, 1, 64, True, Run(Way.PIECES, 64, True)),
-        (Phase.PREFILL, 1, 129, False, Run(Way.EAGER, 0, True)),
+        (Phase.DECODE, 3, 3, False, (Way.GRAPH, 4)),
+        (Phase.DECODE, 8, 8, False, (Way.GRAPH, 8)),
+        (Phase.DECODE, 9, 9, False, (Way.EAGER, 0)),
+        (Phase.DECODE, 3, 3, True, (Way.EAGER, 0)),
+        (Phase.MIXED, 3, 65, False, (Way.PIECES, 128)),
+        (Phase.PREFILL, 1, 64, True, (Way.PIECES, 64)),
+        (Phase.PREFILL, 1, 129, False, (Way.EAGER, 0)),
     ],
 )
-def test_the_smallest_graph_that_is_enough_is_chosen(phase: Phase, count: int, tokens: int, *, embeds: bool, expected: Run) -> None:
-    assert choose_run(phase, count, tokens, sizes=SIZES, greedy=True, embeds=embeds) == expected
-    assert choose_run(phase, count, tokens, sizes=RunSizes(), greedy=True, embeds=embeds) == Run(Way.EAGER, 0, True)
+def test_the_smallest_graph_that_is_enough_is_chosen(
+    phase: Phase, count: int, tokens: int, *, embeds: bool, expected: tuple[Way, int]
+) -> None:
+    assert choose_way(phase, count, tokens, sizes=SIZES, embeds=embeds) == expected
+    assert choose_way(phase, count, tokens, sizes=RunSizes(), embeds=embeds) == (Way.EAGER, 0)
 
 
 def test_a_step_says_how_far_it_is_padded() -> None:

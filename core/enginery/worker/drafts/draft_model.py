@@ -45,7 +45,7 @@ from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.tails import FollowedRows, Tails
-from enginery.worker.layout import rows_of_items
+from enginery.worker.layout import begins_of, places_within, rows_of_items
 from enginery.worker.page_tables import PageTables
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from logits [S, V'] and the positions of tokens to tokens, [S] each
@@ -151,8 +151,8 @@ class DraftModel:
         last: the same of the step's rows. What is run over again in the next step is kept.
         """
         counts = step.sampled_rows
-        begins, firsts = _firsts(step)
-        sampled = firsts.repeat(counts) + np.arange(int(counts.sum())) - begins.repeat(counts)
+        _, firsts = _firsts(step)
+        sampled = firsts.repeat(counts) + places_within(counts)
         if len(self._modules) > 1:
             self._tails.keep(step, rows, last.numpy())
         else:
@@ -295,7 +295,7 @@ class DraftModel:
 def _firsts(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
     """The first row of each item that samples, [S] each: of the rows that are sampled, and of all."""
     counts = step.sampled_rows
-    return np.cumsum(counts) - counts, np.cumsum(rows_of_items(step))[step.sampling] - counts
+    return begins_of(counts), np.cumsum(rows_of_items(step))[step.sampling] - counts
 
 
 def one_each(ahead: Ahead, one: OneStep, *, lengths: torch.Tensor | None) -> ForwardBatch:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import torch
-
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import EngineOptions
@@ -25,11 +23,9 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice
-from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.drafts.model_choice import choose_draft_model
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights
-from enginery.worker.paths.decode_graphs import Capture
 from enginery.worker.weights.shares import stage_of
 
 
@@ -161,15 +157,6 @@ def build_draft_model(
         max_positions=choice.settings.max_model_len,
         knows_lengths=choice.device.type == "cpu",
     )
-
-
-def capture_drafts(
-    model: DraftModel, needs: DraftNeeds, *, ops: OpTable, geometry: KVGeometry, capture: Capture, most_rows: int
-) -> DraftGraphs | None:
-    """The graphs of a draft model, behind the target's of up to so many rows. None: its backend cannot be captured."""
-    choice = needs.choice
-    state = torch.zeros(most_rows, choice.facts.hidden_size, dtype=choice.dtype, device=choice.device)
-    return DraftGraphs.build(model, ops=ops, geometry=geometry, capture=capture, state=state)
 
 
 def _build_backends(asked: EngineOptions, registry: Registry, choice: Choice, pool: PagedKVPool) -> BackendRelay:

@@ -21,7 +21,7 @@ from enginery.attention.axes import renewed
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
 from enginery.contracts.step import INT, StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.layout import rows_of_items
+from enginery.worker.layout import begins_of, rows_of_items
 from enginery.worker.page_tables import PageTables
 
 
@@ -80,7 +80,7 @@ class Tails:
             last[step.sampling] = told
         ends = (items.start + lens - (np.cumsum(lens) - 1 - last)).tolist()
         lasts = (last if rows.place is None else rows.place[last]).tolist()
-        begins = np.cumsum(rows.batch.q_lens_cpu.numpy()) - rows.batch.q_lens_cpu.numpy()
+        begins = begins_of(rows.batch.q_lens_cpu.numpy())
         for index in np.flatnonzero(wanted).tolist():
             stop = lasts[index] + 1
             part = slice(max(stop - int(wanted[index]), int(begins[index])), stop)

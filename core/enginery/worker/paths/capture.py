@@ -20,7 +20,7 @@ from enginery.contracts.ops import OpTable
 from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.parts import DraftNeeds, capture_drafts
+from enginery.worker.drafts.parts import DraftNeeds
 from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.token_feed import TokenFeed
@@ -77,8 +77,10 @@ def capture_steps(
 def _draft_graphs(
     model: DraftModel, needs: DraftNeeds, choice: Choice, parts: StepParts, capture: CudaCapture
 ) -> DraftGraphs | None:
-    most = choice.settings.max_graph_requests
-    return capture_drafts(model, needs, ops=parts.ops, geometry=parts.geometry, capture=capture, most_rows=most)
+    """None: the draft model's backend cannot be captured."""
+    shape = (choice.settings.max_graph_requests, needs.choice.facts.hidden_size)
+    state = torch.zeros(shape, dtype=needs.choice.dtype, device=choice.device)
+    return DraftGraphs.build(model, ops=parts.ops, geometry=parts.geometry, capture=capture, state=state)
 
 
 def _decode_graphs(choice: Choice, parts: StepParts, capture: CudaCapture, *, keeps_hidden: bool) -> DecodeGraphs | None:

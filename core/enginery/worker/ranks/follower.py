@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from enginery.contracts.step import StepInput
-from enginery.worker.layout import logits_of_items, sampled_seats
+from enginery.worker.layout import begins_of, logits_of_items, sampled_seats
 from enginery.worker.logprobs import row_blocks
 from enginery.worker.ranks.gloo import Group
 from enginery.worker.runner import Launched, Runner
@@ -33,7 +33,7 @@ class Follower:
         """The logits of prompts whose log-probabilities are asked for: items with more rows of logits than are sampled from."""
         step, rows = launched.step, launched.forwarded.rows
         items, counts = step.columns(), logits_of_items(step)
-        firsts = np.cumsum(counts) - counts
+        firsts = begins_of(counts)
         for index in np.flatnonzero(items.num_logits > items.samples + items.num_drafts).tolist():
             assert rows is not None, "a step with rows that nobody samples from is no decoding step"
             for begin, count in row_blocks(int(items.num_logits[index] - items.samples[index])):

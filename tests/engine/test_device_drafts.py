@@ -6,6 +6,7 @@ Here the device is the host: graphs run their functions again, and what the host
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -20,12 +21,14 @@ from parity.oracle import Oracle
 from enginery.config.schema import EngineOptions
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.request import GenerationRequest
+from enginery.contracts.step import StepInput
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
+from enginery.worker.runner import Launched
 
 MOST_ROWS = 24
 TOKENS = 24
@@ -139,3 +142,27 @@ def test_the_embedded_models_drafters_guess_as_well_as_where_the_host_reads(
     assert_told(answers_of(engine, requests), expected)
     found, wanted = engine.meter.stats().drafts, known.meter.stats().drafts
     assert (found.drafted, found.accepted) == (wanted.drafted, wanted.accepted)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "standalone"])
+def test_steps_without_guesses_overlap(unread: None, registry: Registry, monkeypatch: pytest.MonkeyPatch, *, drafter: str) -> None:
+    """A step that neither verifies nor guesses is on its way while the next one is made; its tokens are the device's alone."""
+    lengths, ahead = itertools.cycle([0, 0, 0, 2, 2, 0, 2, 0, 0, 1]), list[tuple[bool, bool]]()
+    monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, num_requests: next(lengths))
+    requests = requests_of([prompt_of(said) for said in SAID])
+    requests += [asking(about, prompt_of(SAID[1]), **ASKS[about]) for about in ("seeded", "cut", "logprobs")]
+    expected = answers_of(Engine.build(embedded(), registry), requests)
+    asked = embedded(drafter=drafter, draft_length="2", attention_backend="torch", num_pages=120, max_batch_requests=16)
+    engine = Engine.build(dataclasses.replace(asked, overlap=True), registry)
+    launch = engine._runner.launch
+
+    def noting(step: StepInput) -> Launched:
+        waits = [flight.step for flight in engine._in_flight]
+        ahead.append((bool(waits), any(before.verifies or before.draft_len for before in waits)))
+        return launch(step)
+
+    monkeypatch.setattr(engine._runner, "launch", noting)
+    assert_told(answers_of(engine, requests), expected)
+    assert engine.meter.stats().drafts.accepted > 0
+    assert not any(unknown for _, unknown in ahead)
+    assert 0.3 < sum(overlaps for overlaps, _ in ahead) / len(ahead) < 0.7

@@ -194,8 +194,8 @@ class Engine:
         if changeover := _ready(self._changeover):
             self._publish_all(outputs)
             changeover.change(self._runner)
-        if self._drafting is not None:
-            self._publish_all(outputs)  # what is guessed follows what was told
+        if self._drafting is not None and any(sent.step.verifies or sent.step.draft_len for sent in self._in_flight):
+            self._publish_all(outputs)  # how many tokens it tells is not known before, and what is guessed follows those
         began_s = time.perf_counter()
         step = self._scheduler.next_step(self._runner.sizes)
         if step.items:

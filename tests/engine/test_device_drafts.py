@@ -58,11 +58,14 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(asked: EngineOptions, registry: Registry) -> tuple[Engine, AgainAndAgain, DraftGraphs]:
-    """An engine whose decoding steps, and the draft model's behind them, are captured."""
+    """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most."""
+
+    class Short(GraphBackend):
+        most_pages = 128 // asked.page_size
 
     class Composed(Registry):
         def create_attn_backend(self, name: str, context: object) -> object:
-            return GraphBackend(context)
+            return Short(context)
 
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)

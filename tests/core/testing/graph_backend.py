@@ -28,13 +28,15 @@ class CapturedPlan(ForwardPlan):
 
 
 class GraphBackend(GoodBackend):
-    """Attends captured batches densely: every request over as many pages as the longest may have."""
+    """Attends captured batches densely: every request over as many pages as the longest may have, `most_pages` if that is set."""
+
+    most_pages: int | None = None
 
     init_mha_chunk_metadata = None
 
     def __init__(self, context) -> None:
         super().__init__(context)
-        self.max_pages = context.geometry.num_pages
+        self.max_pages = self.most_pages or context.geometry.num_pages
         self.pages = None
         self.lengths = None
 
@@ -74,17 +76,15 @@ class GraphBackend(GoodBackend):
             super().attend(q, k, v, layer, batch, plan, out)
             return
         plan = covering_plan(plan, batch, CapturedPlan, backend=self.backend_id)
-        group = layer.facts.num_heads // layer.facts.num_kv_heads
-        keys, values = (
-            pages[plan.pages].flatten(1, 2).float().repeat_interleave(group, dim=2).repeat_interleave(batch.decode_len, dim=0)
-            for pages in self.pool.layer(layer.local_id)
-        )
-        scores = torch.einsum("bhd,blhd->bhl", q.float(), keys) * layer.scale
+        count, length, heads = batch.num_requests, batch.decode_len, layer.facts.num_kv_heads
+        keys, values = (pages[plan.pages].flatten(1, 2).float() for pages in self.pool.layer(layer.local_id))
+        grouped = q.float().view(count, length, heads, -1, q.shape[-1])
+        scores = torch.einsum("bnkgd,blkd->bnkgl", grouped, keys) * layer.scale
         lengths = plan.lengths if batch.kv_lens is None else batch.kv_lens
-        ends = lengths[:, None] - torch.arange(batch.decode_len).flip(0)  # [B, rows of a request]
-        seen = torch.arange(keys.shape[1], device=self.device) < ends.reshape(-1, 1)
-        weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-        out.copy_(torch.einsum("bhl,blhd->bhd", weights, values))
+        ends = lengths[:, None] - torch.arange(length, device=self.device).flip(0)  # [B, rows of a request]
+        seen = torch.arange(keys.shape[1], device=self.device) < ends[:, :, None]
+        weights = scores.masked_fill(~seen[:, :, None, None], float("-inf")).softmax(-1)
+        out.copy_(torch.einsum("bnkgl,blkd->bnkgd", weights, values).reshape(out.shape))
 
 
 class NeverRefreshes(GraphBackend):

@@ -37,10 +37,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODULES = ("enginery", "enginery.serve.engine.process", "enginery.testing.child", "enginery.bench.startup", "pytest")
-SCRIPTS = ("chaos/chaos_server.py", "chaos/faulty_engine.py", "serve/fake_server.py", "serve/fake_engine.py")
+MODULES = (
+    *("enginery", "enginery.serve.engine.process", "enginery.engine.ranks.process"),
+    *("enginery.testing.child", "enginery.bench.startup", "pytest"),
+)
+SCRIPTS = (
+    "chaos/chaos_server.py",
+    "chaos/faulty_engine.py",
+    "chaos/rank_engine.py",
+    "serve/fake_server.py",
+    "serve/fake_engine.py",
+)
 IMPORTED = (
     *("enginery.cli.main", "enginery.serve.server", "enginery.engine.engine", "enginery.serve.engine.process", "enginery.llm.llm"),
+    "enginery.engine.ranks.process",
     *("torch", "tokenizers", "uvicorn", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "uvicorn.loops.asyncio"),
     *("h11", "zmq.asyncio", "jinja2", "huggingface_hub", "enginery.testing.child", "enginery.api", "pytest"),
 )

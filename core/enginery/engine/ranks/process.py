@@ -102,13 +102,14 @@ class Rank:
         return messages.Failed(rank=self._rank, message=message, exit_code=code, is_ours=is_ours, is_lost=is_lost)
 
     def _beat(self) -> None:
-        link, standing = self._connect(zmq.PUSH, self._boot.reports), self._standing
-        while not self._ended.wait(self._boot.beat_s):
+        link, standing, ended = self._connect(zmq.PUSH, self._boot.reports), self._standing, False
+        while not ended:  # at once, as who was not heard yet is given more time
             worked_s = time.process_time() - time.thread_time()
             alive = messages.Alive(
                 rank=self._rank, number=standing.number, phase=standing.phase, waits=standing.waits, worked_s=worked_s
             )
             link.send(messages.encode(alive))
+            ended = self._ended.wait(self._boot.beat_s)
         link.close(linger=0)
 
     def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -128,20 +129,54 @@ class _Server(uvicorn.Server):
         pass
 
 
+class Port:
+    """Where the fake servers of a module are, one after the other: an origin of its own costs a tab a process of its own."""
+
+    def __init__(self) -> None:
+        self.fake = Fake()
+        config = uvicorn.Config(
+            self._answer, interface="asgi3", port=0, log_level="critical", ws="none", timeout_graceful_shutdown=1
+        )
+        self._server = _Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            threading.Event().wait(0.01)
+        self._url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    async def _answer(self, scope, receive, send) -> None:
+        await self.fake.app(scope, receive, send)
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_alive()
+
+    def put(self, fake: Fake) -> None:
+        self.fake, fake.url, fake.stop = fake, self._url, self.stop
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def ports() -> Iterator[list[Port]]:
+    """Those that were opened, the newest last."""
+    found: list[Port] = []
+    yield found
+    for port in found:
+        port.stop()
+
+
 @pytest.fixture
-def fake() -> Iterator[Fake]:
+def fake(ports: list[Port]) -> Iterator[Fake]:
+    if not ports or not ports[-1].is_open:
+        ports.append(Port())
     fake = Fake()
-    server = _Server(uvicorn.Config(fake.app, port=0, log_level="critical", ws="none", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        threading.Event().wait(0.01)
-    fake.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    fake.stop = lambda: (setattr(server, "should_exit", True), thread.join())
+    ports[-1].put(fake)
     yield fake
     fake.go.release(1000)
     fake.look.release(1000)
-    fake.stop()
 
 
 @pytest.fixture(scope="module")  # no longer, since playwright's event loop would run on under the tests of other files
@@ -159,10 +194,10 @@ def browser():
         opened.close()
 
 
-@pytest.fixture
-def tab(browser):
-    """An empty tab with English texts; whatever the page complains of fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light", locale="en-US")
+@pytest.fixture(scope="module")
+def window(browser):
+    """The one tab of a module's tests, with English texts."""
+    context = browser.new_context(locale="en-US")
     context.set_default_timeout(30_000)
     page = context.new_page()
     page.complaints = complaints = []
@@ -170,7 +205,25 @@ def tab(browser):
     context.on("console", lambda said: said.type == "error" and "status of" not in said.text and complaints.append(said.text))
     yield page
     context.close()
-    assert [text for text in complaints if "net::ERR_" not in text] == []
+
+
+@pytest.fixture
+def tab(window):
+    """That tab, empty, as if it were new; whatever the page complains of fails the test."""
+    window.complaints.clear()
+    window.set_viewport_size({"width": 1280, "height": 800})
+    window.emulate_media(color_scheme="light")
+    yield window
+    complaints = [text for text in window.complaints if "net::ERR_" not in text]
+    for other in window.context.pages[1:]:
+        other.close()
+    window.context.clear_permissions()
+    if window.url.startswith("http"):
+        with contextlib.suppress(Exception):  # the server is gone, and nobody will be at its address again
+            window.goto(window.evaluate("location.origin") + "/assets/nothing")
+            window.evaluate("localStorage.clear(), sessionStorage.clear()")
+    window.goto("about:blank")
+    assert complaints == []
 
 
 @pytest.fixture

@@ -485,7 +485,7 @@ def test_a_full_browser_is_told(page, fake) -> None:
 
 def test_what_others_keep_under_its_names_does_no_harm(tab, fake) -> None:
     kept = {"conversation:x": "{", "conversation:y": "[1]", "settings": "7"}
-    tab.context.add_init_script(f"Object.assign(localStorage, {json.dumps(kept)})")
+    opened(tab, fake).evaluate(f"Object.assign(localStorage, {json.dumps(kept)})")
     opened(tab, fake)
     assert tab.locator("#conversations li").count() == 0
     say(tab)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -90,9 +91,14 @@ class Live:
                 await asyncio.sleep(0.01)
 
 
+@functools.cache
+def without_plugins() -> Registry:
+    return Registry.load(no_plugins=True)
+
+
 @contextlib.asynccontextmanager
 async def live(folder: Path, log: Path, *, parsers: Parsers = NO_PARSERS, **options: object) -> AsyncIterator[Live]:
-    registry = Registry.load(no_plugins=True)
+    registry = without_plugins()
     engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest, command=fake_engine.COMMAND)
     loaded = asyncio.get_running_loop().create_future()
     text = TextSide.load(folder)

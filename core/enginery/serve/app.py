@@ -58,12 +58,15 @@ _log = logging.getLogger(__name__)
 
 
 class _App(FastAPI):
-    """FastAPI, with the answers of this server in its OpenAPI document."""
+    """FastAPI, with the bodies and answers of this server in its OpenAPI document."""
 
     def openapi(self) -> dict[str, object]:
         """The document of /openapi.json, which is made when it is first asked for."""
         if self.openapi_schema is None:
-            add_answers(super().openapi())
+            document = super().openapi()
+            for path, (_, body) in ENDPOINTS.items():
+                document["paths"][path]["post"] |= body_schema(body)
+            add_answers(document)
         return super().openapi()
 
 
@@ -84,8 +87,8 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None, owner
     app.add_middleware(NoteCaller)
     started_s = int(time.time())
 
-    for path, (handler, body) in ENDPOINTS.items():
-        app.post(path, name=handler.__name__, openapi_extra=body_schema(body))(_endpoint(service, handler))
+    for path, (handler, _) in ENDPOINTS.items():
+        app.post(path, name=handler.__name__)(_endpoint(service, handler))
 
     @app.get("/tokenizer_info")
     async def about_tokenizer() -> Response:

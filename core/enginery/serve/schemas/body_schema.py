@@ -13,7 +13,7 @@ _ANYTHING: Final = {"title": "any JSON"}
 
 
 def body_schema(kind: type[msgspec.Struct]) -> JsonObject:
-    """What FastAPI adds to an operation that takes `kind` as its body."""
+    """What an operation of an OpenAPI document has that takes `kind` as its body."""
     _, definitions = json_schemas([kind])
     inlined = _inline(definitions[kind.__name__], definitions)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}

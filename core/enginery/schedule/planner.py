@@ -103,10 +103,15 @@ class BatchPlanner:
         most = min(self._budget, self._settings.max_batch_requests) // max(len(decoding), 1) - 1
         chosen: list[tuple[Request, Sequence[int]]] = []
         for request in decoding[: self._budget]:
-            if request.status is RequestStatus.RUNNING and self._find_room(request, 1):
-                drafts = self._drafts_with_room(request, most)
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            drafts = self._drafts.get(request.request_id, ())[: max(0, min(most, request.limit - len(request.token_ids) - 1))]
+            if not self._kv.holds(request.kv, request.num_computed + 1 + len(drafts)):
+                if not self._find_room(request, 1):
+                    continue
+                drafts = self._drafts_with_room(request, drafts)
                 self._take_pages(request, 1 + len(drafts))
-                chosen.append((request, drafts))
+            chosen.append((request, drafts))
         self._add_drafts(chosen)
         return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
 
@@ -120,10 +125,9 @@ class BatchPlanner:
             else:
                 self._step.add(request, 1)
 
-    def _drafts_with_room(self, request: Request, most: int) -> Sequence[int]:
-        """Of its drafts those that its limit and `most` allow, and whose pages are there: nobody is preempted for a guess."""
+    def _drafts_with_room(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
+        """Of these those whose pages are there: nobody is preempted for a guess."""
         start, kv = request.num_computed, request.kv
-        drafts = self._drafts.get(request.request_id, ())[: max(0, min(most, request.limit - len(request.token_ids) - 1))]
         while drafts and not self._kv.missing(kv, start, start + 1 + len(drafts)).fits(self._kv.available):
             drafts = drafts[:-1]
         return drafts

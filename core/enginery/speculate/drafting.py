@@ -82,9 +82,10 @@ class Drafting:
 
     def published(self, step: StepInput, outputs: Sequence[RequestOutput]) -> None:
         """The step has been told: learn how often guesses are right, and how long such steps take."""
-        for output in outputs:
-            if output.num_drafted:
-                self._length.told(output.num_drafted, output.num_accepted)
+        if self._length.fixed is None:
+            for output in outputs:
+                if output.num_drafted:
+                    self._length.told(output.num_drafted, output.num_accepted)
         before, self._before = self._before, None
         if step.num_decode == step.num_items:
             self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock())

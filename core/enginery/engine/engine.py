@@ -194,8 +194,7 @@ class Engine:
         if changeover := _ready(self._changeover):
             self._publish_all(outputs)
             changeover.change(self._runner)
-        if self._drafting is not None and any(sent.step.verifies or sent.step.draft_len for sent in self._in_flight):
-            self._publish_all(outputs)  # how many tokens it tells is not known before, and what is guessed follows those
+        self._publish_guesses(outputs)
         began_s = time.perf_counter()
         step = self._scheduler.next_step(self._runner.sizes)
         if step.items:
@@ -265,6 +264,11 @@ class Engine:
         running = self._runner.sample(launched, sampling, failures.cuts)
         self._ranks.share(running)
         return _InFlight(step, requests, running, failures, at)
+
+    def _publish_guesses(self, outputs: list[RequestOutput]) -> None:
+        """The same, if one verifies or makes guesses: how many tokens it tells is not known before, and guesses follow those."""
+        if any(sent.step.verifies or sent.step.draft_len for sent in self._in_flight):
+            self._publish_all(outputs)
 
     def _publish_all(self, outputs: list[RequestOutput]) -> None:
         """Take the tokens of all steps in flight in, and append what they add to `outputs`."""

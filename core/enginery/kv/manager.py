@@ -82,10 +82,6 @@ class KVCacheManager:
         finite = self.finite.room(kv)
         return full if finite is None else min(full, finite)
 
-    def holds(self, kv: SequenceKV, stop: int) -> bool:
-        """Whether all is there for its items up to `stop`, without another look: its pages are, and it has none of another kind."""
-        return stop <= len(kv.pages) * self.page_size and not self.finite.allocators
-
     def missing(self, kv: SequenceKV, start: int, stop: int) -> Demand:
         """Pages of each kind that its next item, `start` to `stop`, lacks, after what is out of its reach has been given back."""
         self.finite.forget(kv, start)

@@ -106,7 +106,7 @@ class BatchPlanner:
             if request.status is not RequestStatus.RUNNING:
                 continue
             drafts = self._drafts.get(request.request_id, ())[: max(0, min(most, request.limit - len(request.token_ids) - 1))]
-            if not self._kv.holds(request.kv, request.num_computed + 1 + len(drafts)):
+            if not self._holds(request, 1 + len(drafts)):
                 if not self._find_room(request, 1):
                     continue
                 drafts = self._drafts_with_room(request, drafts)
@@ -169,6 +169,11 @@ class BatchPlanner:
             return False
         self._take_pages(request, num_tokens)
         return True
+
+    def _holds(self, request: Request, num_tokens: int) -> bool:
+        """Whether its next tokens need nothing: their pages are there, and there is no other kind of memory."""
+        kv = self._kv
+        return not kv.finite.allocators and request.num_computed + num_tokens <= len(request.kv.pages) * kv.page_size
 
     def _find_room(self, request: Request, num_tokens: int) -> bool:
         """The same, without taking them."""

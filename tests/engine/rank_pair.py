@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.parallel import Death
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
 from enginery.engine.engine import Engine
-from enginery.engine.ranks.local import Death, LocalRanks
+from enginery.engine.ranks.local import LocalRanks
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 

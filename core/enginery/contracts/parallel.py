@@ -1,4 +1,4 @@
-"""Where a rank stands among others, what it exchanges with them, and what crosses from one pipeline stage to the next.
+"""Where a rank stands among others, what it exchanges with them, what crosses from one stage to the next, and their processes.
 
 N rows, C hidden size, V columns of the logits, R ranks of a lane's tensor group.
 """
@@ -6,10 +6,10 @@ N rows, C hidden size, V columns of the logits, R ranks of a lane's tensor group
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -113,3 +113,39 @@ class Collectives(Protocol):
     def best(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, V / R] of each rank -> [N] int64 on all ranks: the column of the largest, of equal ones the first."""
         ...
+
+
+class Death(NamedTuple):
+    """A rank whose process has ended. how: for people. last_lines: of what it wrote to stderr."""
+
+    rank: int
+    exit_code: int
+    how: str
+    last_lines: tuple[str, ...]
+
+
+class RunningRanks(Protocol):
+    """The processes of ranks 1 .. N, wherever they are."""
+
+    def boot(self, rank: int, frame: bytes) -> None:
+        """Give a rank its boot frame."""
+        ...
+
+    def name(self, rank: int) -> str:
+        """What people find it by."""
+        ...
+
+    def poll(self) -> list[Death]:
+        """Those that have ended since the last call."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Have all write the stacks of their threads to stderr, even if they are stuck."""
+        ...
+
+    def end(self, *, grace_s: float) -> None:
+        """Wait so long for them to end by themselves, then kill them."""
+        ...
+
+
+Launch = Callable[[int], RunningRanks]  # ranks 1 .. so many; the thread that calls it lives as long as they do

@@ -49,7 +49,7 @@ from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.capture import StepParts, capture_steps
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
-from enginery.worker.ranks.groups import Alone, Met
+from enginery.worker.ranks.met import Alone, Met
 from enginery.worker.runner import Captured, Runner, Speculation
 from enginery.worker.token_feed import TokenFeed
 from enginery.worker.warm_up import warm_up

@@ -17,6 +17,7 @@ import torch
 from enginery.config.schema import EngineOptions, ScheduleSettings
 from enginery.contracts.batch import STATE, WINDOW
 from enginery.contracts.engine import ReportProgress, report_to_nobody
+from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
 from enginery.engine.build import BuiltParts, build_parts, build_runner
@@ -24,7 +25,6 @@ from enginery.engine.changeover import Changeover
 from enginery.engine.facts import facts_of
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
-from enginery.engine.ranks.local import Launch, LocalRanks
 from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling
@@ -142,12 +142,12 @@ class Engine:
         report: ReportProgress = report_to_nobody,
         *,
         forced_rates: Sequence[float] = (),
-        launch: Launch = LocalRanks,
+        launch: Launch | None = None,
     ) -> Engine:
         """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
 
         forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`. launch:
-        what starts the processes of other ranks.
+        what starts the processes of other ranks; None: as processes of this host.
         """
         with begun_ranks(asked, registry, launch) as others:
             if others is None:

@@ -17,8 +17,8 @@ from typing import Final
 
 import zmq
 
+from enginery.contracts.parallel import Death, Launch, RunningRanks
 from enginery.engine.ranks import messages
-from enginery.engine.ranks.local import Death, Launch, RunningRanks
 from enginery.errors import EngineDied, EnginError
 from enginery.worker.ranks.gloo import Standing
 

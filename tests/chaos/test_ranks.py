@@ -83,12 +83,12 @@ def pairs() -> Iterator[list[Pair]]:
         pair.process.wait()
 
 
-def pair_at(when: str, pairs: list[Pair]) -> Pair:
+def pair_at(when: str, pairs: list[Pair], **options: object) -> Pair:
     """One that is loading, idle, amid a long prompt, or decoding."""
     if when == "prefill":
-        pairs.append(Pair(prompt_len=LONG, num_tokens=2, max_batch_tokens=2, prefix_cache=False))
+        pairs.append(Pair(prompt_len=LONG, num_tokens=2, max_batch_tokens=2, prefix_cache=False, **options))
     else:
-        pairs.append(Pair())
+        pairs.append(Pair(**options))
     pair = pairs[-1]
     if when != "boot":
         pair.until("ready")
@@ -109,11 +109,12 @@ def test_the_engine_ends_with_a_killed_rank(when: str, pairs: list[Pair]) -> Non
 
 @pytest.mark.parametrize("when", spread(["decode", "boot", "prefill"], 1))
 def test_the_engine_ends_when_a_rank_was_stopped(when: str, pairs: list[Pair]) -> None:
-    pair = pair_at(when, pairs)
+    deadline_s = DEADLINE_S / 3 if when == "boot" else DEADLINE_S
+    pair = pair_at(when, pairs, step_deadline=deadline_s)
     pair.rank.send_signal(signal.SIGSTOP)
     began_s = time.monotonic()
     said, _ = pair.end()
-    silent_s = DEADLINE_S * (5 if when == "boot" else 1)  # it was not heard yet
+    silent_s = deadline_s * (10 if when == "boot" else 1)  # it was not heard yet
     assert f"ended: rank 1 (process {pair.rank.pid}) has said nothing for {silent_s:g} s" in said
     assert time.monotonic() - began_s < silent_s + 20
     assert pair.process.returncode == 1

@@ -118,6 +118,7 @@ def _check(asked: EngineOptions) -> None:
         raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
     _check_drafts(asked)
     _check_stages(asked)
+    _check_placing(asked)
     _check_events(asked)
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
@@ -131,6 +132,13 @@ def _check_stages(asked: EngineOptions) -> None:
         )
     if asked.pp > 1 and asked.overlap:
         raise ConfigError(f"overlap is on, but with --pp {asked.pp} as many steps are on their way anyway; leave it out")
+
+
+def _check_placing(asked: EngineOptions) -> None:
+    if asked.executor != "local" and asked.tp * asked.pp == 1:
+        raise ConfigError(
+            f"executor is {asked.executor!r}, but there is one rank, which nobody places; give --tp or --pp, or leave it out"
+        )
 
 
 def _check_events(asked: EngineOptions) -> None:

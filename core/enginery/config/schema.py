@@ -36,7 +36,8 @@ class EngineOptions:
     guessed of a request in a step, or auto: as many as pay.
     tp: tensor parallelism, processes that have a part of each layer. pp: pipeline parallelism, stages of some layers each, as many
     steps are on their way; pp_layers: decoder layers of each stage, with commas between them. num_threads: of all processes.
-    step_deadline: seconds after which a rank that does not get on is given up, and the engine with it.
+    executor: what places the processes of ranks. step_deadline: seconds after which a rank that does not get on is given up, and
+    the engine with it.
     kv_events, kv_events_replay: ZeroMQ addresses where what comes into the prefix cache and goes is published, and published again;
     kv_events_topic: of these messages.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
@@ -87,6 +88,7 @@ class EngineOptions:
     tp: int = 1
     pp: int = 1
     pp_layers: str | None = None
+    executor: str = "local"
     step_deadline: float = 60.0
     seed: int = 0
     record_steps: tuple[int, str] | None = None

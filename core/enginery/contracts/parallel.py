@@ -6,10 +6,12 @@ N rows, C hidden size, V columns of the logits, R ranks of a lane's tensor group
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+
+from enginery.contracts.versions import ApiVersion
 
 if TYPE_CHECKING:
     import torch
@@ -148,4 +150,27 @@ class RunningRanks(Protocol):
         ...
 
 
-Launch = Callable[[int], RunningRanks]  # ranks 1 .. so many; the thread that calls it lives as long as they do
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What an executor is to start: ranks 1 .. num_others, each by `command`, with a pipe on stdin.
+
+    A frame on stdin is its length in 8 bytes, big-endian, and its bytes. Stdin stays open as long as the rank is to live, and a
+    rank ends when it does. start: runs these commands, one for each rank, as processes of this host.
+    """
+
+    num_others: int
+    command: tuple[str, ...]
+    start: Callable[[Sequence[Sequence[str]]], RunningRanks]
+
+
+Launch = Callable[[LaunchPlan], RunningRanks]  # the thread that calls it lives as long as they do
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorSpec:
+    """What places the processes of an engine's ranks: all but the first, which is the engine's own. Chosen with `--executor`."""
+
+    name: str
+    api: ApiVersion
+    launch: Launch
+    summary: str

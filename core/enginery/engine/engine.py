@@ -142,7 +142,7 @@ class Engine:
         """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
 
         forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`. launch:
-        what starts the processes of other ranks; None: as processes of this host.
+        what starts the processes of other ranks; None: what `--executor` names.
         """
         with begun_ranks(asked, registry, launch) as others:
             if others is None:

@@ -185,7 +185,7 @@ def answers(monkeypatch) -> dict[str, object]:
     """What the processes that the doctor starts answer, by the code they run."""
     record = {"name": "fa", "distribution": "fa-dist", "version": "1.0", "status": "loaded", "reason": "", "offers": []}
     found: dict[str, object] = {
-        doctor_module._ASK_TORCH: {"version": "2.13", "cuda": None, "devices": ["a GPU"]},
+        doctor_module._ASK_TORCH: {"version": "2.13", "cuda": None, "devices": ["a GPU"], "gloo": True, "nccl": "", "apart": []},
         doctor_module._ASK_PLUGINS: {"records": [record], "default": None},
     }
     monkeypatch.setattr(doctor_module, "_ask", lambda code, *rest, **more: (found[code], "it says nothing"))
@@ -214,7 +214,15 @@ def test_doctor_says_what_to_do_about_a_broken_plugin(cli, answers) -> None:
 def test_doctor_says_what_to_do_without_torch_or_a_gpu_that_torch_can_use(cli, answers, monkeypatch) -> None:
     answers[doctor_module._ASK_TORCH] = None
     assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["torch"]["advice"] == "Run pip install torch."
-    answers[doctor_module._ASK_TORCH] = {"version": "2.13", "cuda": None, "devices": [], "why": ""}
+    answers[doctor_module._ASK_TORCH] = {
+        "version": "2.13",
+        "cuda": None,
+        "devices": [],
+        "why": "",
+        "gloo": True,
+        "nccl": "",
+        "apart": [],
+    }
     monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu", "cuda"})
     assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["devices"]["status"] == "fail"
     monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu"})

@@ -86,6 +86,9 @@ _FLAGS: Final = {
     "tp": _Flag(_PARTS, "Tensor parallelism: processes that have a part of each layer.", metavar="N"),
     "pp": _Flag(_PARTS, "Pipeline parallelism: stages that have some of the layers.", metavar="N"),
     "pp_layers": _Flag(_PARTS, "Decoder layers of each stage of --pp; without it they are divided evenly.", metavar="N,N"),
+    "executor": _Flag(
+        _PARTS, "What places the processes of --tp and --pp: local, or a plugin's.", metavar="NAME", complete=completion.executors
+    ),
     "step_deadline": _Flag(_PARTS, "Seconds after which a rank that does not get on ends the engine.", metavar="SECONDS"),
     "seed": _Flag(_PARTS, "Of random weights, and of requests without a seed."),
     "record_steps": _Flag(

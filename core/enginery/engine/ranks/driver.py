@@ -18,7 +18,6 @@ from enginery.contracts.parallel import Launch, ParallelFacts
 from enginery.contracts.step import StepInput, pack
 from enginery.engine.build import Place
 from enginery.engine.ranks import messages
-from enginery.engine.ranks.local import LocalRanks
 from enginery.engine.ranks.watch import Watch
 from enginery.errors import ConfigError, EnginError
 from enginery.plugin.manifest import Manifest
@@ -37,7 +36,7 @@ _LOOK_MS: Final = 100
 class RankProcesses:
     """Implements `Ranks` by processes, which run from now on. options: as this rank is to be built with."""
 
-    def __init__(self, asked: EngineOptions, manifest: Manifest, *, launch: Launch | None = None) -> None:
+    def __init__(self, asked: EngineOptions, manifest: Manifest, *, launch: Launch) -> None:
         self.options = _of_one_rank(asked)
         self._manifest, self._standing = manifest, Standing()
         self._groups: RankGroups | None = None
@@ -54,17 +53,14 @@ class RankProcesses:
                 link.set_hwm(0)
                 link.bind(f"ipc://{self._folder / str(rank)}")
                 self._links.append(link)
-        except zmq.ZMQError as error:
+            others, deadline_s = self._parallel.num_ranks - 1, asked.step_deadline
+            self._watch = Watch(launch, others, reports=reports, deadline_s=deadline_s, standing=self._standing)
+        except (zmq.ZMQError, EnginError) as error:
             self._context.destroy(linger=0)
             shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, EnginError):
+                raise
             raise ConfigError(f"{self._folder} cannot hold sockets: {error}; set TMPDIR to another, shorter path") from error
-        self._watch = Watch(
-            launch or LocalRanks,
-            self._parallel.num_ranks - 1,
-            reports=reports,
-            deadline_s=asked.step_deadline,
-            standing=self._standing,
-        )
         self._watch.busy("its start")
         self._end = weakref.finalize(self, _end, self._watch, self._context, self._links, self._folder)
 

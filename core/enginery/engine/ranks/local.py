@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import IO, Final
 
 from enginery.contracts.parallel import Death
@@ -21,9 +22,10 @@ _LAST_WORDS_S: Final = 1.0
 class LocalRanks:
     """Implements `RunningRanks` by processes of this host."""
 
-    def __init__(self, count: int) -> None:
-        self._processes = [subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(count)]
-        self._said: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in range(count)]
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        """commands: of ranks 1 .. N."""
+        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for command in commands]
+        self._said: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in commands]
         self._told: set[int] = set()
         self._relays = [
             threading.Thread(target=_relay, args=(process.stderr, rank, said), name=f"rank {rank} stderr", daemon=True)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, Protocol
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import Launch
+from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
 from enginery.contracts.step import StepInput
-from enginery.plugin.registry import Registry
+from enginery.plugin.boundary import inside
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry, named
 from enginery.worker.runner import RunningStep
 
 if TYPE_CHECKING:
@@ -73,17 +75,28 @@ NO_RANKS: Final = NoRanks()
 def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None) -> Iterator[RankProcesses | None]:
     """Start the other ranks, which takes them seconds, and leave with all of them built. None: there are none.
 
-    What fails inside ends them. Raises the first cause.
+    launch: instead of the executor's. What fails inside ends them. Raises the first cause.
     """
+    offer = named(registry.executors, asked.executor, "executor", registry.records)
     if asked.tp * asked.pp == 1:
         yield None
         return
     from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without
 
-    others = RankProcesses(asked, registry.manifest, launch=launch)
+    others = RankProcesses(asked, registry.manifest, launch=launch or launch_of(offer))
     try:
         yield others
         others.built()
     except BaseException as error:
         others.failed(error)
         raise
+
+
+def launch_of(offer: Offer[ExecutorSpec]) -> Launch:
+    """What the executor starts the ranks by; a failure names the plugin."""
+
+    def launch(plan: LaunchPlan) -> RunningRanks:
+        with inside(offer, "start the ranks"):
+            return offer.spec.launch(plan)
+
+    return launch

@@ -16,8 +16,9 @@ from typing import Final
 
 import zmq
 
-from enginery.contracts.parallel import Death, Launch, RunningRanks
+from enginery.contracts.parallel import Death, Launch, LaunchPlan, RunningRanks
 from enginery.engine.ranks import messages
+from enginery.engine.ranks.local import COMMAND, LocalRanks
 from enginery.engine.ranks.patience import Patience
 from enginery.errors import EngineDied, EnginError
 from enginery.worker.ranks.gloo import Standing
@@ -82,12 +83,14 @@ class Watch:
         try:
             link.set_hwm(0)
             link.bind(self._address)
-            running = self._launch(self._count)
+            running = self._launch(LaunchPlan(num_others=self._count, command=COMMAND, start=LocalRanks))
             with self._changed:
                 self.running = running
                 self._changed.notify_all()
             self._watch(running, link)
             running.end(grace_s=self._grace_s or 0.0)
+        except EnginError as error:
+            self._fail(error)
         except Exception as error:  # the boundary of the thread
             self._fail(EngineDied(f"the ranks could not be watched: {type(error).__name__}: {error}"))
             raise

@@ -200,7 +200,7 @@ def test_doctor_finds_nothing_wrong(cli, answers, tmp_path, monkeypatch) -> None
     rows = rows_of(cli("doctor", "--json", "--port", "0"))
     assert {row["status"] for row in rows.values()} == {"ok"}
     machine = ["packages", "settings", "model cache", "kernel cache", "temporary folder", "locale", "open files", "port"]
-    assert list(rows) == ["python", "torch", "devices", "plugin fa", "model", *machine]
+    assert list(rows) == ["python", "torch", "devices", "ranks", "shared memory", "plugin fa", "model", *machine]
 
 
 def test_doctor_says_what_to_do_about_a_broken_plugin(cli, answers) -> None:

@@ -101,7 +101,17 @@ from enginery.contracts.ops import (
     Routing,
     SamplingTensors,
 )
-from enginery.contracts.parallel import Channel, Collectives, Cut, ParallelFacts, StageTensors
+from enginery.contracts.parallel import (
+    Channel,
+    Collectives,
+    Cut,
+    Death,
+    ExecutorSpec,
+    LaunchPlan,
+    ParallelFacts,
+    RunningRanks,
+    StageTensors,
+)
 from enginery.contracts.parsers import (
     ArgumentsText,
     ContentText,
@@ -197,6 +207,7 @@ __all__ = [
     "ContentText",
     "CoordinatorContext",
     "Cut",
+    "Death",
     "DecoderShape",
     "Denied",
     "DraftAsk",
@@ -208,6 +219,7 @@ __all__ = [
     "EngineFacts",
     "EngineHandle",
     "EngineStats",
+    "ExecutorSpec",
     "ExpertBiases",
     "ExpertNames",
     "Experts",
@@ -238,6 +250,7 @@ __all__ = [
     "KVPool",
     "LatentFacts",
     "LatentWeights",
+    "LaunchPlan",
     "LayerKV",
     "LayerSpec",
     "Linear",
@@ -285,6 +298,7 @@ __all__ = [
     "Routed",
     "Routing",
     "RowOrder",
+    "RunningRanks",
     "SamplingParams",
     "SamplingTensors",
     "SchedulePolicySpec",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import noise
 import psutil
 import pytest
@@ -80,12 +83,12 @@ def pairs() -> Iterator[list[Pair]]:
         pair.process.wait()
 
 
-def pair_at(when: str, pairs: list[Pair]) -> Pair:
+def pair_at(when: str, pairs: list[Pair], **options: object) -> Pair:
     """One that is loading, idle, amid a long prompt, or decoding."""
     if when == "prefill":
-        pairs.append(Pair(prompt_len=LONG, num_tokens=2, max_batch_tokens=2, prefix_cache=False))
+        pairs.append(Pair(prompt_len=LONG, num_tokens=2, max_batch_tokens=2, prefix_cache=False, **options))
     else:
-        pairs.append(Pair())
+        pairs.append(Pair(**options))
     pair = pairs[-1]
     if when != "boot":
         pair.until("ready")
@@ -106,11 +109,12 @@ def test_the_engine_ends_with_a_killed_rank(when: str, pairs: list[Pair]) -> Non
 
 @pytest.mark.parametrize("when", spread(["decode", "boot", "prefill"], 1))
 def test_the_engine_ends_when_a_rank_was_stopped(when: str, pairs: list[Pair]) -> None:
-    pair = pair_at(when, pairs)
+    deadline_s = DEADLINE_S / 3 if when == "boot" else DEADLINE_S
+    pair = pair_at(when, pairs, step_deadline=deadline_s)
     pair.rank.send_signal(signal.SIGSTOP)
     began_s = time.monotonic()
     said, _ = pair.end()
-    silent_s = DEADLINE_S * (5 if when == "boot" else 1)  # it was not heard yet
+    silent_s = deadline_s * (10 if when == "boot" else 1)  # it was not heard yet
     assert f"ended: rank 1 (process {pair.rank.pid}) has said nothing for {silent_s:g} s" in said
     assert time.monotonic() - began_s < silent_s + 20
     assert pair.process.returncode == 1
@@ -152,6 +156,49 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(pairs: list[Pair], t
     said, err = pairs[-1].end()
     assert f"rank 1 (process {pairs[-1].rank.pid}) hangs: for {DEADLINE_S:g} s it has done nothing in step 2" in said
     assert "in failing" in err
+
+
+def test_a_server_starts_its_engine_again_when_an_idle_rank_was_killed(pairs: list[Pair], tmp_path: Path) -> None:
+    """Over HTTP: the request after it is told who was killed, and one later is served by other processes."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "load_format"]
+    flags += ["--load-format=dummy", "--restarts=1"]
+    with serving(tmp_path / "log", *flags) as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+        asked = {"prompt": [7, 8, 9], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        first = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        (rank,) = ranks_of(process)
+        rank.kill()
+        while (health := client.get("/health").json()["status"]) == "ready":
+            time.sleep(0.02)
+        refused = client.post("/v1/completions", json=asked)
+        assert (health, refused.status_code, refused.headers["retry-after"]) == ("restarting", 503, "1")
+        assert f"rank 1 (process {rank.pid}) was killed by SIGKILL" in refused.json()["error"]["message"]
+        while client.get("/health").status_code != 200:
+            time.sleep(0.1)
+        assert client.post("/v1/completions", json=asked).json()["choices"][0]["text"] == first
+        assert ranks_of(process) != [rank]
+    assert "the engine is started again, 0 times more" in (tmp_path / "log").read_text()
+
+
+@contextlib.contextmanager
+def serving(log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`engine serve` in a process of its own, and its URL. log: what it writes to stderr."""
+    command = [sys.executable, "-m", "enginery", "serve", "--port=0", *flags]
+    with log.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
+        assert process.stdout is not None
+        try:
+            lines = iter(process.stdout)
+            url = next((found[1] for line in lines if (found := re.search(r"at (http://[^,]+),", line))), None)
+            assert url is not None, log.read_text()
+            yield process, url
+        finally:
+            process.terminate()
+            process.stdout.read()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of ranks of a server's engine."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "enginery.engine.ranks.process" in child.cmdline()]
 
 
 def broken(folder: Path, code: str) -> Path:

@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.parallel import Death, LaunchPlan
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
 from enginery.engine.engine import Engine
-from enginery.engine.ranks.local import Death, LocalRanks
+from enginery.engine.ranks.local import COMMAND, LocalRanks
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 
@@ -18,12 +19,12 @@ class KeptRanks:
     """Implements `RunningRanks`: what ends an engine leaves the processes as they are. Give it as `launch`."""
 
     def __init__(self, count: int) -> None:
-        self._ranks = LocalRanks(count)
+        self._ranks = LocalRanks([COMMAND] * count)
         self._count = count
         self.is_broken = False
 
-    def __call__(self, count: int) -> KeptRanks:
-        assert count == self._count
+    def __call__(self, plan: LaunchPlan) -> KeptRanks:
+        assert plan.num_others == self._count
         return self
 
     def renew(self) -> None:
@@ -31,7 +32,7 @@ class KeptRanks:
         self.is_broken |= bool(self._ranks.poll())
         if self.is_broken:
             self._ranks.end(grace_s=0.0)
-            self._ranks, self.is_broken = LocalRanks(self._count), False
+            self._ranks, self.is_broken = LocalRanks([COMMAND] * self._count), False
 
     def boot(self, rank: int, frame: bytes) -> None:
         self._ranks.boot(rank, frame)

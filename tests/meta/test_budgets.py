@@ -19,9 +19,10 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # that wait for drafts to be verified; 250 more for published heads: hidden states that are tapped, what MTP modules share; 320 more
 # for chains of modules, for rows that draft models run over again, and for those that read the target's keys and values; 640 more
 # for drafts on CUDA: graphs of verifications and of draft models, lengths that the device alone knows; 1,980 more for ranks as
-# processes: what they exchange, how they are started, told what to run, watched and ended, and pipeline stages.
-CORE_LINES = 24_540
-APART = {"testing": 3_410, "bench": 1_770, "serve": 6_850, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
+# processes: what they exchange, how they are started, told what to run, watched and ended, and pipeline stages; 360 more
+# for KV events, the rule by which ranks are given up, and executors as an offer of plugins.
+CORE_LINES = 24_900
+APART = {"testing": 3_410, "bench": 1_770, "serve": 7_150, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20
 

@@ -27,6 +27,7 @@ FILES = {
     "grammar_lanes": "core/enginery/engine/grammar_lanes.py",
     "grammar_queue": "core/enginery/engine/grammar_queue.py",
     "grammars": "core/enginery/contracts/grammars.py",
+    "publisher": "core/enginery/engine/kv_events/publisher.py",
     "listening": "core/enginery/serve/http/listening.py",
     "process": "core/enginery/serve/engine/process.py",
     "replay": "core/enginery/engine/replay.py",
@@ -72,6 +73,8 @@ CLAIMS: dict[str, list[str]] = {
     "docs/tiny-model.md": ["One key in {corpus:HELD_OUT}, by a hash"],
     "docs/operations.md": [
         "| {settings:ServeSettings.host}, {settings:ServeSettings.port plain} | The only port.",
+        "`number, batch` for each of the last {publisher:MOST_KEPT} batches",
+        "one after more than {publisher:MOST_WAITING} steps waited to be published",
         "| `--drain-s` | {settings:ServeSettings.drain_s} |",
         "| `--watchdog-s` | {settings:ServeSettings.watchdog_s} |",
         "| `--receive-s` | {connection:Limits.receive_s} |",

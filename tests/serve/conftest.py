@@ -28,6 +28,7 @@ from enginery.serve.api.served_model import ServedModel  # noqa: E402
 from enginery.serve.api.service import Service  # noqa: E402
 from enginery.serve.app import build_app  # noqa: E402
 from enginery.serve.engine.client import EngineClient  # noqa: E402
+from enginery.serve.engine.replicas import Replicas  # noqa: E402
 from enginery.text.text_side import TextSide  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -46,9 +47,13 @@ class Live:
 
     def __init__(self, service: Service, http: httpx.AsyncClient, log: Path) -> None:
         self.service = service
-        self.engine = service.engine
         self.http = http
         self._log = log
+
+    @property
+    def engine(self) -> EngineClient:
+        """The one that is there now."""
+        return self.service.engine.replicas[0].client
 
     async def post(self, path: str, **body: object) -> httpx.Response:
         return await self.http.post(path, json=body)
@@ -97,12 +102,17 @@ def without_plugins() -> Registry:
 
 
 @contextlib.asynccontextmanager
-async def live(folder: Path, log: Path, *, parsers: Parsers = NO_PARSERS, **options: object) -> AsyncIterator[Live]:
+async def live(
+    folder: Path, log: Path, *, parsers: Parsers = NO_PARSERS, restarts: int = 0, **options: object
+) -> AsyncIterator[Live]:
     registry = without_plugins()
-    engine = await EngineClient.start(EngineOptions(model=str(folder), **options), registry.manifest, command=fake_engine.COMMAND)
+    asked = EngineOptions(model=str(folder), **options)
+    start = functools.partial(EngineClient.start, asked, registry.manifest, command=fake_engine.COMMAND)
+    engine = await Replicas.start(start, restarts=restarts)
     loaded = asyncio.get_running_loop().create_future()
     text = TextSide.load(folder)
     service = Service(engine=engine, loaded=loaded)
+    engine.is_back = service.renew
     try:
         facts = await engine.ready(registry.manifest.digest())
         loaded.set_result(ServedModel(facts=facts, text=text, parsers=parsers))

@@ -2,7 +2,8 @@
 
 Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up (for its grammar, if it has one), HELD repeats
 the prompt and goes on when the file that FAKE_GO names is there, PLUGIN is refused by a plugin's bug, DRAFTED has three guesses
-verified for each token, of which one is told.
+verified for each token, of which one is told. Without the file that FAKE_NEEDS names it does not start, and without that of
+FAKE_SLOW_WITHOUT slowly.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ class FakeEngine:
     @classmethod
     def build(cls, options: EngineOptions, registry: Registry, report: ReportProgress) -> FakeEngine:
         report(BuildProgress(phase="weights", done_bytes=3 * 10**9, total_bytes=16 * 10**9))
-        if options.device == "broken":
+        needed, quick = os.environ.get("FAKE_NEEDS"), os.environ.get("FAKE_SLOW_WITHOUT")
+        if options.device == "broken" or (needed and not Path(needed).exists()):
             raise CheckpointError("the weights are gone; fetch them again")
         print(os.environ.get("FAKE_NOISE", ""), end="", file=sys.stderr, flush=True)
-        time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
+        time.sleep(600 if quick and not Path(quick).exists() else float(os.environ.get("FAKE_LOAD_S", "0")))
         return cls(options)
 
     def prepare(self) -> bool:

@@ -30,6 +30,7 @@ from enginery.serve.http.traces import Tracer
 from enginery.serve.settings import ServeSettings, read_keys
 
 NAMES = {
+    "enginery:engine_restarts": "counter",
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from enginery import __version__
 from enginery.cli.doctor_checks import Check, machine
+from enginery.cli.doctor_ranks import ranks
 from enginery.cli.flags.plugins import JsonFlag
 from enginery.cli.tables import console, print_paragraph, print_table
 from enginery.plugin.discovery import Wanted, discover
@@ -38,7 +39,12 @@ try:
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 except AttributeError:  # built without oneDNN
     fast = True
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": names, "why": why, "bfloat16": fast}))
+found = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": names, "why": why, "bfloat16": fast}
+dist, every = torch.distributed, range(len(names))
+found["gloo"] = dist.is_available() and dist.is_gloo_available()
+found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_available() and dist.is_nccl_available() else ""
+found["apart"] = [[i, j] for i in every for j in every if i < j and not torch.cuda.can_device_access_peer(i, j)]
+print(json.dumps(found))
 """
 _ASK_MODEL: Final = """
 import json, sys
@@ -184,7 +190,7 @@ def _torch() -> list[Check]:
     else:
         slow = "; it has no instructions for bfloat16 (AVX-512), in which prompts are slower than in float32"
         rows.append(Check(name="devices", status="ok", detail="CPU only" + ("" if found.get("bfloat16", True) else slow)))
-    return rows
+    return [*rows, *ranks(len(found["devices"]), gloo=found["gloo"], nccl=found["nccl"], apart=found["apart"])]
 
 
 def _plugins(*, is_model_named: bool) -> list[Check]:

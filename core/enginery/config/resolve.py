@@ -118,6 +118,8 @@ def _check(asked: EngineOptions) -> None:
         raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
     _check_drafts(asked)
     _check_stages(asked)
+    _check_placing(asked)
+    _check_events(asked)
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
 
@@ -130,6 +132,23 @@ def _check_stages(asked: EngineOptions) -> None:
         )
     if asked.pp > 1 and asked.overlap:
         raise ConfigError(f"overlap is on, but with --pp {asked.pp} as many steps are on their way anyway; leave it out")
+
+
+def _check_placing(asked: EngineOptions) -> None:
+    if asked.executor != "local" and asked.tp * asked.pp == 1:
+        raise ConfigError(
+            f"executor is {asked.executor!r}, but there is one rank, which nobody places; give --tp or --pp, or leave it out"
+        )
+
+
+def _check_events(asked: EngineOptions) -> None:
+    for name, address in (("kv_events", asked.kv_events), ("kv_events_replay", asked.kv_events_replay)):
+        if address is not None and not address.startswith(("tcp://", "ipc://")):
+            raise ConfigError(f"{name} is {address!r}, but must be tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
+    if asked.kv_events is None and (asked.kv_events_replay or asked.kv_events_topic):
+        raise ConfigError("kv_events_replay and kv_events_topic are of --kv-events, which is not given; give it, or leave them out")
+    if asked.kv_events is not None and not asked.prefix_cache:
+        raise ConfigError("--kv-events tells what the prefix cache has, which --no-prefix-cache turns off; leave one of them out")
 
 
 def _check_drafts(asked: EngineOptions) -> None:

@@ -36,7 +36,10 @@ class EngineOptions:
     guessed of a request in a step, or auto: as many as pay.
     tp: tensor parallelism, processes that have a part of each layer. pp: pipeline parallelism, stages of some layers each, as many
     steps are on their way; pp_layers: decoder layers of each stage, with commas between them. num_threads: of all processes.
-    step_deadline: seconds after which a rank that does not get on is given up, and the engine with it.
+    executor: what places the processes of ranks. step_deadline: seconds after which a rank that does not get on is given up, and
+    the engine with it.
+    kv_events, kv_events_replay: ZeroMQ addresses where what comes into the prefix cache and goes is published, and published again;
+    kv_events_topic: of these messages.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """
@@ -75,6 +78,9 @@ class EngineOptions:
     prefill_fraction: float | None = None
     max_queued_requests: int = 4096
     prefix_cache: bool = True
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_topic: str = ""
     overlap: bool | None = None
     graphs: bool = True
     wait_for_kernels: bool = False
@@ -82,6 +88,7 @@ class EngineOptions:
     tp: int = 1
     pp: int = 1
     pp_layers: str | None = None
+    executor: str = "local"
     step_deadline: float = 60.0
     seed: int = 0
     record_steps: tuple[int, str] | None = None

@@ -138,7 +138,7 @@ class EngineHandle(Protocol):
 
     @property
     def state(self) -> str:
-        """loading, ready, silent, stopping or dead, as `/health` tells."""
+        """loading, restarting, ready, silent, stopping or dead, as `/health` tells."""
         ...
 
     @property

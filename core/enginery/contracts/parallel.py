@@ -1,4 +1,4 @@
-"""Where a rank stands among others, what it exchanges with them, and what crosses from one pipeline stage to the next.
+"""Where a rank stands among others, what it exchanges with them, what crosses from one stage to the next, and their processes.
 
 N rows, C hidden size, V columns of the logits, R ranks of a lane's tensor group.
 """
@@ -6,10 +6,12 @@ N rows, C hidden size, V columns of the logits, R ranks of a lane's tensor group
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+
+from enginery.contracts.versions import ApiVersion
 
 if TYPE_CHECKING:
     import torch
@@ -113,3 +115,62 @@ class Collectives(Protocol):
     def best(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, V / R] of each rank -> [N] int64 on all ranks: the column of the largest, of equal ones the first."""
         ...
+
+
+class Death(NamedTuple):
+    """A rank whose process has ended. how: for people. last_lines: of what it wrote to stderr."""
+
+    rank: int
+    exit_code: int
+    how: str
+    last_lines: tuple[str, ...]
+
+
+class RunningRanks(Protocol):
+    """The processes of ranks 1 .. N, wherever they are."""
+
+    def boot(self, rank: int, frame: bytes) -> None:
+        """Give a rank its boot frame."""
+        ...
+
+    def name(self, rank: int) -> str:
+        """What people find it by."""
+        ...
+
+    def poll(self) -> list[Death]:
+        """Those that have ended since the last call."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Have all write the stacks of their threads to stderr, even if they are stuck."""
+        ...
+
+    def end(self, *, grace_s: float) -> None:
+        """Wait so long for them to end by themselves, then kill them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What an executor is to start: ranks 1 .. num_others, each by `command`, with a pipe on stdin.
+
+    A frame on stdin is its length in 8 bytes, big-endian, and its bytes. Stdin stays open as long as the rank is to live, and a
+    rank ends when it does. start: runs these commands, one for each rank, as processes of this host.
+    """
+
+    num_others: int
+    command: tuple[str, ...]
+    start: Callable[[Sequence[Sequence[str]]], RunningRanks]
+
+
+Launch = Callable[[LaunchPlan], RunningRanks]  # the thread that calls it lives as long as they do
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorSpec:
+    """What places the processes of an engine's ranks: all but the first, which is the engine's own. Chosen with `--executor`."""
+
+    name: str
+    api: ApiVersion
+    launch: Launch
+    summary: str

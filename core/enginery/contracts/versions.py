@@ -26,6 +26,7 @@ class HookGroup(StrEnum):
     DRAFTER = "drafter"
     SCHEDULE_POLICY = "schedule-policy"
     PARSER = "parser"
+    EXECUTOR = "executor"
 
 
 CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (2, 0))

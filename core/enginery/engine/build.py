@@ -23,15 +23,21 @@ from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
-from enginery.contracts.batch import FULL, WINDOW, MemoryKind
+from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.changeover import Changeover
+from enginery.engine.kv_events.off import NoEvents, PrefixEvents
 from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
+from enginery.kv.finite import FiniteMemory
+from enginery.kv.kinds import WindowKind
+from enginery.kv.pages import PageAllocator
 from enginery.kv.pool import PagedKVPool, page_bytes
+from enginery.kv.prefix import NoPrefixCache, PrefixCache, PrefixWatcher, RadixPrefixCache
+from enginery.kv.resume import ResumePoints
 from enginery.kv.states import RecurrentStatePool, state_bytes
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
@@ -49,7 +55,7 @@ from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.capture import StepParts, capture_steps
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
-from enginery.worker.ranks.groups import Alone, Met
+from enginery.worker.ranks.met import Alone, Met
 from enginery.worker.runner import Captured, Runner, Speculation
 from enginery.worker.token_feed import TokenFeed
 from enginery.worker.warm_up import warm_up
@@ -310,3 +316,29 @@ def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model,
                 results=choice.results,
                 named=named,
             )
+
+
+def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:
+    """Who counts the pages of each kind that the memory plan gives, and the cache of their prefixes. watcher: of these."""
+    memory, settings = parts.memory, parts.choice.settings
+    allocator, window, states = PageAllocator(memory.num_pages), None, None
+    others: dict[str, PageAllocator] = {}
+    if memory.window is not None:
+        window = WindowKind.of(memory.window_pages, window=memory.window, page_size=memory.page_size)
+        others[WINDOW] = window.allocator
+    if memory.state_pages:
+        states = others[STATE] = PageAllocator(memory.state_pages)
+    cache: PrefixCache = NoPrefixCache()
+    if settings.prefix_cache:
+        cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None, watcher)
+    finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
+    return cache, allocator, finite
+
+
+def kv_events_of(asked: EngineOptions, device: torch.device) -> PrefixEvents:
+    """Who tells routers what is cached. Where nobody asked for it, nothing is imported for it."""
+    if asked.kv_events is None:
+        return NoEvents()
+    from enginery.engine.kv_events.publisher import KVEvents
+
+    return KVEvents(asked, medium="CPU" if device.type == "cpu" else "GPU")

@@ -1,11 +1,12 @@
-"""How a process that another one has started ends with it, however that died."""
+"""A process and the one that started it: frames on its stdin, how it ends with the other, and how its end is told."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import sys
-from typing import Final
+from typing import IO, Final
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -14,3 +15,24 @@ def die_with_parent() -> None:
     """Have Linux kill this process when the thread that started it ends, even in a device call. Elsewhere a watch on stdin must."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def write_frame(pipe: IO[bytes] | None, frame: bytes) -> None:
+    """To a child's stdin. One that died at once takes nothing; who watches it tells why."""
+    assert pipe is not None, "the child was started with a pipe"
+    with contextlib.suppress(BrokenPipeError):
+        pipe.write(len(frame).to_bytes(8, "big") + frame)
+        pipe.flush()
+
+
+def read_frame(pipe: IO[bytes]) -> bytes | None:
+    """What the parent wrote by `write_frame`; None when it has closed the pipe, or ended."""
+    size = pipe.read(8)
+    return pipe.read(int.from_bytes(size, "big")) if len(size) == 8 else None
+
+
+def how_it_ended(code: int) -> str:
+    """What comes after the name of a process that ended with this code of `subprocess`."""
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL, as the kernel does when memory runs out; dmesg tells if it was that"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

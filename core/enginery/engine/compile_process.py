@@ -18,6 +18,7 @@ from typing import IO, Final
 import msgspec
 
 from enginery.contracts.attention import AttnNeeds
+from enginery.engine.child_process import read_frame, write_frame
 from enginery.errors import EnginError, Unsupported
 from enginery.plugin.boundary import inside
 from enginery.plugin.manifest import Manifest
@@ -46,11 +47,7 @@ class CompileProcess:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        stdin = self._process.stdin
-        assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died already, and `wait` tells of what
-            stdin.write(len(order).to_bytes(8, "big") + order)
-            stdin.flush()
+        write_frame(self._process.stdin, order)
 
     def wait(self) -> None:
         """Until all is compiled. Raises `Unsupported` with the process' last words if it fails."""
@@ -89,7 +86,7 @@ def main() -> int:
     """The whole life of the process."""
     os.nice(_NICENESS)
     stdin = sys.stdin.buffer
-    order = msgspec.msgpack.decode(stdin.read(int.from_bytes(stdin.read(8), "big")), type=Order)
+    order = msgspec.msgpack.decode(read_frame(stdin) or b"", type=Order)
     threading.Thread(target=_end_with_parent, args=(stdin,), name="parent-watch", daemon=True).start()
     try:
         compile_kernels(Registry.replay(order.manifest), order.wanted)

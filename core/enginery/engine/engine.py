@@ -7,7 +7,7 @@ import functools
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,25 +15,19 @@ from typing import Final, NamedTuple
 import torch
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
-from enginery.contracts.batch import STATE, WINDOW
 from enginery.contracts.engine import ReportProgress, report_to_nobody
+from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
-from enginery.engine.build import BuiltParts, build_parts, build_runner
+from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of, page_owners
 from enginery.engine.changeover import Changeover
 from enginery.engine.facts import facts_of
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
-from enginery.engine.ranks.local import Launch, LocalRanks
 from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling
 from enginery.errors import Overloaded, RequestError
-from enginery.kv.finite import FiniteMemory
-from enginery.kv.kinds import WindowKind
-from enginery.kv.pages import PageAllocator
-from enginery.kv.prefix import NoPrefixCache, PrefixCache, RadixPrefixCache
-from enginery.kv.resume import ResumePoints
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
@@ -90,7 +84,8 @@ class Engine:
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = facts_of(parts)
         self._seeds = random.Random(asked.seed)
-        self._cache, allocator, finite = _page_owners(parts)
+        self._kv_events = kv_events_of(asked, choice.device)
+        self._cache, allocator, finite = page_owners(parts, self._kv_events.watcher)
         self._made = MadeDrafts()
         self._drafting = _drafting_of(asked, parts, registry, self._made)
         self._scheduler = Scheduler(
@@ -142,12 +137,12 @@ class Engine:
         report: ReportProgress = report_to_nobody,
         *,
         forced_rates: Sequence[float] = (),
-        launch: Launch = LocalRanks,
+        launch: Launch | None = None,
     ) -> Engine:
         """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
 
         forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`. launch:
-        what starts the processes of other ranks.
+        what starts the processes of other ranks; None: what `--executor` names.
         """
         with begun_ranks(asked, registry, launch) as others:
             if others is None:
@@ -194,7 +189,8 @@ class Engine:
         if changeover := _ready(self._changeover):
             self._publish_all(outputs)
             changeover.change(self._runner)
-        self._publish_guesses(outputs)
+        if _guess(self._in_flight):
+            self._publish_all(outputs)
         began_s = time.perf_counter()
         step = self._scheduler.next_step(self._runner.sizes)
         if step.items:
@@ -214,6 +210,7 @@ class Engine:
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
+        self._kv_events.publish()
         return outputs
 
     def recover(self, error: Exception) -> list[RequestOutput]:
@@ -233,7 +230,10 @@ class Engine:
 
     def flush_prefix_cache(self) -> int:
         """Free the cached pages that no request uses. Returns how many."""
-        return self._cache.evict(self._cache.num_evictable)
+        freed = self._cache.evict(self._cache.num_evictable)
+        if not self._cache.num_cached:
+            self._kv_events.cleared()
+        return freed
 
     def prepare(self) -> bool:
         """Use a moment without work: change over to better backends, capture one more step, load a grammar compiler.
@@ -241,6 +241,7 @@ class Engine:
         Says whether there was any.
         """
         self._ranks.check()
+        self._kv_events.publish()
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
@@ -253,6 +254,7 @@ class Engine:
     def close(self) -> None:
         """End what still compiles for this engine, and its other ranks."""
         self._ranks.end()
+        self._kv_events.close()
         if self._changeover is not None:
             self._changeover.stop()
 
@@ -264,11 +266,6 @@ class Engine:
         running = self._runner.sample(launched, sampling, failures.cuts)
         self._ranks.share(running)
         return _InFlight(step, requests, running, failures, at)
-
-    def _publish_guesses(self, outputs: list[RequestOutput]) -> None:
-        """The same, if one verifies or makes guesses: how many tokens it tells is not known before, and guesses follow those."""
-        if any(sent.step.verifies or sent.step.draft_len for sent in self._in_flight):
-            self._publish_all(outputs)
 
     def _publish_all(self, outputs: list[RequestOutput]) -> None:
         """Take the tokens of all steps in flight in, and append what they add to `outputs`."""
@@ -337,21 +334,9 @@ class Engine:
         return answers
 
 
-def _page_owners(parts: BuiltParts) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:
-    """Who counts the pages of each kind that the memory plan gives, and the cache of their prefixes."""
-    memory, settings = parts.memory, parts.choice.settings
-    allocator, window, states = PageAllocator(memory.num_pages), None, None
-    others: dict[str, PageAllocator] = {}
-    if memory.window is not None:
-        window = WindowKind.of(memory.window_pages, window=memory.window, page_size=memory.page_size)
-        others[WINDOW] = window.allocator
-    if memory.state_pages:
-        states = others[STATE] = PageAllocator(memory.state_pages)
-    cache: PrefixCache = NoPrefixCache()
-    if settings.prefix_cache:
-        cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None)
-    finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
-    return cache, allocator, finite
+def _guess(in_flight: Iterable[_InFlight]) -> bool:
+    """Whether one verifies or makes guesses: how many tokens it tells is not known before, and what is guessed follows those."""
+    return any(sent.step.verifies or sent.step.draft_len for sent in in_flight)
 
 
 def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, made: MadeDrafts) -> Drafting | None:

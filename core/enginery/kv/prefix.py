@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from enginery.kv.pages import PageAllocator
 from enginery.kv.resume import ResumePoint, ResumePoints
@@ -106,11 +106,24 @@ class Inserted(NamedTuple):
     duplicates: list[int]
 
 
+class PrefixWatcher(Protocol):
+    """Is told what comes into a tree and what goes, in that order."""
+
+    def stored(self, parent: int | None, tokens: bytes, pages: Sequence[int], salt: str) -> None:
+        """These pages, one behind the other, follow page `parent`; None: they begin a prefix. tokens: of all of them."""
+        ...
+
+    def removed(self, pages: Sequence[int]) -> None: ...
+
+
 class RadixPrefixCache:
     """Prefixes of requests by their tokens, whole pages only. Requests share them only among equal salts."""
 
-    def __init__(self, page_size: int, allocator: PageAllocator, points: ResumePoints | None = None) -> None:
+    def __init__(
+        self, page_size: int, allocator: PageAllocator, points: ResumePoints | None = None, watcher: PrefixWatcher | None = None
+    ) -> None:
         """points: None for a model whose memory is all of one kind, so that a sequence can go on behind any page."""
+        self._watcher = watcher
         self.num_cached = 0
         self.num_evictable = 0
         self.root = PrefixNode(None, b"", b"", [])
@@ -159,8 +172,10 @@ class RadixPrefixCache:
         shared = len(found)
         if shared < len(pages):
             self._idle.pop(node, None)
-            branch = self._branch(node, tokens, shared, salt)
-            node = self._add(node, branch, tokens[shared * self._page_bytes :], pages[shared:])
+            branch, new = self._branch(node, tokens, shared, salt), tokens[shared * self._page_bytes :]
+            if self._watcher is not None:
+                self._watcher.stored(node.pages[-1] if shared else None, new, pages[shared:], salt)
+            node = self._add(node, branch, new, pages[shared:])
         if pages[:shared] == found:
             return Inserted(node, [])
         return Inserted(node, [mine for mine, cached in zip(pages, found, strict=False) if mine != cached])
@@ -207,6 +222,8 @@ class RadixPrefixCache:
             else:
                 self._remove(node)
             wanted -= len(freed)
+            if self._watcher is not None:
+                self._watcher.removed(freed)
             self._allocator.give_back(freed)
         freed_pages = num_pages - max(wanted, 0)
         self.num_cached -= freed_pages

@@ -12,6 +12,7 @@ from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.grammars import GrammarKind, GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
 from enginery.contracts.ops import OpSpec, OpTable
+from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.contracts.versions import CONTRACT_VERSIONS, ApiVersion, HookGroup
@@ -21,7 +22,9 @@ from enginery.plugin.options import options_problems, options_type
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 _KNOWN: Final = {"devices": ("cpu", "cuda"), "dtypes": _DTYPES, "kv_dtypes": (*_DTYPES, "float8_e4m3fn")}
-_FUNCTIONS: Final = frozenset({"build", "describe", "features", "key", "load", "make", "reads", "refuse", "refuse_also", "suits"})
+_FUNCTIONS: Final = frozenset(
+    {"build", "describe", "features", "key", "launch", "load", "make", "reads", "refuse", "refuse_also", "suits"}
+)
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -55,6 +58,7 @@ GROUPS: Final[Mapping[HookGroup, Group]] = {
     HookGroup.GRAMMAR: Group(register="register_grammars", descriptor=GrammarSpec),
     HookGroup.DRAFTER: Group(register="register_drafters", descriptor=DrafterSpec),
     HookGroup.SCHEDULE_POLICY: Group(register="register_schedule_policies", descriptor=SchedulePolicySpec),
+    HookGroup.EXECUTOR: Group(register="register_executors", descriptor=ExecutorSpec),
     HookGroup.PARSER: Group(register="register_parsers", descriptor=ParserSpec),
 }
 

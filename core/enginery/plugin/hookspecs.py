@@ -23,6 +23,7 @@ from enginery.contracts.engine import EngineHandle
 from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
 from enginery.contracts.ops import OpSpec
+from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec, StepReport
 from enginery.contracts.weights import WeightFormatSpec
@@ -90,6 +91,10 @@ class EngineHooks(Protocol):
     @hookspec
     def register_schedule_policies(self) -> list[SchedulePolicySpec]:
         """The orders among waiting requests this plugin offers. The core's own come through this hook too."""
+
+    @hookspec
+    def register_executors(self) -> list[ExecutorSpec]:
+        """What places the processes of ranks. The core's own, `local`, comes through this hook too."""
 
     @hookspec
     def register_parsers(self) -> list[ParserSpec]:

@@ -23,6 +23,7 @@ from enginery.contracts.engine import EngineHandle
 from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
+from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec, StepReport
 from enginery.contracts.weights import WeightFormatSpec
@@ -63,6 +64,7 @@ class Registry:
     drafters: tuple[Offer[DrafterSpec], ...]
     schedule_policies: tuple[Offer[SchedulePolicySpec], ...]
     parsers: tuple[Offer[ParserSpec], ...]
+    executors: tuple[Offer[ExecutorSpec], ...]
     manager: StrictPluginManager
     observers: Observers
     options: Mapping[str, object]
@@ -238,6 +240,7 @@ def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blo
         drafters=_of(loaded, DrafterSpec),
         schedule_policies=_of(loaded, SchedulePolicySpec),
         parsers=_of(loaded, ParserSpec),
+        executors=_of(loaded, ExecutorSpec),
         manager=loaded.manager,
         observers=Observers(observers),
         options=parse_options(options, loaded.offers, loaded.records),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,7 @@ from enginery.serve.app import build_app, owners_of
 from enginery.serve.background_output import in_background
 from enginery.serve.engine.client import EngineClient
 from enginery.serve.engine.progress import watch
+from enginery.serve.engine.replicas import Replicas
 from enginery.serve.http.access import AccessLog
 from enginery.serve.http.connection import CROWDED, LimitedConfig, refusal_of
 from enginery.serve.http.faults import ShuttingDown
@@ -81,9 +83,7 @@ async def _serve(
     tracer = Tracer.open(settings.otlp_endpoint)
     text, parsers = await asyncio.to_thread(_text_side, options, registry, settings, display)
     text_s = process_age_s() - front_s
-    engine = await EngineClient.start(
-        options, registry.manifest, command=settings.engine_command, log_level=settings.log_level.upper(), relay=relay
-    )
+    engine = await _engines(options, registry, settings, relay)
     service = Service(
         engine=engine,
         loaded=loop.create_future(),
@@ -92,7 +92,8 @@ async def _serve(
         max_body_bytes=settings.max_body_bytes,
         max_total_body_bytes=settings.max_total_body_bytes,
     )
-    watching = asyncio.create_task(watch(engine, settings.watchdog_s))
+    engine.is_back = service.renew
+    watching = asyncio.create_task(watch(engine.replicas, settings.watchdog_s))
     try:
         routes = APIRouter()
         added = registry.register_routes(settings.routes, routes, engine)
@@ -127,16 +128,25 @@ async def _serve(
             await asyncio.to_thread(tracer.close)
 
 
-async def _until_it_ends(engine: EngineClient, stopping: asyncio.Future[None], serving: asyncio.Task[None]) -> None:
+async def _engines(options: EngineOptions, registry: Registry, settings: ServeSettings, relay: Callable[[str], None]) -> Replicas:
+    """Loading, with what they write to stderr going to `relay`."""
+    level = settings.log_level.upper()
+    start = functools.partial(
+        EngineClient.start, options, registry.manifest, command=settings.engine_command, log_level=level, relay=relay
+    )
+    return await Replicas.start(start, restarts=settings.restarts)
+
+
+async def _until_it_ends(engine: Replicas, stopping: asyncio.Future[None], serving: asyncio.Task[None]) -> None:
     """Wait for a signal, or the end of the engine or of HTTP. If the engine has died, its requests get a moment to be told."""
     await asyncio.wait((engine.died, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
     if engine.died.done():
         await asyncio.sleep(_LAST_ANSWERS_S)
 
 
-async def _drain(http: _Http, engine: EngineClient, hurrying: asyncio.Future[None], *, drain_s: float) -> None:
+async def _drain(http: _Http, engine: Replicas, hurrying: asyncio.Future[None], *, drain_s: float) -> None:
     """Let open requests end, until the time is up or there is a hurry; then fail what is left, so that every client is told."""
-    engine.is_stopping = True
+    engine.refuse()
     if open_requests := set(http.server_state.tasks):
         ending = asyncio.create_task(asyncio.wait(open_requests))
         await asyncio.wait((ending, hurrying, engine.died), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
@@ -243,7 +253,7 @@ def _route_decisions(added: Sequence[tuple[PluginRecord, APIRouter]], settings: 
         yield "routes", record.name, f"{why}, from {record}"
 
 
-async def _show(engine: EngineClient, display: StartDisplay) -> None:
+async def _show(engine: Replicas, display: StartDisplay) -> None:
     """Show how far the engine is, again and again. Never ends."""
     while True:
         display.show_progress(engine.loading)

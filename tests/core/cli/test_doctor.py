@@ -35,7 +35,7 @@ from enginery.api import ModelSpec, hookimpl
 def register_models():
     return [ModelSpec(name="NAME", api=(2, 0), architectures=("ARCHITECTURE",), describe=None, build=None)]
 """
-ALL_FINE = {"version": "2.13", "cuda": None, "devices": ["a GPU"], "why": ""}
+ALL_FINE = {"version": "2.13", "cuda": None, "devices": ["a GPU"], "why": "", "gloo": True, "nccl": "", "apart": []}
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_sound_machine_without_a_gpu_has_no_warning_and_is_told_so(reading) ->
     assert " ".join(" ".join(lines[row : row + 2]).split()[2:]).startswith(
         "1 are loaded, as engine plugins shows; for other devices than this machine's: b, c"
     )
-    assert lines[-1] == "All is well: 15 checks, nothing to mend."
+    assert lines[-1] == "All is well: 17 checks, nothing to mend."
 
 
 def test_operations_that_were_not_built_and_slow_bfloat16_are_told(sound, monkeypatch) -> None:
@@ -149,12 +149,12 @@ def test_operations_that_were_not_built_and_slow_bfloat16_are_told(sound, monkey
 def test_the_last_line_counts_what_is_wrong(reading, monkeypatch) -> None:
     blocked = LIVE | {"name": "a", "status": "blocked", "reason": "-p no:a names it"}
     lines, code = reading(blocked)
-    assert (lines[-1], code) == ("Ready: 13 checks, no failures, 1 warning. What says warn can stay as it is.", 0)
+    assert (lines[-1], code) == ("Ready: 15 checks, no failures, 1 warning. What says warn can stay as it is.", 0)
     broken = LIVE | {"name": "b", "status": "broken", "reason": "ZeroDivisionError"}
     lines, code = reading(blocked, broken, broken | {"name": "c"})
     assert code == 1
     told = " ".join(" ".join(lines).split())
-    assert told.endswith("Not ready: 15 checks, 2 failures, 1 warning. Mend what says fail, then run engine doctor again.")
+    assert told.endswith("Not ready: 17 checks, 2 failures, 1 warning. Mend what says fail, then run engine doctor again.")
 
 
 @pytest.mark.parametrize("columns", [60, 80])
@@ -179,6 +179,7 @@ version = SimpleNamespace(cuda={cuda})
 def init():
     {init}
 cuda = SimpleNamespace(init=init, device_count=lambda: 1, get_device_name=lambda index: "a GPU")
+distributed = SimpleNamespace(is_available=lambda: False)
 """)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"), prepend=os.pathsep)
     monkeypatch.setattr(doctor_module, "_plugins", lambda **wanted: [])

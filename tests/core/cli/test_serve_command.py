@@ -104,6 +104,7 @@ EVERY = {  # a value of every setting of the server that is not its default, as 
     "ssl_keyfile": "key",
     "drain_s": 2.5,
     "watchdog_s": 30,
+    "restarts": 3,
     "receive_s": 1.5,
     "send_s": 2,
     "max_body_bytes": 1_000_000,

@@ -185,7 +185,7 @@ def answers(monkeypatch) -> dict[str, object]:
     """What the processes that the doctor starts answer, by the code they run."""
     record = {"name": "fa", "distribution": "fa-dist", "version": "1.0", "status": "loaded", "reason": "", "offers": []}
     found: dict[str, object] = {
-        doctor_module._ASK_TORCH: {"version": "2.13", "cuda": None, "devices": ["a GPU"]},
+        doctor_module._ASK_TORCH: {"version": "2.13", "cuda": None, "devices": ["a GPU"], "gloo": True, "nccl": "", "apart": []},
         doctor_module._ASK_PLUGINS: {"records": [record], "default": None},
     }
     monkeypatch.setattr(doctor_module, "_ask", lambda code, *rest, **more: (found[code], "it says nothing"))
@@ -200,7 +200,7 @@ def test_doctor_finds_nothing_wrong(cli, answers, tmp_path, monkeypatch) -> None
     rows = rows_of(cli("doctor", "--json", "--port", "0"))
     assert {row["status"] for row in rows.values()} == {"ok"}
     machine = ["packages", "settings", "model cache", "kernel cache", "temporary folder", "locale", "open files", "port"]
-    assert list(rows) == ["python", "torch", "devices", "plugin fa", "model", *machine]
+    assert list(rows) == ["python", "torch", "devices", "ranks", "shared memory", "plugin fa", "model", *machine]
 
 
 def test_doctor_says_what_to_do_about_a_broken_plugin(cli, answers) -> None:
@@ -214,7 +214,15 @@ def test_doctor_says_what_to_do_about_a_broken_plugin(cli, answers) -> None:
 def test_doctor_says_what_to_do_without_torch_or_a_gpu_that_torch_can_use(cli, answers, monkeypatch) -> None:
     answers[doctor_module._ASK_TORCH] = None
     assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["torch"]["advice"] == "Run pip install torch."
-    answers[doctor_module._ASK_TORCH] = {"version": "2.13", "cuda": None, "devices": [], "why": ""}
+    answers[doctor_module._ASK_TORCH] = {
+        "version": "2.13",
+        "cuda": None,
+        "devices": [],
+        "why": "",
+        "gloo": True,
+        "nccl": "",
+        "apart": [],
+    }
     monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu", "cuda"})
     assert rows_of(cli("doctor", "--json", "--port", "0", code=1))["devices"]["status"] == "fail"
     monkeypatch.setattr(doctor_module, "present_devices", lambda: {"cpu"})

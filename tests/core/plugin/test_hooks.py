@@ -152,6 +152,11 @@ def test_hook_register_drafters_checks_how_many(site, most: str) -> None:
     assert f"most is {most}, but must be a whole number" in next(each.reason for each in registry.records if each.name == "p")
 
 
+def test_hook_register_executors(site) -> None:
+    site.install("p", registering("register_executors", "ExecutorSpec", summary="''", launch="list"))
+    assert [offer.name for offer in Registry.load().executors] == ["local", "x"]
+
+
 def test_hook_register_schedule_policies(site) -> None:
     code = registering("register_schedule_policies", "SchedulePolicySpec", key="lambda r: (r.num_tokens,)", summary="''")
     assert offers_of(site, code) == ("schedule-policy:x",)

@@ -99,6 +99,12 @@ KINDS: Final[Mapping[str, Kind]] = {
         summary="a checkpoint that ships in a plugin",
         use="Put the weights into its folder `checkpoint`; `engine serve @name@` serves it.",
     ),
+    "executor": Kind(
+        prefix="executor",
+        group=HookGroup.EXECUTOR,
+        summary="places the processes of an engine's ranks",
+        use="`engine serve --tp 2 --executor @name@` uses it.",
+    ),
     "coordinator": Kind(
         prefix="coordinator",
         group=HookGroup.SPARSE_COORDINATOR,

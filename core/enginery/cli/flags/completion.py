@@ -26,6 +26,11 @@ def policies(incomplete: str) -> list[str]:
     return _starting(incomplete, ["auto", *(offer.name for offer in Registry.load().schedule_policies)])
 
 
+def executors(incomplete: str) -> list[str]:
+    """Complete the name of what places ranks."""
+    return _starting(incomplete, [offer.name for offer in Registry.load().executors])
+
+
 def coordinators(incomplete: str) -> list[str]:
     """Complete the name of a sparse-KV coordinator."""
     return _starting(incomplete, ["off", *(offer.name for offer in Registry.load().sparse_coordinators)])

@@ -86,6 +86,9 @@ _FLAGS: Final = {
     "tp": _Flag(_PARTS, "Tensor parallelism: processes that have a part of each layer.", metavar="N"),
     "pp": _Flag(_PARTS, "Pipeline parallelism: stages that have some of the layers.", metavar="N"),
     "pp_layers": _Flag(_PARTS, "Decoder layers of each stage of --pp; without it they are divided evenly.", metavar="N,N"),
+    "executor": _Flag(
+        _PARTS, "What places the processes of --tp and --pp: local, or a plugin's.", metavar="NAME", complete=completion.executors
+    ),
     "step_deadline": _Flag(_PARTS, "Seconds after which a rank that does not get on ends the engine.", metavar="SECONDS"),
     "seed": _Flag(_PARTS, "Of random weights, and of requests without a seed."),
     "record_steps": _Flag(
@@ -111,6 +114,11 @@ _FLAGS: Final = {
     ),
     "max_queued_requests": _Flag(_MEMORY, "Waiting requests; one more is refused."),
     "prefix_cache": _Flag(_MEMORY, "Share the KV of equal beginnings.", ("--prefix-cache/--no-prefix-cache",)),
+    "kv_events": _Flag(
+        _MEMORY, "Publish what the prefix cache has, in vLLM's format, for routers: tcp://*:5557 or ipc://PATH.", metavar="ADDRESS"
+    ),
+    "kv_events_replay": _Flag(_MEMORY, "Where subscribers ask for events that they missed.", metavar="ADDRESS"),
+    "kv_events_topic": _Flag(_MEMORY, "The topic of these messages.", metavar="TOPIC"),
     "overlap": _Flag(_MEMORY, "Prepare a step while the one before runs.", ("--overlap/--no-overlap",)),
     "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs.", ("--graphs/--no-graphs",)),
     "blocked_plugins": _Flag(_PLUGINS, "Do not load plugin NAME. Repeatable.", ("-p",), "no:NAME", complete=completion.blocks),

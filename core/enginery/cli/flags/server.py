@@ -79,6 +79,9 @@ class ServerFlags:
     ssl_keyfile: Annotated[Path | None, option(_ACCESS, "Its key, where it is not in the same file.")] = None
     drain_s: Annotated[float, option(_LIMITS, "Seconds that running requests may go on after a signal.", min=0)] = 5.0
     watchdog_s: Annotated[float, option(_LIMITS, "Seconds with work but no step after which it is stuck.", min=0.1)] = 60.0
+    restarts: Annotated[
+        int, option(_LIMITS, "How often an engine that ended by itself is started again, in all.", min=0, metavar="N")
+    ] = 0
     receive_s: Annotated[float, option(_LIMITS, "Seconds that a request may take to arrive.", min=0.1)] = 60.0
     send_s: Annotated[float, option(_LIMITS, "Seconds that a client may read nothing.", min=0.1)] = 30.0
     max_body_bytes: Annotated[
@@ -154,6 +157,7 @@ def _settings(asked: ServerFlags) -> ServeSettings:
         port=asked.port,
         drain_s=asked.drain_s,
         watchdog_s=asked.watchdog_s,
+        restarts=asked.restarts,
         use_generation_config=asked.generation_config is GenerationConfig.AUTO,
         tool_parser=asked.tool_parser,
         reasoning_parser=asked.reasoning_parser,

@@ -8,56 +8,24 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import IO, Final, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import IO, Final
+
+from enginery.contracts.parallel import Death
+from enginery.engine.child_process import how_it_ended, write_frame
 
 COMMAND: Final = (sys.executable, "-P", "-m", "enginery.engine.ranks.process")
 _LAST_LINES: Final = 12
 _LAST_WORDS_S: Final = 1.0
 
 
-class Death(NamedTuple):
-    """A rank whose process has ended. how: for people. last_lines: of what it wrote to stderr."""
-
-    rank: int
-    exit_code: int
-    how: str
-    last_lines: tuple[str, ...]
-
-
-class RunningRanks(Protocol):
-    """The processes of ranks 1 .. N, wherever they are."""
-
-    def boot(self, rank: int, frame: bytes) -> None:
-        """Give a rank its boot frame."""
-        ...
-
-    def name(self, rank: int) -> str:
-        """What people find it by."""
-        ...
-
-    def poll(self) -> list[Death]:
-        """Those that have ended since the last call."""
-        ...
-
-    def dump_stacks(self) -> None:
-        """Have all write the stacks of their threads to stderr, even if they are stuck."""
-        ...
-
-    def end(self, *, grace_s: float) -> None:
-        """Wait so long for them to end by themselves, then kill them."""
-        ...
-
-
-Launch = Callable[[int], RunningRanks]  # ranks 1 .. so many; the thread that calls it lives as long as they do
-
-
 class LocalRanks:
     """Implements `RunningRanks` by processes of this host."""
 
-    def __init__(self, count: int) -> None:
-        self._processes = [subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(count)]
-        self._said: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in range(count)]
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        """commands: of ranks 1 .. N."""
+        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for command in commands]
+        self._said: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in commands]
         self._told: set[int] = set()
         self._relays = [
             threading.Thread(target=_relay, args=(process.stderr, rank, said), name=f"rank {rank} stderr", daemon=True)
@@ -67,11 +35,7 @@ class LocalRanks:
             relay.start()
 
     def boot(self, rank: int, frame: bytes) -> None:
-        stdin = self._processes[rank - 1].stdin
-        assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; `poll` tells why
-            stdin.write(len(frame).to_bytes(8, "big") + frame)
-            stdin.flush()
+        write_frame(self._processes[rank - 1].stdin, frame)
 
     def name(self, rank: int) -> str:
         return f"rank {rank} (process {self._processes[rank - 1].pid})"
@@ -82,7 +46,7 @@ class LocalRanks:
             if rank not in self._told and (code := process.poll()) is not None:
                 self._told.add(rank)
                 self._relays[rank - 1].join(_LAST_WORDS_S)  # a process of its own may keep its stderr open
-                deaths.append(Death(rank, abs(code), _how(code), tuple(self._said[rank - 1])))
+                deaths.append(Death(rank, abs(code), how_it_ended(code), tuple(self._said[rank - 1])))
         return deaths
 
     def dump_stacks(self) -> None:
@@ -111,9 +75,3 @@ def _relay(stderr: IO[bytes], rank: int, said: deque[str]) -> None:
             text = line.decode(errors="replace").rstrip("\n")
             said.append(text)
             print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
-
-
-def _how(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed by SIGKILL, as the kernel does when memory runs out; dmesg tells if it was that"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"

@@ -22,7 +22,7 @@ import zmq
 from enginery.contracts.engine import BuildProgress
 from enginery.contracts.step import unpack
 from enginery.engine.build import Place, build_parts, build_runner
-from enginery.engine.child_process import die_with_parent
+from enginery.engine.child_process import die_with_parent, read_frame
 from enginery.engine.ranks import messages
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
@@ -124,9 +124,8 @@ class Rank:
 
 def _read_boots(boots: queue.SimpleQueue[messages.Boot]) -> None:
     """Frames until stdin ends, and with it this process."""
-    stdin = sys.stdin.buffer
-    while size := stdin.read(8):
-        boots.put(msgspec.msgpack.decode(stdin.read(int.from_bytes(size, "big")), type=messages.Boot))
+    while (frame := read_frame(sys.stdin.buffer)) is not None:
+        boots.put(msgspec.msgpack.decode(frame, type=messages.Boot))
     os._exit(0)
 
 

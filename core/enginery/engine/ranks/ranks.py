@@ -1,40 +1,21 @@
-"""The ranks of an engine as the one that schedules and samples has them: rank 0, which runs in the engine's own process."""
+"""What an engine has to do for its other ranks, and where it is decided whether there are any."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
-import shutil
-import tempfile
-import weakref
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Final, Protocol
-
-import torch
-import zmq
+from typing import TYPE_CHECKING, Final, Protocol
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ParallelFacts
-from enginery.contracts.step import StepInput, pack
-from enginery.engine.build import Place
-from enginery.engine.ranks import messages
-from enginery.engine.ranks.local import Launch, LocalRanks
-from enginery.engine.ranks.watch import Watch
-from enginery.errors import ConfigError, EnginError
-from enginery.plugin.manifest import Manifest
-from enginery.plugin.registry import Registry
-from enginery.worker.choice import Choice
-from enginery.worker.ranks.follower import share_tokens
-from enginery.worker.ranks.gloo import LostRank, Standing
-from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
+from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
+from enginery.contracts.step import StepInput
+from enginery.plugin.boundary import inside
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry, named
 from enginery.worker.runner import RunningStep
 
-_BEATS: Final = 10  # in a deadline
-_SLOWEST_BEAT_S: Final = 0.5
-_END_S: Final = 2.0
-_LOOK_MS: Final = 100
+if TYPE_CHECKING:
+    from enginery.engine.ranks.driver import RankProcesses
 
 
 class Ranks(Protocol):
@@ -90,130 +71,19 @@ class NoRanks:
 NO_RANKS: Final = NoRanks()
 
 
-class RankProcesses:
-    """Implements `Ranks` by processes, which run from now on. options: as this rank is to be built with."""
-
-    def __init__(self, asked: EngineOptions, manifest: Manifest, *, launch: Launch = LocalRanks) -> None:
-        self.options = _of_one_rank(asked)
-        self._manifest, self._standing = manifest, Standing()
-        self._groups: RankGroups | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
-        layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
-        self._parallel = ParallelFacts(tensor_size=asked.tp, num_stages=asked.pp, layers_by_stage=layers).of_rank(0)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._links: list[zmq.Socket[bytes]] = []
-        self._newest = -1
-        reports = f"ipc://{self._folder / 'reports'}"
-        try:
-            for rank in range(1, self._parallel.num_ranks):
-                link = self._context.socket(zmq.PAIR)
-                link.set_hwm(0)
-                link.bind(f"ipc://{self._folder / str(rank)}")
-                self._links.append(link)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise ConfigError(f"{self._folder} cannot hold sockets: {error}; set TMPDIR to another, shorter path") from error
-        self._watch = Watch(
-            launch, self._parallel.num_ranks - 1, reports=reports, deadline_s=asked.step_deadline, standing=self._standing
-        )
-        self._watch.busy("its start")
-        self._end = weakref.finalize(self, _end, self._watch, self._context, self._links, self._folder)
-
-    @property
-    def place(self) -> Place:
-        """Of this process among them."""
-        return Place(self._parallel, self._meet)
-
-    def built(self) -> None:
-        """This rank is; wait for the others. Raises `EngineDied`."""
-        self._watch.wait_for(messages.Ready)
-        self._watch.busy(None)
-
-    def send(self, step: StepInput) -> None:
-        self.check()
-        self._newest = step.number
-        self._watch.busy(f"step {step.number}")
-        frame = pack(step)
-        for link in self._links:
-            while not link.poll(_LOOK_MS, zmq.POLLOUT):  # it has not connected yet, or is gone
-                self.check()
-            link.send(frame)
-
-    def share(self, running: RunningStep) -> None:
-        assert self._groups is not None, "a step runs when all have met"
-        if self.options.overlap:
-            share_tokens(self._groups.tensor, running.step, running.sampled)
-
-    def landed(self, step: StepInput) -> None:
-        if step.number == self._newest:
-            self._watch.busy(None)
-
-    def check(self) -> None:
-        if (cause := self._watch.cause) is not None:
-            raise cause
-
-    def failed(self, error: BaseException) -> None:
-        cause: EnginError | None
-        if isinstance(error, LostRank):
-            cause = self._watch.explained(error)
-        else:
-            cause = self._watch.cause
-        self._end()
-        if cause is not None:
-            raise cause from error
-
-    def end(self) -> None:
-        for link in self._links:
-            if not link.closed and link.poll(0, zmq.POLLOUT):
-                link.send(messages.END)
-        self._end()
-
-    def _meet(self, choice: Choice) -> RankGroups:
-        """Tell the others what to build, and find them. Raises `EngineDied`, and `ConfigError` where they are not alike."""
-        refuse_for_ranks(choice)
-        checkpoint, running = choice.checkpoint, self._watch.running
-        assert running is not None, "the watch has started them"
-        options = dataclasses.replace(
-            self.options,
-            model=str(checkpoint.folder),
-            revision=None,
-            tokenizer=str(checkpoint.tokenizer_folder),
-            tokenizer_revision=None,
-            served_model_name=None,
-            chat_template=None,
-            record_steps=None,
-            profile_steps=0,
-        )
-        meeting = self._folder / "meeting"
-        for rank in range(1, self._parallel.num_ranks):
-            boot = messages.Boot(
-                parallel=self._parallel.of_rank(rank),
-                options=options,
-                manifest=self._manifest,
-                steps=f"ipc://{self._folder / str(rank)}",
-                reports=f"ipc://{self._folder / 'reports'}",
-                meeting=str(meeting),
-                beat_s=min(_SLOWEST_BEAT_S, self.options.step_deadline / _BEATS),
-                log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
-            )
-            running.boot(rank, messages.encode(boot))
-        self._watch.wait_for(messages.Here)
-        self._groups = RankGroups(meeting, self._parallel, self._standing)
-        self._groups.compare(choice)
-        return self._groups
-
-
 @contextlib.contextmanager
-def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch) -> Iterator[RankProcesses | None]:
+def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None) -> Iterator[RankProcesses | None]:
     """Start the other ranks, which takes them seconds, and leave with all of them built. None: there are none.
 
-    What fails inside ends them. Raises the first cause.
+    launch: instead of the executor's. What fails inside ends them. Raises the first cause.
     """
+    offer = named(registry.executors, asked.executor, "executor", registry.records)
     if asked.tp * asked.pp == 1:
         yield None
         return
-    others = RankProcesses(asked, registry.manifest, launch=launch)
+    from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without
+
+    others = RankProcesses(asked, registry.manifest, launch=launch or launch_of(offer))
     try:
         yield others
         others.built()
@@ -222,15 +92,11 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch) -> Ite
         raise
 
 
-def _of_one_rank(asked: EngineOptions) -> EngineOptions:
-    """The processors of the host are divided among its ranks."""
-    threads = max(1, (asked.num_threads or torch.get_num_threads()) // (asked.tp * asked.pp))
-    return dataclasses.replace(asked, num_threads=threads, overlap=bool(asked.overlap))
+def launch_of(offer: Offer[ExecutorSpec]) -> Launch:
+    """What the executor starts the ranks by; a failure names the plugin."""
 
+    def launch(plan: LaunchPlan) -> RunningRanks:
+        with inside(offer, "start the ranks"):
+            return offer.spec.launch(plan)
 
-def _end(watch: Watch, context: zmq.Context[zmq.Socket[bytes]], links: list[zmq.Socket[bytes]], folder: Path) -> None:
-    watch.end(grace_s=_END_S if watch.cause is None else 0.0)
-    for link in links:
-        link.close(linger=0)
-    context.term()
-    shutil.rmtree(folder, ignore_errors=True)
+    return launch

@@ -1,4 +1,4 @@
-"""Watches the other ranks of an engine, on a thread of its own: who has died, who hangs, and who was first.
+"""Watches the other ranks of an engine, on a thread of its own: who has died, who hangs (`patience`), and who was first.
 
     rank 1 .. N  -- alive, several times a second -->  watch  -- the first cause -->  the thread that runs the engine
 
@@ -12,50 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
+from enginery.contracts.parallel import Death, Launch, LaunchPlan, RunningRanks
 from enginery.engine.ranks import messages
-from enginery.engine.ranks.local import Death, Launch, RunningRanks
+from enginery.engine.ranks.local import COMMAND, LocalRanks
+from enginery.engine.ranks.patience import Patience
 from enginery.errors import EngineDied, EnginError
 from enginery.worker.ranks.gloo import Standing
 
 _LOOK_S: Final = 0.05
 _LAST_WORDS_S: Final = 0.5  # until what a dying rank said has come
 _PAUSE_S: Final = 2.0  # this process did not run meanwhile: nobody could be heard
-_LEAST_WORK: Final = 0.01  # of the time; a waiting process works less
-_BEFORE_FIRST: Final = 5  # deadlines until a rank is heard first: its interpreter starts, and imports torch
-_LONGEST: Final = 10  # deadlines that a step may take, whatever the ranks do
-
-
-@dataclass
-class _Heard:
-    """What is known of a rank. at_s: when it was heard last. moved_s: when it had last got on."""
-
-    at_s: float
-    moved_s: float
-    alive: messages.Alive | None = None
-
-    def take(self, alive: messages.Alive, now_s: float) -> None:
-        before, self.alive = self.alive, alive
-        worked = before is None or alive.worked_s - before.worked_s > _LEAST_WORK * (now_s - self.at_s)
-        at = (alive.phase, alive.number, alive.waits)
-        if worked or before is None or at != (before.phase, before.number, before.waits):
-            self.moved_s = now_s
-        self.at_s = now_s
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether it neither waits for another rank nor for a step."""
-        return self.alive is not None and not self.alive.waits and self.alive.phase != "idle"
-
-    @property
-    def doing(self) -> str:
-        if self.alive is None:
-            return "its start"
-        return f"the exchange {self.alive.waits!r}" if self.alive.waits else self.alive.phase
 
 
 class Watch:
@@ -63,9 +33,8 @@ class Watch:
 
     def __init__(self, launch: Launch, count: int, *, reports: str, deadline_s: float, standing: Standing) -> None:
         """reports: the address where ranks tell how they are. standing: what the engine's own rank does."""
-        self._launch, self._deadline_s, self._standing, self._address = launch, deadline_s, standing, reports
-        now_s = time.monotonic()
-        self._heard = {rank: _Heard(now_s, now_s) for rank in range(1, count + 1)}
+        self._launch, self._count, self._address = launch, count, reports
+        self._patience = Patience(count, deadline_s=deadline_s, standing=standing, now_s=time.monotonic())
         self._said: dict[type[messages.FromRank], set[int]] = {messages.Here: set(), messages.Ready: set()}
         self._failed: list[messages.Failed] = []
         self._changed = threading.Condition()
@@ -88,7 +57,7 @@ class Watch:
 
     def wait_for(self, kind: type[messages.FromRank]) -> None:
         """Until all ranks have said it. Raises `EngineDied` when one fails before."""
-        self._until(lambda: len(self._said[kind]) == len(self._heard))
+        self._until(lambda: len(self._said[kind]) == self._count)
 
     def explained(self, error: EnginError) -> EnginError:
         """Why an exchange with other ranks failed here."""
@@ -114,12 +83,14 @@ class Watch:
         try:
             link.set_hwm(0)
             link.bind(self._address)
-            running = self._launch(len(self._heard))
+            running = self._launch(LaunchPlan(num_others=self._count, command=COMMAND, start=LocalRanks))
             with self._changed:
                 self.running = running
                 self._changed.notify_all()
             self._watch(running, link)
             running.end(grace_s=self._grace_s or 0.0)
+        except EnginError as error:
+            self._fail(error)
         except Exception as error:  # the boundary of the thread
             self._fail(EngineDied(f"the ranks could not be watched: {type(error).__name__}: {error}"))
             raise
@@ -133,13 +104,12 @@ class Watch:
             self._listen(link, _LOOK_S)
             now_s = time.monotonic()
             if now_s - looked_s > _PAUSE_S:
-                for heard in self._heard.values():
-                    heard.at_s, heard.moved_s = heard.at_s + now_s - looked_s, heard.moved_s + now_s - looked_s
+                self._patience.pause(now_s - looked_s)
             looked_s = now_s
             if deaths := running.poll():
                 self._listen(link, _LAST_WORDS_S, until_silent=False)
                 self._fail(self._epitaph(deaths + running.poll(), running))
-            elif hung := self._hung(now_s, running):
+            elif hung := self._patience.broken(self._busy, now_s, running.name):
                 print(f"{hung}; the stacks of all ranks follow", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
                 running.dump_stacks()
@@ -154,7 +124,7 @@ class Watch:
             message = messages.decode_from_rank(link.recv())
             match message:
                 case messages.Alive():
-                    self._heard[message.rank].take(message, time.monotonic())
+                    self._patience.take(message, time.monotonic())
                 case messages.Failed():
                     self._failed.append(message)
                 case _:
@@ -176,29 +146,7 @@ class Watch:
             return cause
         death = next((death for death in deaths if death.rank not in failed), deaths[0])
         said = "; its last lines were:\n  " + "\n  ".join(death.last_lines) if death.last_lines else ""
-        return EngineDied(f"{running.name(death.rank)} {death.how}, in {self._heard[death.rank].doing}{said}")
-
-    def _hung(self, now_s: float, running: RunningRanks) -> str:
-        """Who does not get on, if anybody; empty: nobody is late."""
-        deadline_s, busy = self._deadline_s, self._busy
-        for rank, heard in self._heard.items():
-            silent_s = deadline_s * (_BEFORE_FIRST if heard.alive is None else 1)
-            if now_s - heard.at_s > silent_s:
-                return f"{running.name(rank)} has said nothing for {silent_s:g} s, since {heard.doing}: it was stopped, or starved"
-        return "" if busy is None else self._late(*busy, now_s, running)
-
-    def _late(self, what: str, since_s: float, now_s: float, running: RunningRanks) -> str:
-        """Who does not get on with what all do since then."""
-        deadline_s = self._deadline_s
-        for rank, heard in self._heard.items():
-            if heard.is_at_work and now_s - max(heard.moved_s, since_s) > deadline_s:
-                return f"{running.name(rank)} hangs: for {deadline_s:g} s it has done nothing in {what}, in {heard.doing}"
-        if self._standing.waits and all(now_s - max(heard.moved_s, since_s) > deadline_s for heard in self._heard.values()):
-            others = ", ".join(f"rank {rank} in {heard.doing}" for rank, heard in self._heard.items())
-            return f"the ranks wait for each other in {what}: rank 0 in the exchange {self._standing.waits!r}, {others}"
-        if now_s - since_s > _LONGEST * deadline_s:
-            return f"{what} has taken more than {_LONGEST * deadline_s:g} s; --step-deadline {deadline_s:g} allows no more"
-        return ""
+        return EngineDied(f"{running.name(death.rank)} {death.how}, in {self._patience.doing(death.rank)}{said}")
 
     def _fail(self, cause: EnginError) -> None:
         if self.running is not None:

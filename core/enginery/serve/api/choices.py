@@ -12,7 +12,8 @@ from enginery.contracts.request import FinishReason, RequestOutput, TokenLogprob
 from enginery.errors import EnginError, RequestError
 from enginery.serve.api.answer_parsers import AnswerFormat, AnswerReader
 from enginery.serve.api.served_model import Job
-from enginery.serve.engine.client import EngineClient, Outputs
+from enginery.serve.engine.client import Outputs
+from enginery.serve.engine.replicas import Replicas
 from enginery.serve.http.event_stream import DONE, json_event
 from enginery.serve.http.faults import Fault, GenerationFailed
 from enginery.serve.schemas.completions import StreamOptions
@@ -104,7 +105,7 @@ class _Choice:
 
 
 async def choice_deltas(
-    engine: EngineClient, tokenizer: Tokenizer, jobs: Sequence[Job], how: AnswerFormat | None = None
+    engine: Replicas, tokenizer: Tokenizer, jobs: Sequence[Job], how: AnswerFormat | None = None
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Run jobs. Gives a first delta for each job once all are queued, then more, until all have a `finish_reason`.
 
@@ -124,7 +125,7 @@ async def choice_deltas(
 
 
 @contextlib.asynccontextmanager
-async def _queued(engine: EngineClient, jobs: Sequence[Job]) -> AsyncIterator[Outputs]:
+async def _queued(engine: Replicas, jobs: Sequence[Job]) -> AsyncIterator[Outputs]:
     """Send the requests. Where the engine refuses a grammar, the error names the field that asked for it."""
     try:
         async with engine.generate([job.request for job in jobs]) as outputs:

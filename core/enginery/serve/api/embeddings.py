@@ -15,7 +15,7 @@ from starlette.responses import Response
 from enginery.errors import RequestError
 from enginery.serve.api.served_model import Job
 from enginery.serve.api.service import Heading, Service, json_answer, read_request
-from enginery.serve.engine.client import EngineClient
+from enginery.serve.engine.replicas import Replicas
 from enginery.serve.http.event_stream import unless_disconnected
 from enginery.serve.http.faults import GenerationFailed
 from enginery.serve.schemas.completions import CompletionRequest, Id, Int, NoEffect
@@ -65,7 +65,7 @@ async def embed(service: Service, http: Request) -> Response:
     return json_answer(reply)
 
 
-async def _embeddings(engine: EngineClient, jobs: Sequence[Job]) -> list[Sequence[float]]:
+async def _embeddings(engine: Replicas, jobs: Sequence[Job]) -> list[Sequence[float]]:
     found: dict[str, Sequence[float]] = {}
     async with engine.generate([dataclasses.replace(job.request, embed=True) for job in jobs]) as outputs:
         async for output in outputs:

@@ -38,7 +38,8 @@ class _Metrics(Collector):
         """All metrics of this moment; prometheus_client calls it."""
         service, engine = self._service, self._service.engine
         facts = service.loaded.result().facts if service.loaded.done() else None
-        return list(families(Snapshot(facts, engine.stats, engine.meter, engine.manifest, service.answered)))
+        num_restarts = sum(replica.num_restarts for replica in engine.replicas)
+        return list(families(Snapshot(facts, engine.stats, engine.meter, engine.manifest, service.answered, num_restarts)))
 
 
 def operations(service: Service) -> APIRouter:
@@ -47,7 +48,7 @@ def operations(service: Service) -> APIRouter:
     registry = CollectorRegistry()
     registry.register(_Metrics(service))
     ProcessCollector(registry=registry)
-    ProcessCollector(namespace="enginery_engine", pid=lambda: service.engine.child.pid, registry=registry)
+    ProcessCollector(namespace="enginery_engine", pid=lambda: service.engine.replicas[0].client.child.pid, registry=registry)
 
     @routes.get("/health/live")
     async def live() -> Response:
@@ -61,11 +62,11 @@ def operations(service: Service) -> APIRouter:
 
     @routes.get("/health/progress")
     async def progress() -> Response:
-        """503 when the engine is dead, or has work and completes no step. While the model loads: how far that is."""
+        """503 when the engine is dead, or has work and completes no step. While the model loads, or does again: how far that is."""
         engine = service.engine
-        if service.state is EngineState.LOADING:
-            return JSONResponse({"status": "loading"} | dataclasses.asdict(engine.loading))
-        stalled_s = engine.progress.stalled_s(has_work=engine.meter.num_open > 0)
+        if service.state in (EngineState.LOADING, EngineState.RESTARTING):
+            return JSONResponse({"status": service.state} | dataclasses.asdict(engine.loading))
+        stalled_s = max(client.progress.stalled_s(has_work=bool(client.open_requests)) for client in engine.clients)
         is_stuck = stalled_s >= service.watchdog_s or engine.state is EngineState.DEAD
         status = {
             "status": "stuck" if is_stuck else "moving" if engine.meter.num_open else "idle",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections import Counter
@@ -15,9 +16,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.contracts.engine import EngineFacts
 from enginery.errors import RequestError
 from enginery.serve.api.served_model import ServedModel
-from enginery.serve.engine.client import EngineClient, EngineState
+from enginery.serve.engine.client import EngineState
+from enginery.serve.engine.replicas import Replicas
 from enginery.serve.http.body_limits import BodyLimits
 from enginery.serve.http.faults import NotReady, ShuttingDown
 from enginery.serve.schemas.body_decoding import RequestT, decode_request
@@ -25,9 +28,9 @@ from enginery.serve.schemas.body_decoding import RequestT, decode_request
 _INLINE_BYTES: Final = 64 << 10
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Service:
-    """What the handlers of all endpoints share. loaded: gets its result when the engine is ready.
+    """What the handlers of all endpoints share. loaded: gets its result when the engine is ready; another one when it is again.
 
     watchdog_s: without a step for so long while there is work, the engine counts as stuck. shown: of the server's settings.
     chosen: what the front chose among plugins, and why: (setting, value, reason). answered: HTTP requests by route and status.
@@ -35,7 +38,7 @@ class Service:
     decoding: large bodies, one at a time: decoding holds the GIL, and several threads would pass it on among themselves.
     """
 
-    engine: EngineClient
+    engine: Replicas
     loaded: asyncio.Future[ServedModel]
     watchdog_s: float = 60.0
     shown: Mapping[str, object] = field(default_factory=dict)
@@ -57,9 +60,14 @@ class Service:
         max_model_len = self.loaded.result().facts.max_model_len if self.loaded.done() else 0
         return BodyLimits.of(max_model_len, one=self.max_body_bytes, total=self.max_total_body_bytes)
 
+    def renew(self, facts: EngineFacts) -> None:
+        """Serve an engine that was started again: it may have other pages than the one before."""
+        before, self.loaded = self.loaded.result(), asyncio.get_running_loop().create_future()
+        self.loaded.set_result(dataclasses.replace(before, facts=facts))
+
     def model(self) -> ServedModel:
-        """The model, ready to serve. Raises `EngineDied`, `ShuttingDown` and `NotReady` when it is not."""
-        if self.engine.state is EngineState.DEAD:
+        """The model, ready to serve. Raises `EngineDied`, `EngineRestarts`, `ShuttingDown` and `NotReady` when it is not."""
+        if self.engine.state in (EngineState.DEAD, EngineState.RESTARTING):
             raise self.engine.death()
         if self.engine.state is EngineState.STOPPING:
             raise ShuttingDown

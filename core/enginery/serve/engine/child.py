@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from enginery.engine.child_process import how_it_ended, write_frame
 from enginery.serve.engine import messages
 
 _LOOK_AGAIN_S: Final = 0.05
@@ -35,11 +36,7 @@ class EngineChild:
     def __init__(self, command: Sequence[str], boot: messages.Boot, relay: Callable[[str], None]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         self.relay = relay
-        frame = messages.encode(boot)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once; the watch tells why
-            self._process.stdin.write(len(frame).to_bytes(8, "big") + frame)
-            self._process.stdin.flush()
+        write_frame(self._process.stdin, messages.encode(boot))
 
     @property
     def pid(self) -> int:
@@ -90,8 +87,4 @@ class EngineChild:
         """Why the process ended, in one line unless it said more itself (`failed`). Its stderr has been passed on before."""
         if failed is not None:
             return failed.message if failed.is_ours else f"the engine broke: {failed.message}"
-        code = self._process.returncode
-        if code == -signal.SIGKILL:
-            return "the engine's process was killed by SIGKILL, as the kernel does when memory runs out; dmesg tells if it was that"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the engine's process {how}"
+        return f"the engine's process {how_it_ended(self._process.returncode)}"

@@ -28,7 +28,7 @@ from enginery.serve.engine import messages
 from enginery.serve.engine.child import EngineChild, pass_on, until
 from enginery.serve.engine.progress import Progress
 from enginery.serve.http.access import note_requests
-from enginery.serve.http.faults import Aborted, EngineBusy, NotReady, ShuttingDown
+from enginery.serve.http.faults import Aborted, EngineBusy, EngineRestarts, NotReady, ShuttingDown
 from enginery.serve.http.metrics import RequestMeter, RequestTimes
 
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine.process")
@@ -40,9 +40,13 @@ _log = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """States of the engine's process. SILENT: it lives, but has said nothing for a minute. STOPPING: no request is taken."""
+    """States of the engine's process. SILENT: it lives, but has said nothing for a minute. STOPPING: no request is taken.
+
+    RESTARTING: it has died, and another takes its place.
+    """
 
     LOADING = "loading"
+    RESTARTING = "restarting"
     READY = "ready"
     SILENT = "silent"
     STOPPING = "stopping"
@@ -125,17 +129,29 @@ class EngineClient:
     """One engine in a process of its own. Made and used inside one event loop, on a thread that outlives it.
 
     is_stopping: set it, and no more requests are taken; those that run go on. stats: as last reported, several times a second.
+    was_ready: its start has succeeded. restarted_for: why the one before ended, in whose place this one is.
     """
 
-    def __init__(self, directory: Path, child: EngineChild, link: zmq.asyncio.Socket, boot: messages.Boot) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        child: EngineChild,
+        link: zmq.asyncio.Socket,
+        boot: messages.Boot,
+        *,
+        meter: RequestMeter,
+        comes_back: bool,
+    ) -> None:
+        """meter: what requests are counted by. comes_back: whether another is started when it dies."""
+        self._directory, self._comes_back = directory, comes_back
+        self.was_ready, self.restarted_for = False, ""
         self.child = child
         self._link = link
         self.options, self.manifest = boot.options, boot.manifest
         self._groups: dict[str, Outputs] = {}
         self.is_stopping = False
         self._failed: messages.Failed | None = None
-        self.meter = RequestMeter()
+        self.meter = meter
         self.stats = EngineStats()
         self.progress = Progress()
         self.loading = BuildProgress(phase="process")
@@ -155,6 +171,8 @@ class EngineClient:
         command: Sequence[str] = ENGINE_COMMAND,
         log_level: str = "INFO",
         relay: Callable[[str], None] = pass_on,
+        meter: RequestMeter | None = None,
+        comes_back: bool = False,
     ) -> EngineClient:
         """Start the process; it is loading when this returns. log_level: of the process. relay: gets its stderr."""
         directory = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
@@ -168,7 +186,7 @@ class EngineClient:
             directory.rmdir()
             raise ConfigError(f"{endpoint} cannot be a socket: {error}; set TMPDIR to another, shorter path") from error
         boot = messages.Boot(endpoint=endpoint, options=options, manifest=manifest, log_level=log_level)
-        return cls(directory, EngineChild(command, boot, relay), link, boot)
+        return cls(directory, EngineChild(command, boot, relay), link, boot, meter=meter or RequestMeter(), comes_back=comes_back)
 
     @property
     def state(self) -> EngineState:
@@ -298,6 +316,7 @@ class EngineClient:
             case messages.Loading(progress):
                 self.loading = progress
             case messages.Ready():
+                self.was_ready = True
                 _settle(self._ready, message)
             case messages.Failed():
                 self._failed = message
@@ -313,7 +332,7 @@ class EngineClient:
 
     def death(self) -> EngineDied:
         """The error to raise now that the process is dead; a fresh one for each who raises it."""
-        error = EngineDied(self.died.result())
+        error = EngineRestarts(self.died.result()) if self._comes_back and self.was_ready else EngineDied(self.died.result())
         error.exit_code = self._failed.exit_code if self._failed else 1
         return error
 

@@ -5,7 +5,6 @@ It ends when told to, when the engine breaks, and when its parent is gone, howev
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -24,6 +23,7 @@ import zmq
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import BuildProgress, EngineLike, ReportProgress
 from enginery.contracts.request import RequestOutput
+from enginery.engine.child_process import die_with_parent, read_frame
 from enginery.errors import EnginError, PluginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve.engine import messages
@@ -31,7 +31,6 @@ from enginery.serve.engine import messages
 BuildEngine = Callable[[EngineOptions, Registry, ReportProgress], EngineLike]
 
 _HEARTBEAT_S: Final = 0.2
-_PR_SET_PDEATHSIG: Final = 1
 _log: Final = logging.getLogger(__name__)
 
 
@@ -124,7 +123,7 @@ def run(build: BuildEngine) -> int:
     """Run the process from its start to its end, and return its exit code. build: makes the engine; tests give a fake one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group; the parent drains, and decides when this process ends
-    _die_with_parent()
+    die_with_parent()
     os.dup2(2, 1)  # the parent passes stderr on and never waits to be read; who prints to its stdout might
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the watchdog sends to a loop that is stuck
     boot = _read_boot()
@@ -173,20 +172,13 @@ def _failure(error: Exception) -> messages.Failed:
 
 
 def _read_boot() -> messages.Boot:
-    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    return msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=messages.Boot)
+    return msgspec.msgpack.decode(read_frame(sys.stdin.buffer) or b"", type=messages.Boot)
 
 
 def _exit_when_stdin_ends() -> None:
     while os.read(0, 4096):
         pass
     os._exit(1)
-
-
-def _die_with_parent() -> None:
-    """Have Linux kill this process when its parent dies, even in a device call. Elsewhere the watch on stdin ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _build(options: EngineOptions, registry: Registry, report: ReportProgress) -> EngineLike:

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from enginery.serve.engine.client import EngineClient
+    from enginery.serve.engine.replicas import Replica
 
 _MAX_SHOWN: Final = 32
 _log: Final = logging.getLogger(__name__)
@@ -39,11 +40,17 @@ class Progress:
         return time.monotonic() - self._moved_s if has_work else 0.0
 
 
-async def watch(engine: EngineClient, limit_s: float) -> None:
-    """When the engine has work and completes no step for `limit_s`: log all stacks and requests, once each time. Never ends."""
+async def watch(replicas: Sequence[Replica], limit_s: float) -> None:
+    """Watch each. Never ends."""
+    await asyncio.gather(*(_watch(replica, limit_s) for replica in replicas))
+
+
+async def _watch(replica: Replica, limit_s: float) -> None:
+    """When an engine has work and completes no step for `limit_s`: log all stacks and requests, once each time. Never ends."""
     was_stalled = False
     while True:
         await asyncio.sleep(min(1.0, limit_s / 4))
+        engine = replica.client
         requests = engine.open_requests
         stalled_s = engine.progress.stalled_s(has_work=bool(requests))
         if stalled_s >= limit_s and not was_stalled:

@@ -28,6 +28,13 @@ class EngineBusy(EnginError):
     """The engine did not get to an order in time."""
 
 
+class EngineRestarts(EngineDied):
+    """The engine ended, and is started again."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the engine is started again, so try again in a moment; it ended: {why}")
+
+
 class ShuttingDown(EnginError):
     """The server was told to stop."""
 
@@ -82,6 +89,7 @@ _SHAPES: Final[Mapping[type[EnginError], _Shape]] = {  # the first that fits cou
     EngineBusy: _Shape(503, "busy", _RETRY),
     ShuttingDown: _Shape(503, "shutting_down", _RETRY),
     TemplateStuck: _Shape(503, "template_stuck", _RETRY),
+    EngineRestarts: _Shape(503, "engine_restarting", _RETRY),
     EngineDied: _Shape(503, "engine_died"),
     EnginError: _Shape(500),
 }

@@ -120,13 +120,17 @@ class RequestMeter:
 
 
 class Snapshot(NamedTuple):
-    """Everything that metrics are made of, at one moment. facts: None while the model is loading. answered: by route and status."""
+    """Everything that metrics are made of, at one moment. facts: None while the model is loading. answered: by route and status.
+
+    num_restarts: of engines that had ended.
+    """
 
     facts: EngineFacts | None
     stats: EngineStats
     meter: RequestMeter
     manifest: Manifest
     answered: Counter[tuple[str, int]]
+    num_restarts: int = 0
 
 
 def families(now: Snapshot) -> Iterator[Metric]:
@@ -206,6 +210,7 @@ def _counters(now: Snapshot) -> Iterator[tuple[str, str, float]]:
     yield "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right, and told.", stats.drafts.accepted
     yield "enginery:spec_decode_told_tokens", "Tokens that verifications told, the drawn ones too.", stats.drafts.told
     yield "enginery:requests_aborted", "Requests whose clients hung up, or that were aborted.", meter.ended["abort"]
+    yield "enginery:engine_restarts", "Engines that were started again, because they had ended.", now.num_restarts
     yield "enginery:steps", "Steps that completed.", stats.num_steps
     yield "enginery:steps_failed", "Steps that were given up with their requests.", stats.num_failed_steps
     yield "enginery:graph_hits", "Steps that a captured graph ran.", stats.num_graph_steps

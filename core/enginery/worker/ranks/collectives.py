@@ -6,6 +6,7 @@ N rows, C hidden size, V vocabulary, R tensor ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +15,10 @@ from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import StageTensors
 from enginery.worker.paths.results import ModelResults
-from enginery.worker.ranks.gloo import Group
 from enginery.worker.sampling import NAN_TOKEN
+
+if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
+    from enginery.worker.ranks.gloo import Group
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ import dataclasses
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -14,44 +13,14 @@ import torch
 from enginery import __version__
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import Collectives, ParallelFacts
+from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError, Unsupported
-from enginery.nn.parallel import SingleRank
 from enginery.worker.choice import Choice
 from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.ranks.collectives import JoinedHead, RankCollectives
 from enginery.worker.ranks.gloo import Group, Standing, open_store
 from enginery.worker.ranks.stages import LastStage, StageLinks
 from enginery.worker.weights.shares import stage_of
-
-
-class Met(Protocol):
-    """What a rank knows of the others."""
-
-    def smallest(self, memory: MemoryPlan) -> MemoryPlan:
-        """As many pages of each kind as every rank has room for."""
-        ...
-
-    def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
-        """What the model exchanges."""
-        ...
-
-    def joined(self, model: Model, choice: Choice) -> Model:
-        """The model of this rank, with what arrives from the stage before, and the logits of all ranks."""
-        ...
-
-
-class Alone:
-    """Implements `Met` where there is nobody else."""
-
-    def smallest(self, memory: MemoryPlan) -> MemoryPlan:
-        return memory
-
-    def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
-        return SingleRank(ops)
-
-    def joined(self, model: Model, choice: Choice) -> Model:
-        return model
 
 
 class RankGroups:

@@ -1,0 +1,1 @@
+"""What is told of the prefix cache to routers outside, in vLLM's format."""

@@ -1,0 +1,80 @@
+"""What places the processes of ranks is an offer of plugins, asked for by `--executor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import noise
+import psutil
+import pytest
+from engine.rank_pair import request, serve
+
+from enginery.config.schema import EngineOptions
+from enginery.engine.engine import Engine
+from enginery.errors import ConfigError, EnginError, PluginError
+from enginery.plugin.registry import Registry
+
+PLUGIN = """
+from enginery.api import ExecutorSpec, hookimpl
+
+def wrapped(plan):
+    return plan.start([("env", f"PLACED_AS={rank}", *plan.command) for rank in range(1, plan.num_others + 1)])
+
+def broken(plan):
+    raise ValueError("no room for ranks")
+
+@hookimpl
+def register_executors():
+    return [
+        ExecutorSpec(name="wrapped", api=(2, 0), launch=wrapped, summary="behind a command"),
+        ExecutorSpec(name="broken", api=(2, 0), launch=broken, summary="not at all"),
+    ]
+"""
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """With a plugin that is installed: ranks find it by its entry point as this process does."""
+    package, info = tmp_path / "placing_plugin", tmp_path / "placing-1.0.dist-info"
+    package.mkdir()
+    (package / "__init__.py").write_text(PLUGIN)
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: placing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[enginery]\nplacing = placing_plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return Registry.load()
+
+
+def options(**changes: object) -> EngineOptions:
+    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 1, "step_deadline": 20.0}
+    return EngineOptions(**{**given, "tp": 2, **changes})
+
+
+def test_a_plugin_s_executor_is_found_and_starts_the_ranks(registry: Registry) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    engine = Engine.build(options(executor="wrapped"), registry)
+    try:
+        (rank,) = (child for child in set(psutil.Process().children(recursive=True)) - before if "PLACED_AS" in child.environ())
+        assert rank.environ()["PLACED_AS"] == "1"
+        assert rank.cmdline()[-1] == "enginery.engine.ranks.process"
+        assert len(serve(engine, [request("a", [7, 8, 9])])["a"].tokens) == 8
+    finally:
+        engine.close()
+    assert not rank.is_running()
+
+
+def test_one_that_fails_is_named(registry: Registry) -> None:
+    with pytest.raises(EnginError, match=r"placing.* could not start the ranks: ValueError: no room for ranks"):
+        Engine.build(options(executor="broken"), registry)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_unknown_one_is_told_what_there_is(registry: Registry, tp: int) -> None:
+    with pytest.raises(PluginError, match=r"(?s)no executor 'wraped'; did you mean wrapped\?.*broken.*local.*wrapped"):
+        Engine.build(options(executor="wraped", tp=tp), registry)
+
+
+def test_one_rank_has_nothing_to_place(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="executor is 'wrapped', but there is one rank"):
+        Engine.build(options(executor="wrapped", tp=1), registry)

@@ -1,0 +1,335 @@
+"""A router that reads vLLM's KV events knows what the prefix cache has.
+
+The subscriber is written from vLLM's schema (vllm/distributed/kv_events.py since vllm#42892), not from our code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import noise
+import pytest
+import zmq
+from engine.random_use import RandomUse
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.engine.engine import Engine
+from enginery.engine.kv_events import publisher
+from enginery.engine.kv_events.publisher import KVEvents
+from enginery.errors import ConfigError
+from enginery.plugin.registry import Registry
+
+PAGE_SIZE = 4
+PATIENCE_MS = 20_000
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[object]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[object, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(EventBatch):
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+Prefix = tuple[str, tuple[int, ...]]
+
+
+class Router:
+    """Subscribes, and keeps the blocks that an engine has: hash -> all tokens from the beginning to its end, and their salt."""
+
+    def __init__(self, address: str, replay: str, topic: str = "") -> None:
+        self.context = zmq.Context()
+        self.events = self.context.socket(zmq.SUB)
+        self.events.connect(address)
+        self.events.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.replay = self.context.socket(zmq.DEALER)
+        self.replay.connect(replay)
+        self.decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        self.blocks: dict[int, Prefix] = {}
+        self.topic = topic.encode()
+        self.last = -1
+        self.kinds: set[str] = set()
+        self.salts: set[str] = set()
+
+    def catch_up(self) -> None:
+        """Ask for what was missed, from the first message on."""
+        self.replay.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
+        while True:
+            assert self.replay.poll(PATIENCE_MS)
+            _, number, batch = self.replay.recv_multipart()
+            if not batch:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                return
+            self.take(number, batch)
+
+    def listen(self, wait_ms: int = 0) -> None:
+        while self.events.poll(wait_ms):
+            topic, number, batch = self.events.recv_multipart()
+            assert topic == self.topic
+            if int.from_bytes(number, "big") > self.last + 1:
+                self.catch_up()
+            if int.from_bytes(number, "big") > self.last:
+                self.take(number, batch)
+
+    def take(self, number: bytes, batch: bytes) -> None:
+        assert int.from_bytes(number, "big") == self.last + 1, "a gap"
+        self.last += 1
+        told = self.decode(batch)
+        assert abs(told.ts - time.time()) < 600
+        assert told.data_parallel_rank == 0
+        for event in told.events:
+            self.kinds.add(type(event).__name__)
+            match event:
+                case BlockStored():
+                    self.store(event)
+                case BlockRemoved():
+                    for removed in event.block_hashes:
+                        del self.blocks[removed]
+                case AllBlocksCleared():
+                    self.blocks.clear()
+
+    def store(self, event: BlockStored) -> None:
+        assert event.block_size == PAGE_SIZE
+        assert event.medium == "CPU"
+        assert len(event.token_ids) == PAGE_SIZE * len(event.block_hashes)
+        salt = event.extra_keys[0][0] if event.extra_keys else ""
+        salt, before = (salt, ()) if event.parent_block_hash is None else self.blocks[event.parent_block_hash]
+        self.salts.add(salt)
+        for place, name in enumerate(event.block_hashes):
+            before += tuple(event.token_ids[place * PAGE_SIZE : (place + 1) * PAGE_SIZE])
+            assert name not in self.blocks
+            self.blocks[name] = (salt, before)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def cached(engine: Engine) -> set[Prefix]:
+    """What the prefix cache has: every prefix of whole pages."""
+    found, page_bytes = set(), 4 * PAGE_SIZE
+    stack = [(child, branch[:-page_bytes].decode(), b"") for branch, child in engine._cache.root.children.items()]
+    while stack:
+        node, salt, before = stack.pop()
+        for place in range(len(node.pages)):
+            found.add((salt, tuple(array("i", before + node.tokens[: (place + 1) * page_bytes]))))
+        stack += [(child, salt, before + node.tokens) for child in node.children.values()]
+    return found
+
+
+def settled(router: Router, engine: Engine) -> None:
+    """Until the router knows what the engine's cache has."""
+    engine.prepare()  # as a server does between steps
+    content, deadline_s = cached(engine), time.monotonic() + PATIENCE_MS / 1000
+    while set(router.blocks.values()) != content:
+        assert time.monotonic() < deadline_s
+        router.listen(50)
+        router.catch_up()  # what was sent before the subscription had arrived
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture
+def addresses(tmp_path: Path) -> dict[str, str]:
+    return {"kv_events": f"ipc://{tmp_path}/events", "kv_events_replay": f"ipc://{tmp_path}/replay"}
+
+
+@pytest.fixture
+def engine(registry: Registry, addresses: dict[str, str]) -> Iterator[Engine]:
+    built = Engine.build(options(**addresses), registry)
+    yield built
+    built.close()
+
+
+def options(**changes: object) -> EngineOptions:
+    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 24, "page_size": PAGE_SIZE, "num_threads": 1}
+    return EngineOptions(**{**given, "max_model_len": 64, "max_batch_tokens": 32, **changes})
+
+
+def asked(name: str, prompt: tuple[int, ...], salt: str = "", num_tokens: int = 6) -> GenerationRequest:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0)
+    return GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params, cache_salt=salt)
+
+
+def run(engine: Engine, *requests: GenerationRequest) -> None:
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_router_s_view_is_the_cache_s_content_under_random_use(engine: Engine, addresses: dict[str, str]) -> None:
+    """Shared beginnings, salts, aborts, preemption, eviction, and a reset amid it."""
+    router, chance = Router(*addresses.values()), random.Random(3)
+
+    def request(name: str) -> GenerationRequest:
+        prompt = (5, 6, 7, 8) * chance.randrange(1, 4) + tuple(chance.choices(range(9, 12), k=chance.randrange(1, 20)))
+        return asked(name, prompt, chance.choice(["", "", "one", "other"]), chance.randrange(1, 40))
+
+    router.catch_up()
+    use = RandomUse(engine, chance, request)
+    for turn in range(300):
+        if chance.random() < 0.6:
+            use.submit()
+        if use.alive and chance.random() < 0.05:
+            use.abort_one()
+        use.step()
+        if turn in (100, 200):
+            settled(router, engine)
+        if turn == 150:
+            engine.flush_prefix_cache()
+    use.drain()
+    settled(router, engine)
+    assert engine.meter.stats().num_preempted > 0
+    assert {"BlockStored", "BlockRemoved"} <= router.kinds
+    assert router.salts == {"", "one", "other"}
+    engine.flush_prefix_cache()
+    settled(router, engine)
+    assert router.blocks == {}
+    router.close()
+
+
+def test_a_late_subscriber_gets_what_it_missed(engine: Engine, addresses: dict[str, str]) -> None:
+    run(engine, asked("a", (1,) * 20), asked("b", (1,) * 8 + (2,) * 9, "salt"))
+    run(engine, asked("c", (3,) * 40))
+    late = Router(*addresses.values())
+    late.catch_up()
+    settled(late, engine)
+    run(engine, asked("d", (1,) * 20 + (4,) * 9))
+    settled(late, engine)
+    late.close()
+
+
+def test_a_reset_is_told_as_such(engine: Engine, addresses: dict[str, str]) -> None:
+    router = Router(*addresses.values())
+    engine.prepare()
+    while not router.kinds:
+        router.catch_up()
+    assert router.kinds == {"AllBlocksCleared"}, "first of all, for those who knew the engine before"
+    router.kinds.clear()
+    run(engine, asked("a", (1,) * 20))
+    settled(router, engine)
+    assert engine.flush_prefix_cache() > 0
+    settled(router, engine)
+    assert router.kinds == {"BlockStored", "AllBlocksCleared"}
+    router.close()
+
+
+def test_equal_prefixes_have_equal_hashes_in_every_engine(registry: Registry, tmp_path: Path) -> None:
+    seen = []
+    for number in range(2):
+        places = {"kv_events": f"ipc://{tmp_path}/{number}", "kv_events_replay": f"ipc://{tmp_path}/replay{number}"}
+        engine = Engine.build(options(**places, seed=number, kv_events_topic="kv@here"), registry)
+        router = Router(*places.values(), topic="kv@here")
+        run(engine, asked("a", (1,) * 20, "salt", 1), asked("b", (1,) * 20, "", 1))
+        router.catch_up()
+        settled(router, engine)
+        seen.append(router.blocks)
+        router.close()
+        engine.close()
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 10, "salts are apart"
+
+
+def test_a_step_waits_for_nobody_and_too_much_is_told_as_cleared(
+    addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of changes behind what was dropped nothing is told, or a router would not know where they belong."""
+    monkeypatch.setattr(publisher, "_LOOK_S", 0.01)
+    gate = HeldThread(monkeypatch)
+    events = KVEvents(options(**addresses), medium="CPU", most_waiting=3)
+    block = array("i", (1, 2, 3, 4)).tobytes()
+    events.publish()
+    for page in range(4):
+        events.stored(page - 1 if page else None, block, (page,), "")
+        events.publish()
+    assert "3 steps of KV events wait" in caplog.text
+    events.stored(3, block, (4,), "")
+    events.removed((2,))
+    events.stored(None, block, (5,), "")
+    events.publish()
+    gate.open()
+    router = Router(*addresses.values())
+    deadline_s = time.monotonic() + 20
+    while not router.blocks:
+        assert time.monotonic() < deadline_s
+        router.catch_up()
+    assert list(router.blocks.values()) == [("", (1, 2, 3, 4))]
+    router.close()
+    events.close()
+
+
+class HeldThread:
+    """The publisher's thread begins its work when it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._closed = True
+        run = publisher._Publisher.run
+
+        def held(own: publisher._Publisher, waiting: object) -> None:
+            while self._closed:
+                time.sleep(0.01)
+            run(own, waiting)
+
+        monkeypatch.setattr(publisher._Publisher, "run", held)
+
+    def open(self) -> None:
+        self._closed = False
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kv_events": "udp://*:1"}, r"kv_events is 'udp://\*:1', but must be tcp://"),
+        ({"kv_events_topic": "x"}, "kv_events_topic are of --kv-events, which is not given"),
+        ({"kv_events": "tcp://*:5557", "prefix_cache": False}, "--no-prefix-cache turns off"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_published_is_refused(changes: dict[str, object], why: str, registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Engine.build(options(**changes), registry)
+
+
+def test_an_address_that_is_taken_is_named(addresses: dict[str, str], tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.REP) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(ConfigError, match=f"cannot be published at .*:{port}.*in use"):
+            KVEvents(dataclasses.replace(options(**addresses), kv_events_replay=f"tcp://127.0.0.1:{port}"), medium="CPU")

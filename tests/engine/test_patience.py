@@ -1,0 +1,103 @@
+"""The rule by which ranks are given up: one deadline to be heard and to work, ten to get further."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from enginery.engine.ranks.messages import Alive
+from enginery.engine.ranks.patience import Patience
+from enginery.worker.ranks.gloo import Standing
+
+DEADLINE_S = 2.0
+STEP = ("step 7", 0.0)
+
+
+@dataclasses.dataclass
+class Ranks:
+    """Two other ranks, that say something every second until told otherwise, on a clock of the test's."""
+
+    standing: Standing = dataclasses.field(default_factory=Standing)
+    now_s: float = 0.0
+    works: bool = True
+    worked_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.patience = Patience(2, deadline_s=DEADLINE_S, standing=self.standing, now_s=0.0)
+
+    def until(self, end_s: float, *, heard: tuple[int, ...] = (1, 2), busy: tuple[str, float] | None = STEP, **at: str) -> str:
+        """What the rule says by then, the ranks being at this place; the clock stops when it says something."""
+        while self.now_s < end_s:
+            self.now_s += 1
+            self.worked_s += self.works
+            for rank in heard:
+                phase = at.get("phase", "step").format(now=self.now_s)
+                waits = at.get(f"waits_{rank}", "")
+                self.patience.take(Alive(rank=rank, number=6, phase=phase, waits=waits, worked_s=self.worked_s), self.now_s)
+            if told := self.patience.broken(busy, self.now_s, lambda rank: f"rank {rank}"):
+                return told
+        return ""
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_a_rank_that_was_heard_is_given_up_after_a_deadline_without_a_word(ranks: Ranks) -> None:
+    assert ranks.until(2) == ""
+    assert ranks.until(99, heard=(1,)).startswith("rank 2 has said nothing for 2 s, since step: it was stopped, or starved")
+    assert ranks.now_s == 2 + DEADLINE_S + 1
+
+
+def test_a_rank_that_was_never_heard_has_ten_deadlines(ranks: Ranks) -> None:
+    assert ranks.until(99, heard=(1,)).startswith("rank 2 has said nothing for 20 s, since its start")
+    assert ranks.now_s == 10 * DEADLINE_S + 1
+
+
+def test_a_step_that_is_only_slow_has_ten_deadlines(ranks: Ranks) -> None:
+    """Its processors work all the time."""
+    assert ranks.until(99) == "step 7 has got no further for 20 s; --step-deadline 2 allows no more"
+    assert ranks.now_s == 1 + 10 * DEADLINE_S + 1
+
+
+def test_exchanges_in_a_slow_step_do_not_make_it_get_further(ranks: Ranks) -> None:
+    told = ""
+    for second in range(1, 99):
+        if told := ranks.until(second, waits_1="sum" if second % 2 else "", waits_2="sum" if second % 2 else ""):
+            break
+    assert told.startswith("step 7 has got no further for 20 s")
+
+
+def test_a_start_that_goes_on_has_any_time(ranks: Ranks) -> None:
+    """More and more bytes of weights."""
+    assert ranks.until(500, busy=("its start", 0.0), phase="start: weights {now:.0f}") == ""
+    assert ranks.until(999, busy=("its start", 0.0), phase="start: weights 500").startswith("its start has got no further for 20 s")
+
+
+def test_a_rank_that_does_nothing_in_a_step_has_one_deadline(ranks: Ranks) -> None:
+    assert ranks.until(1) == ""
+    ranks.works = False
+    assert ranks.until(99, waits_1="sum") == "rank 2 hangs: for 2 s it has done nothing in step 7, in step"
+    assert ranks.now_s == 1 + DEADLINE_S + 1
+
+
+def test_ranks_that_wait_for_each_other_have_one_deadline(ranks: Ranks) -> None:
+    ranks.works, ranks.standing.waits = False, "of_all"
+    told = ranks.until(99, waits_1="sum", waits_2="sum")
+    assert told.startswith("the ranks wait for each other in step 7: rank 0 in the exchange 'of_all', rank 1 in the exchange 'sum'")
+    assert ranks.now_s == 1 + DEADLINE_S + 1
+
+
+def test_idle_ranks_need_not_work(ranks: Ranks) -> None:
+    ranks.works = False
+    assert ranks.until(500, busy=None, phase="idle") == ""
+
+
+def test_time_in_which_nobody_could_be_heard_is_not_counted(ranks: Ranks) -> None:
+    assert ranks.until(2) == ""
+    ranks.now_s += 100
+    ranks.patience.pause(100)
+    assert ranks.patience.broken(("step 7", 102.0), ranks.now_s, str) == ""
+    assert ranks.until(104, busy=("step 7", 102.0)) == ""

@@ -21,7 +21,7 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # for drafts on CUDA: graphs of verifications and of draft models, lengths that the device alone knows; 1,980 more for ranks as
 # processes: what they exchange, how they are started, told what to run, watched and ended, and pipeline stages.
 CORE_LINES = 24_540
-APART = {"testing": 3_410, "bench": 1_770, "serve": 6_850, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
+APART = {"testing": 3_430, "bench": 1_770, "serve": 6_850, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20
 

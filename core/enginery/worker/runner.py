@@ -267,6 +267,8 @@ class Runner:
         ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self.graphs, Way.PIECES: self.pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
+        if self.graphs is not None and step.run.way is Way.GRAPH and not self.graphs.ready(step):
+            return self._eager
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
             self.graphs.note_too_large(step.num_items)
         return path

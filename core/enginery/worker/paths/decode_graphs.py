@@ -1,4 +1,5 @@
 """Decoding steps as CUDA graphs: one per batch size, captured when first needed or in idle moments, replayed for fewer requests.
+On a CPU what a step did is recorded and done again (`host_capture`): this module calls that a graph, too.
 
 Of steps that verify drafts, one per batch size and number of rows of a request. What they sample is accepted between replays.
 
@@ -28,7 +29,9 @@ from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
+from enginery.plugin.loading import explain
 from enginery.worker.layout import KNOWN, sampled_seats, token_sources
+from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import mark_nan
@@ -92,6 +95,11 @@ class CapturedStep:
         return self.packed[-1, : self.batch.num_requests]
 
 
+def host_sizes(max_requests: int) -> tuple[int, ...]:
+    """On a CPU, where a row that pads takes as long as any other."""
+    return tuple(size for size in (1, 2, 3, 4, 6, 8, 12, 16) if size <= max_requests)
+
+
 def graph_sizes(max_requests: int) -> tuple[int, ...]:
     """1, 2, 4, then multiples of 8 up to 64, 16 up to 256, 32 beyond: padding costs an eighth at most where batches are large."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_requests, 32)]
@@ -137,7 +145,8 @@ class DecodeGraphs:
         self.buffers = buffers
         most = len(buffers.logits)
         self.best = torch.empty(most, dtype=torch.int64, device=buffers.logits.device)
-        self.sizes = graph_sizes(most)
+        self.on_host = isinstance(capture, HostCapture)
+        self.sizes = host_sizes(most) if self.on_host else graph_sizes(most)
         self.verified_rows = 0
         self._noted = False
         self._capture = capture
@@ -156,15 +165,19 @@ class DecodeGraphs:
         buffers: GraphBuffers,
         results: ModelResults,
     ) -> DecodeGraphs | None:
-        """With the largest graph: the others fit into its memory. None, with the reason in the log, without `init_graph_state`."""
+        """With the largest graph: the others fit into its memory. None, with the reason in the log, without `init_graph_state`.
+
+        On the host none is captured at the start, and no step that verifies.
+        """
         most = len(buffers.logits)
         if relay.ask("init_graph_state", max_batch_size=most, max_num_tokens=most) is None:
             _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend_id)
             return None
         graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=results)
-        graphs.capture(graphs.sizes[-1])
-        if feed.width > 1:
-            graphs.capture_verifying()
+        if not graphs.on_host:
+            graphs.capture(graphs.sizes[-1])
+            if feed.width > 1:
+                graphs.capture_verifying()
         return graphs
 
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
@@ -204,9 +217,22 @@ class DecodeGraphs:
         else:
             self.verified_rows = most
 
-    @torch.inference_mode()
     def capture(self, size: int, length: int = 1) -> None:
-        """Capture the graph of so many requests of `length` rows each. Takes as long as two or three eager steps."""
+        """Capture the graph of so many requests of `length` rows each. Takes as long as two or three eager steps.
+
+        On the host, where a model may do what cannot be recorded, a step that fails ends it: `sizes` is empty then.
+        """
+        if not self.on_host:
+            self._capture_step(size, length)
+            return
+        try:
+            self._capture_step(size, length)
+        except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
+            _log.debug("decoding runs eagerly: a step of %d requests was not recorded: %s", size, explain(error))
+            self.sizes = ()
+
+    @torch.inference_mode()
+    def _capture_step(self, size: int, length: int) -> None:
         num_rows = size * length
         batch = self.feed.named.with_inputs(no_requests(self.geometry, length))
         batch = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
@@ -238,12 +264,16 @@ class DecodeGraphs:
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
-    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """Replay the graph of the step's size, which is captured first if it is not yet."""
+    def ready(self, step: StepInput) -> bool:
+        """Whether there is a graph of the step's size, which is captured now if it was not yet. If not, it has to run eagerly."""
         key = step.run.size, step.decode_len
         if key not in self._captured:
             self.capture(*key)
-        captured = self._captured[key]
+        return key in self._captured
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """Replay the graph of the step's size, which is `ready`."""
+        captured = self._captured[step.run.size, step.decode_len]
         padded = self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()
@@ -259,8 +289,8 @@ class DecodeGraphs:
         )
 
     def note_too_large(self, num_requests: int) -> None:
-        """Say once that so many are decoded eagerly."""
-        if not self._noted:
+        """Say once that so many are decoded eagerly, on a device: there graphs are for all that pay."""
+        if not self._noted and not self.on_host:
             _log.warning("%d requests are decoded eagerly: graphs are for up to %d", num_requests, self.sizes[-1])
             self._noted = True
 

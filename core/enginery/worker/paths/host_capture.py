@@ -116,22 +116,20 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept.append((args, given, result))
         found = _of_the_host(func, result)
         again = partial(func, **given) if given else func
-        if written:
-            self._check_writes(func, written, looked, found)
-            if torch.Tag.inplace_view not in func.tags:
-                self.calls.append((again, args))
+        if torch.Tag.inplace_view in func.tags:
+            _check_places(func, written, looked)
+        elif written:
+            _check_places(func, written, looked)
+            self._check_writes(func, written, found)
+            self.calls.append((again, args))
         elif func is _aten.lift_fresh.default:
             self._constants.update(map(_storage, found))
         elif not _shares(found, (args, given)) and func.overloadpacket not in _EMPTY:
             self.calls.append((partial(_compute, again, found), args))
         return result
 
-    def _check_writes(
-        self, func: OpOverload, written: Sequence[torch.Tensor], looked: Sequence[object], found: Sequence[torch.Tensor]
-    ) -> None:
-        """looked: at what is written, before. found: the results. Raises `Unsupported` for what cannot be done again."""
-        if [_look(tensor) for tensor in written] != list(looked):
-            raise Unsupported(f"{func} gives a tensor another shape or other memory")
+    def _check_writes(self, func: OpOverload, written: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+        """found: the results. Raises `Unsupported` for what cannot be done again."""
         places = set(map(_storage, written))
         if {_storage(each) for each in found} - places:
             raise Unsupported(f"{func} writes to a tensor and makes another")
@@ -139,12 +137,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise Unsupported(f"{func} writes to a tensor that was made of Python's numbers")
 
 
+def _check_places(func: OpOverload, written: Sequence[torch.Tensor], looked: Sequence[object]) -> None:
+    """looked: at what is written, before. Raises `Unsupported` where it is somewhere else now."""
+    if [_look(tensor) for tensor in written] != list(looked):
+        raise Unsupported(f"{func} gives a tensor another shape or other memory")
+
+
 def _of_the_host(func: OpOverload, result: object) -> list[torch.Tensor]:
     """The tensors of a result. Raises `Unsupported` where there is anything else."""
-    found = _tensors(result)
-    if len(found) < len(tree_leaves(result)) or any(
-        each.device.type != "cpu" or each.layout is not torch.strided for each in found
-    ):
+    found = [each for each in _tensors(result) if each.device.type == "cpu" and each.layout is torch.strided]
+    if result is not None and len(found) < len(tree_leaves(result)):
         raise Unsupported(f"{func} gives {result!r:.60}, which is no tensor of the host")
     return found
 

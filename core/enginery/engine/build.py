@@ -238,11 +238,11 @@ def _kept_bytes(choice: Choice) -> int:
 
 
 def _recorded_bytes(choice: Choice) -> int:
-    """What recordings of decoding steps keep, on a CPU: for each size the activations of every layer, and logits."""
+    """What recordings of decoding steps keep, on a CPU: for each size logits, and of every layer twice what is alive at once."""
     if choice.device.type != "cpu":
         return 0
     facts, rows = choice.facts, sum(host_sizes(choice.settings.max_graph_requests))
-    return rows * (facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
+    return rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
 
 
 def _backend_bytes(choice: Choice) -> int:

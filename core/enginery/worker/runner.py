@@ -108,7 +108,7 @@ class RunningStep:
         for index, tokens in zip(self.sampling, told, strict=True):
             token_ids[index] = tokens
         failed: dict[int, str] = {}
-        if NAN_TOKEN in self.sampled:
+        if any(NAN_TOKEN in tokens for tokens in told):
             failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
         return StepOutput(
             number=self.step.number,

@@ -30,11 +30,11 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
 from enginery.plugin.loading import explain
-from enginery.worker.layout import KNOWN, sampled_seats, token_sources
+from enginery.worker.layout import KNOWN, has_pending, sampled_seats, token_sources
 from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
-from enginery.worker.sampling import mark_nan
+from enginery.worker.sampling import NAN_TOKEN, mark_nan
 from enginery.worker.token_feed import TokenFeed
 
 _log: Final = logging.getLogger(__name__)
@@ -148,6 +148,8 @@ class DecodeGraphs:
         self.on_host = isinstance(capture, HostCapture)
         self.sizes = host_sizes(most) if self.on_host else graph_sizes(most)
         self.verified_rows = 0
+        self._firsts = torch.arange(most) * results.vocab_size  # of each row, among all logits of the host
+        self._nan = torch.tensor([NAN_TOKEN])
         self._noted = False
         self._capture = capture
         self._captured: dict[tuple[int, int], CapturedStep] = {}
@@ -240,16 +242,21 @@ class DecodeGraphs:
         packed = torch.stack([*token_fields(batch), torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
         batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
         kept = None if self.buffers.hidden is None else self.buffers.hidden[:num_rows]
+        found: list[torch.Tensor] = []
 
         def run() -> None:
-            self.feed.fill(batch.input_ids, packed[-2], out=batch.input_ids)
+            if not self.on_host:
+                self.feed.fill(batch.input_ids, packed[-2], out=batch.input_ids)
             self.relay.ask("device_prologue", plan=batch.plan)
             hidden = self.results.hidden(self.model.forward(batch), batch)
-            logits = self.buffers.logits[:num_rows].copy_(self.results.logits(self.model.logits(hidden), hidden))
+            logits = self.results.logits(self.model.logits(hidden), hidden)
+            if not self.on_host:  # a recording's own stay where they are
+                logits = self.buffers.logits[:num_rows].copy_(logits)
+            found.append(logits)
             best = self.ops.greedy(logits)
             if length == 1:
                 self.feed.keep(best, packed[-1])
-            self.best[:num_rows].copy_(mark_nan(logits, best))
+            self._mark(logits, best)
             if kept is not None:
                 kept.copy_(hidden)
 
@@ -258,7 +265,7 @@ class DecodeGraphs:
             packed=packed,
             batch=batch,
             graph=graph,
-            logits=self.buffers.logits[:num_rows],
+            logits=found[-1],
             best=self.best[:num_rows],
             hidden=kept,
         )
@@ -275,6 +282,9 @@ class DecodeGraphs:
         """Replay the graph of the step's size, which is `ready`."""
         captured = self._captured[step.run.size, step.decode_len]
         padded = self._update(captured, step, batch)
+        if self.on_host and has_pending(step):  # seldom there, where steps do not overlap unless that is asked for
+            ids = captured.batch.input_ids
+            self.feed.fill(ids, captured.packed[-2], out=ids)
         planned_s = time.perf_counter()
         captured.graph.replay()
         return Forwarded(
@@ -287,6 +297,18 @@ class DecodeGraphs:
             captured=captured,
             padded=padded,
         )
+
+    def _mark(self, logits: torch.Tensor, best: torch.Tensor) -> None:
+        """Keep the best tokens, [rows] int64, with `NAN_TOKEN` for rows of NaN.
+
+        On the host a gather takes longer than a layer's attention: its code is in no cache after the weights. The embedding's is.
+        """
+        if not self.on_host:
+            self.best[: len(best)].copy_(mark_nan(logits, best))
+            return
+        places = best if len(best) == 1 else best + self._firsts[: len(best)]
+        values = self.ops.embed(logits.reshape(-1, 1), places)[:, 0]
+        torch.where(values == values, best, self._nan, out=self.best[: len(best)])
 
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly, on a device: there graphs are for all that pay."""

@@ -112,7 +112,7 @@ _FLAGS: Final = {
     "max_queued_requests": _Flag(_MEMORY, "Waiting requests; one more is refused."),
     "prefix_cache": _Flag(_MEMORY, "Share the KV of equal beginnings.", ("--prefix-cache/--no-prefix-cache",)),
     "overlap": _Flag(_MEMORY, "Prepare a step while the one before runs.", ("--overlap/--no-overlap",)),
-    "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs.", ("--graphs/--no-graphs",)),
+    "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs; on a CPU record them.", ("--graphs/--no-graphs",)),
     "blocked_plugins": _Flag(_PLUGINS, "Do not load plugin NAME. Repeatable.", ("-p",), "no:NAME", complete=completion.blocks),
     "no_plugins": _Flag(_PLUGINS, "Load no plugin at all.", ("--no-plugins",)),
     "plugin_options": _Flag(_PLUGINS, "An option of a plugin's part. Repeatable.", ("--option", "-o"), "NAME.KEY=VALUE"),

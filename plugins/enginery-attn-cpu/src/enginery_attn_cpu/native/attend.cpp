@@ -14,6 +14,8 @@ const int64_t kLine = 64;            // bytes
 
 int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
+bool is_prompt(int64_t q_len) { return q_len > kFewTokens; }
+
 int64_t chunks_of(int64_t kv_len) { return std::max<int64_t>(1, ceil_div(kv_len, kChunkKeys)); }
 
 struct Call {
@@ -118,7 +120,7 @@ bool attend(const Layer &layer, Batch batch, const Kernels &kernels) {
         }
         row += q_len;
         products += (kv_len - reached) * rows * layer.kv_heads * (layer.dim + layer.value_dim);
-        if (q_len > kFewTokens) {
+        if (is_prompt(q_len)) {
             all_blocks += layer.kv_heads * ceil_div(rows, kBlockRows);
             continue;
         }
@@ -135,7 +137,7 @@ bool attend(const Layer &layer, Batch batch, const Kernels &kernels) {
     requests[batch.requests].first_block = all_blocks;
     const std::unique_ptr<std::atomic<int32_t>[]> missing(new std::atomic<int32_t>[groups]);
     for (int64_t r = 0; r < batch.requests; ++r) {
-        if (requests[r].chunks == 1 || requests[r].q_len > kFewTokens) continue;
+        if (requests[r].chunks == 1 || is_prompt(requests[r].q_len)) continue;
         const int64_t first = requests[r].first_group, count = layer.kv_heads * requests[r].row_blocks;
         for (int64_t g = first; g < first + count; ++g) missing[g].store(static_cast<int32_t>(requests[r].chunks));
     }

@@ -242,3 +242,20 @@ def test_tensor_parallel_ranks_are_not_recorded(llama: Oracle, registry: Registr
     asked = EngineOptions(model=str(llama.folder), device="cpu", tp=2)
     assert chosen.settings.max_graph_requests == 16
     assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == 0
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, registry: Registry, logprobs: int | None) -> None:
+    engine, told, ends = Engine.build(options(llama), registry), {"0": list[int](), "1": list[int]()}, dict[str, object]()
+    for name in told:
+        engine.submit(greedy(name, llama.prompts[int(name)], max_tokens=8, logprobs=logprobs))
+    while engine.has_work:
+        for output in engine.step():
+            told[output.request_id].extend(output.token_ids)
+            ends[output.request_id] = output.error or output.finish_reason
+        if len(told["0"]) == len(told["1"]) == 4:
+            assert engine.meter.stats().num_graph_steps >= 2
+            with torch.inference_mode():
+                engine._runner.model.embedding[told["0"][-1]] = torch.nan
+    assert ends == {"0": "the model's logits for it are NaN", "1": "length"}
+    assert [len(tokens) for tokens in told.values()] == [4, 8]

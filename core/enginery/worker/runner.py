@@ -107,9 +107,7 @@ class RunningStep:
         token_ids: list[tuple[int, ...]] = [()] * self.step.num_items
         for index, tokens in zip(self.sampling, told, strict=True):
             token_ids[index] = tokens
-        failed: dict[int, str] = {}
-        if any(NAN_TOKEN in tokens for tokens in told):
-            failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
+        failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
         return StepOutput(
             number=self.step.number,
             token_ids=token_ids,

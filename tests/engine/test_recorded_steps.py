@@ -12,10 +12,12 @@ from pairwise import in_turn
 from parity.engine_driver import assert_greedy, drain, generate, greedy, options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 
+from enginery.attention.axes import renewed
 from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams, TokenLogprob
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
+from enginery.errors import StalePlan, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.worker.paths.decode_graphs import DecodeGraphs, host_sizes
 
@@ -259,3 +261,15 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
                 engine._runner.model.embedding[told["0"][-1]] = torch.nan
     assert ends == {"0": "the model's logits for it are NaN", "1": "length"}
     assert [len(tokens) for tokens in told.values()] == [4, 8]
+
+
+def test_plans_of_tables_that_were_made_anew_are_stale_and_larger_steps_are_refused(llama: Oracle, registry: Registry) -> None:
+    engine = Engine.build(options(llama), registry)
+    engine._runner.graphs.capture(6)
+    (step,), relay = engine._runner.graphs.steps, engine._runner.relay
+    relay.refresh(step.batch.plan, step.batch)
+    assert relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=4)
+    with pytest.raises(StalePlan, match="made anew since"):
+        relay.refresh(step.batch.plan, step.batch)
+    with pytest.raises(Unsupported, match="captures no step of 6 requests"):
+        relay.plan(renewed(step.batch), capture=True)

@@ -142,3 +142,11 @@ def test_embeddings_are_transformers_hidden_states_of_the_last_token(served: Ser
             last = served.oracle.model.model(ids).last_hidden_state[0, -1]
         expected = last / last.norm()
         torch.testing.assert_close(torch.tensor(item.embedding), expected.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_the_server_repeats_recorded_steps_where_attention_is_compiled(served: Served) -> None:
+    if pytest.importorskip("enginery_attn_cpu.native_part", reason="the plugin is not installed").kernels is None:
+        pytest.skip("its compiled part was not built")
+    assert complete(served, PROMPTS[0], stream=True) == served.expected(served.tokenizer.encode(PROMPTS[0]))
+    text = served.client.get("http://" + str(served.client.base_url).split("/")[2] + "/metrics", cast_to=str)
+    assert re.search(r"^enginery:graph_hits_total\S* [1-9]", text, re.MULTILINE), text

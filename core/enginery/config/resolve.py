@@ -14,6 +14,7 @@ from enginery.errors import ConfigError
 DTYPES: tuple[str, ...] = get_args(Dtype)
 KV_DTYPES: tuple[str, ...] = get_args(KVDtype)
 MAX_GRAPH_REQUESTS = 512
+MAX_RECORDED_REQUESTS = 16  # on a CPU: of more, the products take so long that Python between them does not show
 MAX_PIECE_TOKENS = 1024  # of more, the device takes longer than the host takes to launch them
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 PROMPTS_FIRST_TOKENS = 16384  # on a GPU, where no step's length matters: W1 and W7 are 1 % faster, see docs/log.md
@@ -42,8 +43,8 @@ class DeviceFacts:
 class Settings:
     """The values that do not depend on memory; the number of pages follows from the memory plan.
 
-    max_graph_requests: decoding steps of so many requests are captured; 0 captures none. max_piece_tokens: likewise prefills and
-    mixed steps, in pieces.
+    max_graph_requests: decoding steps of so many requests are captured, on a CPU recorded; 0 captures none. max_piece_tokens:
+    likewise prefills and mixed steps, in pieces.
     """
 
     dtype: Dtype
@@ -98,8 +99,10 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
 
 def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, tokens: int) -> tuple[int, int]:
     """The largest steps that are captured: requests that decode, and tokens of prefills and mixed steps; 0 captures none."""
-    if not asked.graphs or asked.check_attention or device.kind != "cuda":
+    if not asked.graphs or asked.check_attention:
         return 0, 0
+    if device.kind != "cuda":
+        return (min(requests, MAX_RECORDED_REQUESTS) if asked.tp == asked.pp == 1 else 0), 0
     return min(requests, MAX_GRAPH_REQUESTS), min(tokens, MAX_PIECE_TOKENS)
 
 

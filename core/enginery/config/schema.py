@@ -27,7 +27,8 @@ class EngineOptions:
     prefill_attention_backend, decode_attention_backend: instead of one for both. micro_batches: each batch in two halves.
     mla_prefill: auto or a `PrefillStrategy`. mla_chunk_tokens: keys and values that an MLA prefill makes from latents at once.
     overlap: prepare a step while the one before runs; None does so where the device is not the host. graphs: capture decoding
-    steps on CUDA devices. wait_for_kernels: compile what the best attention backends lack first, instead of beginning with others.
+    steps on CUDA devices, and record them on a CPU. wait_for_kernels: compile what the best attention backends lack first, instead
+    of beginning with others.
     num_pages: KV pages, instead of what memory_fraction leaves. expected_tokens: of a typical request, prompt and answer; how
     memory is divided among the kinds that a model has follows from it. memory_fraction: share of the device's free memory (of the
     host's available memory on a CPU) that weights, KV and workspace may take together. kv_memory_gib: bound of the KV part.

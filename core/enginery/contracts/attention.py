@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from enginery.contracts.batch import ForwardBatch
     from enginery.contracts.memory import KVPool, StatePool, WorkspaceArena
+    from enginery.contracts.ops import RecordCalls
     from enginery.contracts.plan import ForwardPlan
 
 
@@ -297,17 +298,14 @@ class KernelStore(Protocol):
         ...
 
 
-def _refuses_nothing(needs: AttnNeeds) -> list[Reason]:
-    return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttnBackendSpec:
     """An attention backend on offer.
 
     priority: `auto` takes the highest that refuses nothing. prefill_priority: the same where it would only prefill, beside another
-    that decodes; None for priority. refuse_also: reasons that capabilities cannot express; pure, needs no
-    device. options: a dataclass whose fields `-o NAME.field=value` sets. kernel_store: of kernels that take minutes to compile.
+    that decodes; None for priority. refuse_also: reasons that capabilities cannot express; pure, needs no device. options: a
+    dataclass whose fields `-o NAME.field=value` sets. kernel_store: of kernels that take minutes to compile. record_calls: as
+    `OpSpec` has it.
     """
 
     name: str
@@ -316,9 +314,10 @@ class AttnBackendSpec:
     capabilities: Capabilities
     summary: str
     prefill_priority: int | None = None
-    refuse_also: Callable[[AttnNeeds], list[Reason]] = _refuses_nothing
+    refuse_also: Callable[[AttnNeeds], list[Reason]] = lambda _: []
     options: type[Any] | None = None
     kernel_store: KernelStore | None = None
+    record_calls: RecordCalls | None = None
 
     def priority_for(self, needs: AttnNeeds) -> int:
         """Its rank among those that could serve `needs`."""

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from enginery.contracts.weights import ExpertsShape, Scheme, StoredWeight
 
 
+HostCalls = list[tuple[Callable[..., object], tuple[object, ...]]]
+"""Calls with their arguments, in order, that a step on a CPU is repeated by."""
+RecordCalls = Callable[[HostCalls | None], None]
+
+
+def only_torch(calls: HostCalls | None) -> None:
+    """`record_calls` of what computes with torch's operators alone: these are seen, and there is nothing to tell."""
+
+
 LEAST_TEMPERATURE: Final = 1e-5  # dividing logits by less overflows, and the best token has all of the probability long before
 
 
@@ -204,7 +213,9 @@ class OpSpec:
     """A set of faster operations on offer: any subset of `OpTable`'s fields.
 
     load: imports what is heavy and returns the functions by field name. schemes: by `bind_linear` and `bind_experts`, how stored
-    weights may come; without an entry they come as plain numbers.
+    weights may come; without an entry they come as plain numbers. record_calls: on CPUs; given a list, has each call that torch's
+    operators do not make appended to it as (function, arguments), of this thread, until it is given None; `only_torch` where there
+    are none; None: steps with its operations are not recorded. docs/write-an-op.md has the rules.
     """
 
     name: str
@@ -214,3 +225,4 @@ class OpSpec:
     refuse: Callable[[OpNeeds], list[Reason]]
     load: Callable[[OpNeeds], Mapping[str, Callable[..., Any]]]
     schemes: Mapping[str, frozenset[Scheme]] = field(default_factory=dict)
+    record_calls: RecordCalls | None = None

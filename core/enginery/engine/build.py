@@ -55,6 +55,7 @@ from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.capture import StepParts, capture_steps
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
+from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.ranks.met import Alone, Met
 from enginery.worker.runner import Captured, Runner, Speculation
 from enginery.worker.token_feed import TokenFeed
@@ -224,7 +225,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
         + workspace_bytes(
             settings,
             facts,
-            backend_bytes=_backend_bytes(choice) + _kept_bytes(choice),
+            backend_bytes=_backend_bytes(choice) + _kept_bytes(choice) + _recorded_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
         ),
@@ -241,6 +242,14 @@ def _kept_bytes(choice: Choice) -> int:
     """What recurrent layers keep, in float32, of the rows that verify drafts, until it is known how many of them stand."""
     layers = [layer.recurrent for layer in choice.facts.layers if layer.recurrent is not None and choice.drafter is not None]
     return choice.settings.max_batch_requests * sum(4 * (layer.mixed_width + layer.gates_width) for layer in layers)
+
+
+def _recorded_bytes(choice: Choice) -> int:
+    """What recordings of decoding steps keep, on a CPU: for each size logits, and of every layer twice what is alive at once."""
+    if choice.device.type != "cpu":
+        return 0
+    facts, rows = choice.facts, sum(recorded_sizes(choice.settings.max_graph_requests))
+    return rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
 
 
 def _backend_bytes(choice: Choice) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -20,6 +20,8 @@ from enginery.testing.rules import BrokenRule, SkippedCheck, compare, raising, r
 from enginery.testing.stage import Turn
 from enginery.testing.subject import Subject, leaf_cases, usual_cases
 from enginery.testing.workbench import Workbench
+from enginery.worker.paths.decode_graphs import Capture
+from enginery.worker.paths.host_capture import HostCapture
 
 _GRAPH_SIZE: Final = 8
 
@@ -131,16 +133,19 @@ def attend_reads_nothing(subject: Subject, case: AttnCase) -> None:
 @rule(leaf_cases, "What a captured plan points to stays where it is; refresh_graph_metadata writes new lengths and pages into it.")
 def captured_equals_eager(subject: Subject, case: AttnCase) -> None:
     """A captured step, replayed for as many requests or fewer, gives what an eager one gives."""
-    if not subject.can.graphs:
-        raise SkippedCheck("capabilities claim no graphs")
-    if subject.device.type != "cuda" or Phase.DECODE not in subject.can.phases:
-        raise SkippedCheck("decoding steps on CUDA devices are captured, and it does not decode or this is no CUDA device")
-    bench = Workbench(subject, case)
+    capture = _capture_of(subject)
+    bench = Workbench(subject, case, watched=capture is _capture)
     if bench.relay.ask("init_graph_state", max_batch_size=_GRAPH_SIZE, max_num_tokens=_GRAPH_SIZE) is None:
         raise BrokenRule("init_graph_state answers None")
     captured = bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=_GRAPH_SIZE, tokens=_GRAPH_SIZE), capture=True)
     inputs, whole = bench.inputs([], _GRAPH_SIZE), bench.guarded_out(_GRAPH_SIZE)
-    graph = _capture(bench, captured, inputs, whole)
+
+    def step() -> None:
+        bench.relay.ask("device_prologue", plan=captured.plan)
+        bench.call(inputs, captured, captured.plan, whole[1:-1])
+
+    with torch.inference_mode():
+        graph = capture(step)
     for cached in ((40, 0, 15, 16, 3, 70, 33, 1), (9, 0, 90), (20,)):
         turns = bench.turns([(length, 1) for length in cached])
         more = _GRAPH_SIZE - len(turns)
@@ -150,16 +155,25 @@ def captured_equals_eager(subject: Subject, case: AttnCase) -> None:
             static.copy_(values)
         assert captured.plan is not None, "it was planned to be captured"
         bench.relay.refresh(captured.plan, batch)
-        graph.replay()
+        with torch.inference_mode():
+            graph.replay()
         expected, what = [bench.expected(turn) for turn in turns], f"a graph of {_GRAPH_SIZE} requests replayed for {len(turns)}"
         compare(bench.rows_of(whole, turns), expected, dtype=case.dtype, what=what)
 
 
-def _capture(bench: Workbench, batch: ForwardBatch, inputs: tuple[torch.Tensor, ...], whole: torch.Tensor) -> torch.cuda.CUDAGraph:
-    def step() -> None:
-        bench.relay.ask("device_prologue", plan=batch.plan)
-        bench.call(inputs, batch, batch.plan, whole[1:-1])
+def _capture_of(subject: Subject) -> Capture:
+    """How its steps are captured. Raises `SkippedCheck` where they are not."""
+    tell = subject.offer.spec.record_calls
+    if not subject.can.graphs or Phase.DECODE not in subject.can.phases:
+        raise SkippedCheck("capabilities claim no graphs, or no decoding")
+    if subject.device.type == "cuda":
+        return _capture
+    if tell is None:
+        raise SkippedCheck("it states no record_calls, without which nothing is recorded on a CPU")
+    return HostCapture([tell])
 
+
+def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

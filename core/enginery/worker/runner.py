@@ -113,9 +113,7 @@ class RunningStep:
         token_ids: list[tuple[int, ...]] = [()] * self.step.num_items
         for index, tokens in zip(self.sampling, told, strict=True):
             token_ids[index] = tokens
-        failed: dict[int, str] = {}
-        if NAN_TOKEN in self.sampled:
-            failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
+        failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
         return StepOutput(
             number=self.step.number,
             token_ids=token_ids,
@@ -272,6 +270,8 @@ class Runner:
         ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self.graphs, Way.PIECES: self.pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
+        if self.graphs is not None and step.run.way is Way.GRAPH and not self.graphs.ready(step):
+            return self._eager
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
             self.graphs.note_too_large(step.num_items)
         return path

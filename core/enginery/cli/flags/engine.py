@@ -120,7 +120,7 @@ _FLAGS: Final = {
     "kv_events_replay": _Flag(_MEMORY, "Where subscribers ask for events that they missed.", metavar="ADDRESS"),
     "kv_events_topic": _Flag(_MEMORY, "The topic of these messages.", metavar="TOPIC"),
     "overlap": _Flag(_MEMORY, "Prepare a step while the one before runs.", ("--overlap/--no-overlap",)),
-    "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs.", ("--graphs/--no-graphs",)),
+    "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs; on a CPU record them.", ("--graphs/--no-graphs",)),
     "blocked_plugins": _Flag(_PLUGINS, "Do not load plugin NAME. Repeatable.", ("-p",), "no:NAME", complete=completion.blocks),
     "no_plugins": _Flag(_PLUGINS, "Load no plugin at all.", ("--no-plugins",)),
     "plugin_options": _Flag(_PLUGINS, "An option of a plugin's part. Repeatable.", ("--option", "-o"), "NAME.KEY=VALUE"),

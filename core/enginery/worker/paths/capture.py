@@ -1,6 +1,6 @@
 """What of a model's steps is captured as CUDA graphs when an engine is built: decoding, a draft model behind it, and the others.
 
-Each is captured as far as its backends can be; what is not runs eagerly.
+Each is captured as far as its backends can be; what is not runs eagerly. On a CPU decoding steps of few requests are recorded.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import torch
 
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
-from enginery.contracts.attention import KVGeometry
+from enginery.contracts.attention import AttnBackendSpec, KVGeometry
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable
+from enginery.contracts.ops import OpSpec, OpTable
+from enginery.plugin.records import Offer
+from enginery.plugin.selection import op_winners
 from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.parts import DraftNeeds
-from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
+from enginery.worker.paths.decode_graphs import Capture, CudaCapture, DecodeGraphs, GraphBuffers
+from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
+from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
@@ -59,19 +63,40 @@ def capture_steps(
     """Decoding steps that a draft model follows are captured if its own can be too."""
     if not choice.settings.max_graph_requests:
         return CapturedSteps()
+    if choice.device.type == "cpu":
+        return CapturedSteps(None if draft_model is not None else _recorded_steps(choice, parts))
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
         if draft_model is not None and drafts is None:
             log.info("decoding runs eagerly: the draft model's backend has no init_graph_state")
             return CapturedSteps()
-        graphs = _decode_graphs(choice, parts, capture, keeps_hidden=draft is not None)
+        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=draft is not None)
         if graphs is None:
             return CapturedSteps()
         if drafts is not None:
             _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
     with phases("pieces"):
         return CapturedSteps(graphs, _piecewise_graphs(choice, parts, capture), drafts)
+
+
+def _used(choice: Choice) -> list[Offer[OpSpec] | Offer[AttnBackendSpec]]:
+    """Everything chosen that may be called in a step."""
+    attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
+    return [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
+
+
+def _recorded_steps(choice: Choice, parts: StepParts) -> DecodeGraphs | None:
+    """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
+    used = _used(choice)
+    if choice.coordinator is not None:
+        log.debug("decoding runs eagerly: the sparse coordinator is asked in each layer")
+        return None
+    if silent := [f"{offer.name}, from {offer.source}" for offer in used if offer.spec.record_calls is None]:
+        log.debug("decoding runs eagerly: %s, states no record_calls", "; ".join(dict.fromkeys(silent)))
+        return None
+    capture = HostCapture([tell for offer in used if (tell := offer.spec.record_calls) is not None])
+    return _decode_graphs(RecordedSteps, choice, parts, capture, keeps_hidden=False)
 
 
 def _draft_graphs(
@@ -83,11 +108,13 @@ def _draft_graphs(
     return DraftGraphs.build(model, ops=parts.ops, geometry=parts.geometry, capture=capture, state=state)
 
 
-def _decode_graphs(choice: Choice, parts: StepParts, capture: CudaCapture, *, keeps_hidden: bool) -> DecodeGraphs | None:
+def _decode_graphs(
+    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool
+) -> DecodeGraphs | None:
     """None: the backend cannot be captured."""
     widths = (choice.facts.vocab_size, *((choice.facts.hidden_size,) if keeps_hidden else ()))
     most, dtype = choice.settings.max_graph_requests, choice.dtype
-    return DecodeGraphs.build(
+    return kind.build(
         parts.model,
         parts.relay,
         ops=parts.ops,

@@ -1,4 +1,5 @@
 """Decoding steps as CUDA graphs: one per batch size, captured when first needed or in idle moments, replayed for fewer requests.
+On a CPU `recorded_steps` does the same without a device.
 
 Of steps that verify drafts, one per batch size and number of rows of a request. What they sample is accepted between replays.
 
@@ -156,21 +157,19 @@ class DecodeGraphs:
         buffers: GraphBuffers,
         results: ModelResults,
     ) -> DecodeGraphs | None:
-        """With the largest graph: the others fit into its memory. None, with the reason in the log, without `init_graph_state`."""
+        """None, with the reason in the log, where a backend has no `init_graph_state`."""
         most = len(buffers.logits)
         if relay.ask("init_graph_state", max_batch_size=most, max_num_tokens=most) is None:
             _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend_id)
             return None
         graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=results)
-        graphs.capture(graphs.sizes[-1])
-        if feed.width > 1:
-            graphs.capture_verifying()
+        graphs.capture_first()
         return graphs
 
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
         """Graphs of the same sizes of another backend, in the memory of these, which are given up."""
         self._captured.clear()
-        return DecodeGraphs.build(
+        return self.build(
             self.model,
             relay,
             ops=self.ops,
@@ -191,7 +190,13 @@ class DecodeGraphs:
         """Those that are captured."""
         return tuple(self._captured.values())
 
-    def capture_verifying(self) -> None:
+    def capture_first(self) -> None:
+        """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
+        self.capture(self.sizes[-1])
+        if self.feed.width > 1:
+            self._capture_verifying()
+
+    def _capture_verifying(self) -> None:
         """Capture the largest step that verifies as many drafts as there may be; if that fails, they are verified eagerly."""
         most, length = self.sizes[-1], self.feed.width
         fitting = [size for size in self.sizes if size * length <= most]
@@ -214,16 +219,18 @@ class DecodeGraphs:
         packed = torch.stack([*token_fields(batch), torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
         batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
         kept = None if self.buffers.hidden is None else self.buffers.hidden[:num_rows]
+        found: list[torch.Tensor] = []
 
         def run() -> None:
-            self.feed.fill(batch.input_ids, packed[-2], out=batch.input_ids)
+            self._fill(batch, packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
             hidden = self.results.hidden(self.model.forward(batch), batch)
-            logits = self.buffers.logits[:num_rows].copy_(self.results.logits(self.model.logits(hidden), hidden))
+            logits = self._kept(self.results.logits(self.model.logits(hidden), hidden))
+            found.append(logits)
             best = self.ops.greedy(logits)
             if length == 1:
                 self.feed.keep(best, packed[-1])
-            self.best[:num_rows].copy_(mark_nan(logits, best))
+            self._mark(logits, best)
             if kept is not None:
                 kept.copy_(hidden)
 
@@ -232,18 +239,22 @@ class DecodeGraphs:
             packed=packed,
             batch=batch,
             graph=graph,
-            logits=self.buffers.logits[:num_rows],
+            logits=found[-1],
             best=self.best[:num_rows],
             hidden=kept,
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
-    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """Replay the graph of the step's size, which is captured first if it is not yet."""
+    def ready(self, step: StepInput) -> bool:
+        """Whether there is a graph of the step's size, which is captured now if it was not yet. If not, it has to run eagerly."""
         key = step.run.size, step.decode_len
         if key not in self._captured:
             self.capture(*key)
-        captured = self._captured[key]
+        return key in self._captured
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """Replay the graph of the step's size, which is `ready`."""
+        captured = self._captured[step.run.size, step.decode_len]
         padded = self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()
@@ -257,6 +268,18 @@ class DecodeGraphs:
             captured=captured,
             padded=padded,
         )
+
+    def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
+        """Fill pending ids in, where the graph reads them."""
+        self.feed.fill(batch.input_ids, sources, out=batch.input_ids)
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """Where they stay until the next replay: [rows, V]."""
+        return self.buffers.logits[: len(logits)].copy_(logits)
+
+    def _mark(self, logits: torch.Tensor, best: torch.Tensor) -> None:
+        """Keep the best tokens, [rows] int64, with `NAN_TOKEN` for rows of NaN."""
+        self.best[: len(best)].copy_(mark_nan(logits, best))
 
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly."""

@@ -1,5 +1,7 @@
 """The backend: a plan is the addresses of the batch's host tensors, and `attend` is one call of the compiled kernels.
 
+A captured plan has the addresses of tables that all captured plans share; `refresh_graph_metadata` copies a batch's over them.
+
 B requests, T tokens, H query heads, D head dim, V value dim.
 """
 
@@ -16,6 +18,7 @@ from enginery.api import (
     LayerSpec,
     LocalLayerId,
     PlanKey,
+    StalePlan,
     Unsupported,
     covering_plan,
     hookimpl,
@@ -33,6 +36,24 @@ class CpuPlan(ForwardPlan):
     kept: tuple[torch.Tensor, ...]
 
 
+class Tables:
+    """What captured plans point to, for the largest batch. q_lens, kv_lens: [B]; pages: [B, P]; int32, of the host."""
+
+    def __init__(self, most_requests: int, most_pages: int) -> None:
+        self.q_lens = torch.zeros(most_requests, dtype=torch.int32)
+        self.kv_lens = torch.zeros(most_requests, dtype=torch.int32)
+        self.pages = torch.empty(most_requests, most_pages, dtype=torch.int32)
+        self._arrays = tuple(each.numpy() for each in (self.q_lens, self.kv_lens, self.pages))
+
+    def write(self, batch: ForwardBatch) -> None:
+        """The batch in the first rows. By numpy: torch's copies take four times as long."""
+        q_lens, kv_lens, pages = self._arrays
+        count, table = batch.num_requests, batch.page_table_cpu.numpy()
+        q_lens[:count] = batch.q_lens_cpu.numpy()
+        kv_lens[:count] = batch.kv_lens_cpu.numpy()
+        pages[:count, : table.shape[1]] = table
+
+
 class CpuAttention:
     """MHA, GQA and MQA of decoding rows over pages, one or several a request. Implements `enginery.api.AttnBackend`."""
 
@@ -45,7 +66,9 @@ class CpuAttention:
         self.kernels = native_part.kernels
         geometry = context.geometry
         softmax = [layer for layer in geometry.layers if layer.recurrent is None and layer.latent is None]
-        self.partial_size = max((layer.num_heads * (layer.value_dim + 2) for layer in softmax), default=0)
+        self.most_pages = max(geometry.pages.values(), default=0)
+        self.graphs: Tables | None = None
+        self.epoch = 0
         self.layers = [
             self._numbers(LocalLayerId(index), geometry.page_size) if layer in softmax else ()
             for index, layer in enumerate(geometry.layers)
@@ -59,17 +82,45 @@ class CpuAttention:
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> CpuPlan:
-        """Nothing is computed but how much memory the parts of long requests take: the kernel cuts its work itself."""
-        q_lens, kv_lens, table = (
-            each if each.stride(-1) == 1 else each.contiguous()
-            for each in (batch.q_lens_cpu, batch.kv_lens_cpu, batch.page_table_cpu)
-        )
+        """Nothing is computed: the kernel cuts its work itself."""
+        key = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture)
+        if capture:
+            tables = self._written(batch)
+            q_lens, kv_lens, table = tables.q_lens, tables.kv_lens, tables.pages
+        else:
+            q_lens, kv_lens, table = (
+                each if each.stride(-1) == 1 else each.contiguous()
+                for each in (batch.q_lens_cpu, batch.kv_lens_cpu, batch.page_table_cpu)
+            )
         lens = (batch.num_requests, q_lens.data_ptr(), kv_lens.data_ptr())
-        count = self.kernels.count_partials(*lens)
-        partials = torch.empty(count * self.partial_size, dtype=torch.float32)
-        numbers = (*lens, table.data_ptr(), table.stride(0), partials.data_ptr(), torch.get_num_threads())
-        key = PlanKey.of(batch, self.backend_id, capture=capture)
-        return CpuPlan(key=key, numbers=numbers, kept=(q_lens, kv_lens, table, partials))
+        numbers = (*lens, table.data_ptr(), table.stride(0), torch.get_num_threads())
+        return CpuPlan(key=key, numbers=numbers, kept=(q_lens, kv_lens, table))
+
+    @hookimpl
+    def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
+        """Take the memory of the tables that captured plans point to. Those made before are not used any more."""
+        self.epoch += self.graphs is not None
+        self.graphs = Tables(max_batch_size, self.most_pages + 1)
+        return True
+
+    @hookimpl
+    def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
+        """Copy the batch's lengths and pages to where captured plans point."""
+        if plan.key.epoch != self.epoch:
+            raise StalePlan(f"the plan to refresh was made for {plan.key}, and the tables of captured plans were made anew since")
+        self._written(batch)
+        return True
+
+    def _written(self, batch: ForwardBatch) -> Tables:
+        """The tables with this batch in their first rows. Raises `Unsupported` for one that they have no room for."""
+        count, columns = batch.num_requests, batch.page_table_cpu.shape[1]
+        if self.graphs is None or count > len(self.graphs.pages) or columns > self.graphs.pages.shape[1]:
+            raise Unsupported(
+                f"{self.backend_id} captures no step of {count} requests of up to {columns} pages; init_graph_state comes first, "
+                "and says how many requests there may be"
+            )
+        self.graphs.write(batch)
+        return self.graphs
 
     def attend(
         self,
@@ -82,7 +133,7 @@ class CpuAttention:
         out: torch.Tensor,
     ) -> None:
         """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
-        planned = covering_plan(plan, batch, CpuPlan, backend=self.backend_id)
+        planned = covering_plan(plan, batch, CpuPlan, backend=self.backend_id, epoch=self.epoch)
         (q_row, q_head, q_step), (out_row, out_head, out_step) = q.stride(), out.stride()
         if not q_step == out_step == 1:
             raise Unsupported(f"{self.backend_id} takes heads whose numbers are adjacent, not strides {q.stride()}, {out.stride()}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+from enginery.api import HostCalls
+
 
 class Kernels(Protocol):
     """The module `_kernels`, see native/module.cpp. isa: the instruction set that it begins with; supported: all
@@ -18,7 +20,7 @@ class Kernels(Protocol):
 
     def use(self, isa: str) -> None: ...
 
-    def count_partials(self, requests: int, q_lens: int, kv_lens: int) -> int: ...
+    def record_calls(self, calls: HostCalls | None) -> None: ...
 
 
 kernels: Kernels | None = None

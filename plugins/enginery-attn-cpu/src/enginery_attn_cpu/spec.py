@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, HostCalls, Phase, Reason
 
 DTYPES = frozenset({"float32", "bfloat16"})
 
@@ -21,6 +21,13 @@ def _refuse(needs: AttnNeeds) -> list[Reason]:
     return [Reason(rule="head dim", text=f"head dim {dim} is more than {most}") for dim in wide]
 
 
+def _record_calls(calls: HostCalls | None) -> None:
+    from enginery_attn_cpu import native_part
+
+    assert native_part.kernels is not None, "it was refused"
+    native_part.kernels.record_calls(calls)
+
+
 CPU = AttnBackendSpec(
     name="cpu",
     api=(2, 0),
@@ -35,7 +42,9 @@ CPU = AttnBackendSpec(
         sinks=True,
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         unequal_values=True,
+        graphs=True,
         batch_invariant=True,
     ),
     refuse_also=_refuse,
+    record_calls=_record_calls,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from enginery.api import OpNeeds, OpSpec, Reason
+from enginery.api import HostCalls, OpNeeds, OpSpec, Reason, only_torch
 
 
 def _refuse_compiled(needs: OpNeeds) -> list[Reason]:
@@ -33,6 +33,13 @@ def _load_compiled(needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:
     assert KERNELS is not None, "it was refused"
     ops = CompiledOps(KERNELS)
     return {name: getattr(ops, name) for name in COMPILED.provides}
+
+
+def _record_calls(calls: HostCalls | None) -> None:
+    from enginery_ops_cpu.native import KERNELS
+
+    assert KERNELS is not None, "it was refused"
+    KERNELS.record_calls(calls)
 
 
 def _refuse(needs: OpNeeds) -> list[Reason]:
@@ -71,6 +78,7 @@ COMPILED = OpSpec(
     ),
     refuse=_refuse_compiled,
     load=_load_compiled,
+    record_calls=_record_calls,
 )
 CPU = OpSpec(
     name="cpu",
@@ -79,4 +87,5 @@ CPU = OpSpec(
     provides=("bind_linear", "rms_norm", "add_rms_norm"),
     refuse=_refuse,
     load=_load,
+    record_calls=only_torch,
 )

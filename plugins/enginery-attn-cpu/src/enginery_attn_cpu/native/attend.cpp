@@ -14,6 +14,8 @@ const int64_t kLine = 64;            // bytes
 
 int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
+bool is_prompt(int64_t q_len) { return q_len > kFewTokens; }
+
 int64_t chunks_of(int64_t kv_len) { return std::max<int64_t>(1, ceil_div(kv_len, kChunkKeys)); }
 
 struct Call {
@@ -87,19 +89,22 @@ void work(void *data) {
     }
 }
 
-}  // namespace
-
-// Rows of the requests of several chunks that are no prompts, once for each chunk.
-int64_t count_partials(int64_t requests, const int32_t *q_lens, const int32_t *kv_lens) {
-    int64_t count = 0;
-    for (int64_t r = 0; r < requests; ++r) {
-        const int64_t chunks = chunks_of(kv_lens[r]);
-        if (chunks > 1 && q_lens[r] <= kFewTokens) count += chunks * q_lens[r];
+// Room for so many floats, of this thread: it only grows, and is freed when the thread ends.
+float *room(int64_t floats) {
+    static thread_local std::unique_ptr<float[]> memory;
+    static thread_local int64_t size = 0;
+    if (size < floats) {
+        size = 0;
+        memory.reset();
+        memory.reset(new float[floats]);
+        size = floats;
     }
-    return count;
+    return memory.get();
 }
 
-bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
+}  // namespace
+
+bool attend(const Layer &layer, Batch batch, const Kernels &kernels) {
     const std::unique_ptr<Request[]> requests(new Request[batch.requests + 1]);
     bool known = true;
     int64_t row = 0, units = 0, groups = 0, partials = 0, products = 0, most = 1, all_blocks = 0;
@@ -115,7 +120,7 @@ bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
         }
         row += q_len;
         products += (kv_len - reached) * rows * layer.kv_heads * (layer.dim + layer.value_dim);
-        if (q_len > kFewTokens) {
+        if (is_prompt(q_len)) {
             all_blocks += layer.kv_heads * ceil_div(rows, kBlockRows);
             continue;
         }
@@ -127,11 +132,12 @@ bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels) {
         most = std::max(most, of_chunk);
     }
     if (!known) return false;
+    batch.partials = room(partials * layer.heads * (layer.value_dim + 2));
     requests[batch.requests].first_unit = units;
     requests[batch.requests].first_block = all_blocks;
     const std::unique_ptr<std::atomic<int32_t>[]> missing(new std::atomic<int32_t>[groups]);
     for (int64_t r = 0; r < batch.requests; ++r) {
-        if (requests[r].chunks == 1 || requests[r].q_len > kFewTokens) continue;
+        if (requests[r].chunks == 1 || is_prompt(requests[r].q_len)) continue;
         const int64_t first = requests[r].first_group, count = layer.kv_heads * requests[r].row_blocks;
         for (int64_t g = first; g < first + count; ++g) missing[g].store(static_cast<int32_t>(requests[r].chunks));
     }

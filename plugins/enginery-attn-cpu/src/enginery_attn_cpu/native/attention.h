@@ -29,7 +29,7 @@ struct Layer {
 };
 
 // q [rows, heads, dim] and out [rows, heads, value_dim] are of one type; strides of rows and heads are in elements. A request's rows
-// follow those of the one before. partials: `count_partials` times heads times (value_dim + 2) floats.
+// follow those of the one before. partials: of requests of several chunks; `attend` takes the memory.
 struct Batch {
     int64_t requests;
     const int32_t *q_lens, *kv_lens, *page_table;
@@ -79,7 +79,5 @@ static inline int64_t block_bytes(const Layer &layer) {
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512_bf16;
 
-int64_t count_partials(int64_t requests, const int32_t *q_lens, const int32_t *kv_lens);
-
 // False, with nothing written, where the page table names a page that the layer has not got.
-bool attend(const Layer &layer, const Batch &batch, const Kernels &kernels);
+bool attend(const Layer &layer, Batch batch, const Kernels &kernels);

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "threads.h"
+#include "told.h"
 
 namespace {
 
@@ -63,14 +64,8 @@ T *pointer(int64_t address) {
     return reinterpret_cast<T *>(static_cast<intptr_t>(address));
 }
 
-PyObject *partials_of(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
-    int64_t n[3];
-    if (!are(count, 3, "count_partials") || !read(arguments, 0, 3, n)) return nullptr;
-    return PyLong_FromLongLong(count_partials(n[0], pointer<const int32_t>(n[1]), pointer<const int32_t>(n[2])));
-}
-
-PyObject *attend_call(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
-    const Py_ssize_t of_batch = 7, of_layer = 10, of_rows = 8;
+PyObject *attend(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
+    const Py_ssize_t of_batch = 6, of_layer = 10, of_rows = 8;
     int64_t b[of_batch], l[of_layer], r[of_rows];
     if (!are(count, of_batch + of_layer + of_rows + 2, "attend") || !read(arguments, 0, of_batch, b) ||
         !read(arguments, of_batch, of_layer, l) || !read(arguments, of_batch + of_layer, of_rows, r)) {
@@ -81,10 +76,10 @@ PyObject *attend_call(PyObject *, PyObject *const *arguments, Py_ssize_t count) 
     const Layer layer{pointer<const void>(l[0]), pointer<const void>(l[1]), l[2], l[3], l[4], l[5], l[6], l[7], l[8], l[9],
                       static_cast<float>(softcap), static_cast<float>(scale), pointer<const float>(r[7])};
     const Batch batch{b[0], pointer<const int32_t>(b[1]), pointer<const int32_t>(b[2]), pointer<const int32_t>(b[3]), b[4],
-                      pointer<float>(b[5]), b[6], r[0], pointer<const void>(r[1]), r[2], r[3], pointer<void>(r[4]), r[5], r[6]};
+                      nullptr, b[5], r[0], pointer<const void>(r[1]), r[2], r[3], pointer<void>(r[4]), r[5], r[6]};
     bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = attend(layer, batch, *chosen);
+    done = ::attend(layer, batch, *chosen);
     Py_END_ALLOW_THREADS
     if (!done) {
         PyErr_Format(PyExc_IndexError, "the page table names a page that is not among the layer's %lld", static_cast<long long>(layer.pages));
@@ -106,14 +101,13 @@ PyObject *use(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
 }
 
 PyMethodDef methods[] = {
-    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(attend_call)), METH_FASTCALL,
-     "attend(requests, q_lens, kv_lens, page_table, table_stride, partials, threads,\n"
+    {"attend", TOLD(attend), METH_FASTCALL,
+     "attend(requests, q_lens, kv_lens, page_table, table_stride, threads,\n"
      "keys, values, kv_type, pages, page_size, heads, kv_heads, dim, value_dim, window,\n"
      "type, q, q_row, q_head, out, out_row, out_head, sinks, softcap, scale): see native/attention.h. Types: 0 float32, 1 bfloat16."},
-    {"count_partials", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(partials_of)), METH_FASTCALL,
-     "count_partials(requests, q_lens, kv_lens): see native/attention.h."},
     {"use", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(use)), METH_FASTCALL,
      "use(name): compute with another of the `supported` instruction sets from now on; for tests and measurements."},
+    {"record_calls", told::record, METH_O, "record_calls(list or None): append (function, arguments) of each call of this thread to it."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", "Attention over the pages of the KV pool.", -1, methods, nullptr, nullptr, nullptr, nullptr};

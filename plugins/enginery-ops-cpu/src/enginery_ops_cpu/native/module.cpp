@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "threads.h"
+#include "told.h"
 
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
@@ -202,15 +203,16 @@ PyObject *embed(PyObject *, PyObject *const *args, Py_ssize_t given) {
 }
 
 PyMethodDef methods[] = {
-    {"linear", (PyCFunction)(void *)linear, METH_FASTCALL, "linear(dtype, x, w, bias, out, M, N, K, x_stride)"},
-    {"norm", (PyCFunction)(void *)norm, METH_FASTCALL,
+    {"linear", TOLD(linear), METH_FASTCALL, "linear(dtype, x, w, bias, out, M, N, K, x_stride)"},
+    {"norm", TOLD(norm), METH_FASTCALL,
      "norm(dtype, x, residual, weight, out, rows, C, x_stride, residual_stride, num_weights, eps)"},
-    {"rotate", (PyCFunction)(void *)rotate, METH_FASTCALL,
+    {"rotate", TOLD(rotate), METH_FASTCALL,
      "rotate(dtype, kept_dtype, heads, weight, cos_sin, keys, values, slots, num_slots, tokens, rotated, kv, D, R, token_stride, "
      "head_stride, weight_stride, angle_stride, slot_stride, slot_head_stride, eps)"},
-    {"gate", (PyCFunction)(void *)gate, METH_FASTCALL, "gate(dtype, x, out, rows, C, x_stride)"},
-    {"greedy", (PyCFunction)(void *)greedy, METH_FASTCALL, "greedy(dtype, logits, ids, rows, N, stride)"},
-    {"embed", (PyCFunction)(void *)embed, METH_FASTCALL, "embed(table, ids, out, num_rows, num_ids, row_bytes, stride_bytes)"},
+    {"gate", TOLD(gate), METH_FASTCALL, "gate(dtype, x, out, rows, C, x_stride)"},
+    {"greedy", TOLD(greedy), METH_FASTCALL, "greedy(dtype, logits, ids, rows, N, stride)"},
+    {"embed", TOLD(embed), METH_FASTCALL, "embed(table, ids, out, num_rows, num_ids, row_bytes, stride_bytes)"},
+    {"record_calls", told::record, METH_O, "record_calls(list or None): append (function, arguments) of each call of this thread to it."},
     {nullptr, nullptr, 0, nullptr},
 };
 

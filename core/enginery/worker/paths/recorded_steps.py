@@ -1,0 +1,87 @@
+"""Decoding steps on a CPU, recorded when they are first needed or in idle moments and done again (`host_capture`).
+
+As `DecodeGraphs`, but for what costs time on the host: there a row that pads takes as long as any other, an operator of torch's
+runs cold behind the weights, and a model may do what cannot be recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
+from enginery.contracts.step import StepInput
+from enginery.plugin.loading import explain
+from enginery.worker.layout import has_pending
+from enginery.worker.paths.decode_graphs import Capture, CapturedStep, DecodeGraphs, GraphBuffers
+from enginery.worker.paths.results import ModelResults
+from enginery.worker.sampling import NAN_TOKEN
+from enginery.worker.token_feed import TokenFeed
+
+_log: Final = logging.getLogger(__name__)
+
+
+def recorded_sizes(max_requests: int) -> tuple[int, ...]:
+    """Numbers of requests that a step is recorded for."""
+    return tuple(size for size in (1, 2, 3, 4, 6, 8, 12, 16) if size <= max_requests)
+
+
+class RecordedSteps(DecodeGraphs):
+    """Steps that verify are not recorded. `sizes` is empty once a step could not be recorded: all run eagerly from then on."""
+
+    def __init__(
+        self,
+        model: Model,
+        relay: BackendRelay,
+        *,
+        ops: OpTable,
+        feed: TokenFeed,
+        geometry: KVGeometry,
+        capture: Capture,
+        buffers: GraphBuffers,
+        results: ModelResults,
+    ) -> None:
+        super().__init__(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=results)
+        most = len(buffers.logits)
+        self.sizes = recorded_sizes(most)
+        self._firsts = torch.arange(most) * results.vocab_size  # of each row, among all logits
+        self._nan = torch.tensor([NAN_TOKEN])
+
+    def capture_first(self) -> None:
+        """Nothing: a start is no slower for it."""
+
+    def capture(self, size: int, length: int = 1) -> None:
+        """Record a step, or note that none can be."""
+        try:
+            super().capture(size, length)
+        except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
+            _log.debug("decoding runs eagerly: a step of %d requests was not recorded: %s", size, explain(error))
+            self.sizes = ()
+
+    def note_too_large(self, num_requests: int) -> None:
+        """Nothing: steps are recorded for all numbers of requests that gain by it."""
+
+    def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
+        padded = super()._update(captured, step, batch)
+        if has_pending(step):  # seldom: steps do not overlap here unless that is asked for
+            self.feed.fill(captured.batch.input_ids, captured.packed[-2], out=captured.batch.input_ids)
+        return padded
+
+    def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
+        """Before a replay, where there is something to fill in."""
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """A recording's own stay where they are."""
+        return logits
+
+    def _mark(self, logits: torch.Tensor, best: torch.Tensor) -> None:
+        """By the embedding's kernel: a gather takes longer than a layer's attention, as its code is in no cache."""
+        places = best if len(best) == 1 else best + self._firsts[: len(best)]
+        values = self.ops.embed(logits.reshape(-1, 1), places)[:, 0]
+        torch.where(values == values, best, self._nan, out=self.best[: len(best)])

@@ -169,3 +169,23 @@ def test_steps_without_guesses_overlap(unread: None, registry: Registry, monkeyp
     assert engine.meter.stats().drafts.accepted > 0
     assert not any(unknown for _, unknown in ahead)
     assert 0.3 < sum(overlaps for overlaps, _ in ahead) / len(ahead) < 0.7
+
+
+def test_best_tokens_are_accepted_within_the_graph(
+    unread: None, write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded ones, and right ones up to a wrong one; nothing is left to do behind a replay."""
+    oracle = write_oracle("self llama", SELVES["llama"])
+    requests = requests_of([oracle.prompts[index] for index in (0, 5, 2)])
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    engine, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry)
+    guess, wrong = drafts._model.guess, itertools.cycle((0, 0, 1))
+
+    def sometimes(*given: object, **named: object) -> torch.Tensor:
+        return (guess(*given, **named) + next(wrong)) % 250  # type: ignore[arg-type]
+
+    monkeypatch.setattr(drafts._model, "guess", sometimes)
+    monkeypatch.setattr("enginery.worker.runner.accept", None)
+    assert_told(answers_of(engine, requests), expected)
+    counts = engine.meter.stats().drafts
+    assert 0.3 < counts.accepted / counts.drafted < 0.95

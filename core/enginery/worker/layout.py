@@ -169,6 +169,11 @@ def sampled_seats(step: StepInput, *, size: int | None = None, fill: int = 0) ->
     return _as_long(step.columns().seat[step.sampling], size, fill=fill)
 
 
+def num_drafts(step: StepInput, *, size: int) -> torch.Tensor:
+    """How many drafts each item has: [size] int64, 0 past those."""
+    return _as_long(step.columns().num_drafts, size, fill=0)
+
+
 def _as_long(values: np.ndarray, size: int | None, *, fill: int) -> torch.Tensor:
     if size is None or size == len(values):
         return torch.from_numpy(values.astype(np.int64))

@@ -77,6 +77,13 @@ class Launched(NamedTuple):
             return to_device(sampled_seats(self.step), self.logits.device)
         return self.forwarded.seats[: len(self.step.sampling)]
 
+    def verified(self, cuts: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """As `Runner._verify`, where a graph has done it: best tokens are asked for, as many as there are."""
+        accepted, best = self.forwarded.accepted, self.forwarded.greedy
+        if accepted is None or best is None or cuts or not self.step.run.greedy:
+            return None
+        return best[: len(self.logits)], best[: len(self.logits)], accepted[: len(self.step.sampling)]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningStep:
@@ -302,6 +309,8 @@ class Runner:
         cuts: how many tokens some items may be told at the most.
         """
         step, logits = launched.step, launched.logits
+        if self._forced is None and (verified := launched.verified(cuts)) is not None:
+            return verified
         if launched.forwarded.greedy is not None and step.run.greedy:
             marked = launched.forwarded.greedy[: len(logits)]
             tokens = marked.clamp(min=0)

@@ -1,7 +1,8 @@
 """Decoding steps as CUDA graphs: one per batch size, captured when first needed or in idle moments, replayed for fewer requests.
 On a CPU `recorded_steps` does the same without a device.
 
-Of steps that verify drafts, one per batch size and number of rows of a request. What they sample is accepted between replays.
+Of steps that verify drafts, one per batch size and number of rows of a request. Drafts that are the best tokens are accepted within
+it; where tokens are sampled otherwise, that is done anew behind it.
 
     host      pad to a captured size, copy the token fields over those of the graph, let the backend refresh its captured plan
     device    [ fill pending ids | device_prologue | model | logits | best tokens, kept ]      one launch
@@ -29,7 +30,8 @@ from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
-from enginery.worker.layout import KNOWN, sampled_seats, token_sources
+from enginery.speculate.acceptance import accept
+from enginery.worker.layout import KNOWN, num_drafts, sampled_seats, token_sources
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import mark_nan
@@ -75,9 +77,11 @@ class CudaCapture:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
     """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
+    Of a step that verifies, [fields + 3, T]: before the sources, in its first places, how many drafts each request has.
 
     batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
-    where these are NaN; both valid from a replay to the next one of any size. So is hidden, [T, C], where somebody takes it.
+    where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
+    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens.
     """
 
     packed: torch.Tensor
@@ -86,6 +90,7 @@ class CapturedStep:
     logits: torch.Tensor
     best: torch.Tensor
     hidden: torch.Tensor | None
+    accepted: torch.Tensor | None
 
     @property
     def seats(self) -> torch.Tensor:
@@ -216,7 +221,9 @@ class DecodeGraphs:
         batch = self.feed.named.with_inputs(no_requests(self.geometry, length))
         batch = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
         nobody = torch.full((num_rows,), self.feed.scratch_seat)
-        packed = torch.stack([*token_fields(batch), torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
+        drafts = [] if length == 1 else [torch.zeros(num_rows, dtype=torch.int64)]
+        packed = torch.stack([*token_fields(batch), *drafts, torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
+        accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if drafts else None
         batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
         kept = None if self.buffers.hidden is None else self.buffers.hidden[:num_rows]
         found: list[torch.Tensor] = []
@@ -228,9 +235,11 @@ class DecodeGraphs:
             logits = self._kept(self.results.logits(self.model.logits(hidden), hidden))
             found.append(logits)
             best = self.ops.greedy(logits)
-            if length == 1:
-                self.feed.keep(best, packed[-1])
             self._mark(logits, best)
+            if accepted is None:
+                self.feed.keep(best, packed[-1])
+            else:
+                self.feed.keep(_told_last(batch, self.best[:num_rows], best, packed[-3, :size], out=accepted), packed[-1, :size])
             if kept is not None:
                 kept.copy_(hidden)
 
@@ -242,6 +251,7 @@ class DecodeGraphs:
             logits=found[-1],
             best=self.best[:num_rows],
             hidden=kept,
+            accepted=accepted,
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
@@ -265,6 +275,7 @@ class DecodeGraphs:
             seats=captured.seats,
             batch=captured.batch,
             hidden=captured.hidden,
+            accepted=captured.accepted,
             captured=captured,
             padded=padded,
         )
@@ -294,11 +305,24 @@ class DecodeGraphs:
         padded = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
         sources = token_sources(step, width=self.feed.width, size=num_rows)
         seats = sampled_seats(step, size=num_rows, fill=self.feed.scratch_seat)
-        self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), sources, seats]))
+        drafts = [] if captured.accepted is None else [num_drafts(step, size=num_rows)]
+        self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), *drafts, sources, seats]))
         padded = self.feed.named.placed(padded)
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)
         return padded
+
+
+def _told_last(
+    batch: ForwardBatch, marked: torch.Tensor, best: torch.Tensor, num_drafts: torch.Tensor, *, out: torch.Tensor
+) -> torch.Tensor:
+    """What follows the drafts that are the best tokens, up to the first that is not; out: their number. [requests] int64 both.
+
+    marked, best: [rows], with and without `NAN_TOKEN`.
+    """
+    sampled, inputs = (each.view(batch.num_requests, batch.decode_len) for each in (marked, batch.input_ids))
+    right = out.copy_(accept(sampled, inputs, None, num_drafts).counts)
+    return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + right)
 
 
 def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:

@@ -28,7 +28,8 @@ class Forwarded(NamedTuple):
     sample first; greedy, [>= S] int64, the tokens of the largest, `NAN_TOKEN` where these are NaN, already kept for the next step;
     seats, [>= S] int64, where they are kept. Of the others: rows, [N, C], hidden states of the rows that need logits; last, [S, C],
     those of them that are sampled from. Of a step that verifies drafts, and for a draft model: batch, as it was run. For a draft
-    model: hidden, [>= T, C], of all of its rows. captured: the graph that computes logits, which batch and hidden belong to, and
+    model: hidden, [>= T, C], of all of its rows. Of a graph that verifies: accepted, [>= S] int64, drafts that are the best tokens;
+    what follows these is kept for the next step. captured: the graph that computes logits, which batch and hidden belong to, and
     padded: the step's batch as that was replayed for, with its fields on the host.
     """
 
@@ -40,6 +41,7 @@ class Forwarded(NamedTuple):
     last: torch.Tensor | None = None
     batch: ForwardBatch | None = None
     hidden: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
     captured: CapturedBatch | None = None
     padded: ForwardBatch | None = None
 

@@ -169,8 +169,9 @@ def _check_numbers(asked: EngineOptions) -> None:
     for name in _SHARES:
         if not 0 < given.get(name, 1) <= 1:
             raise ConfigError(f"{name} is {given[name]}, but must lie in (0, 1]")
-    if asked.profile_steps < 0:
-        raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
+    for name in ("profile_steps", "dp_rank"):
+        if given[name] < 0:
+            raise ConfigError(f"{name} is {given[name]}, but must be 0 or more")
     for name in ("kv_memory_gib", "step_deadline"):
         if given.get(name, 1) <= 0:
             raise ConfigError(f"{name} is {given[name]}, but must be positive")

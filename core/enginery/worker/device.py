@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 
 import torch
 
 from enginery.config.resolve import DeviceFacts
 from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError
+from enginery.worker.host_memory import available_host_bytes
 
 
 def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
@@ -21,7 +20,7 @@ def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
         return DeviceFacts(
             kind="cpu",
             name=f"{threads} threads",
-            available_bytes=_available_host_bytes(),
+            available_bytes=available_host_bytes(),
             num_threads=threads,
             has_bfloat16=torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         )
@@ -56,12 +55,3 @@ def torch_device(asked: str) -> torch.device:
     """The torch device of an option's value."""
     device = torch.device(asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _available_host_bytes() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

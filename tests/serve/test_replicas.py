@@ -26,6 +26,7 @@ from enginery.serve.engine.messages import Flush, Profile
 from enginery.serve.engine.replica_options import replica_options
 from enginery.serve.engine.sent_prefixes import block_hashes
 from enginery.serve.engine.totals import total
+from enginery.worker import device
 
 KILLED = "the engine's process was killed by SIGKILL"
 
@@ -230,25 +231,21 @@ def test_each_has_a_number_files_and_a_share_of_its_own():
 
 
 def test_a_share_of_a_cpu_is_part_of_its_threads_and_memory(monkeypatch):
-    from enginery.worker import host_share
-
     monkeypatch.setattr("torch.get_num_threads", lambda: 9)
-    monkeypatch.setattr(host_share, "available_host_bytes", lambda: 60)
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 60)
     asked, share = EngineOptions(device="cpu", memory_fraction=0.8), HostShare(index=1, count=2, host_bytes=100)
-    found = host_share.within(asked, share)
+    found = device.within_share(asked, share)
     assert found.num_threads == 4
     assert found.memory_fraction * 60 == pytest.approx(0.8 * 50), "as at first, where others have taken their part meanwhile"
-    assert host_share.within(dataclasses.replace(asked, num_threads=3), share).num_threads == 3
-    monkeypatch.setattr(host_share, "available_host_bytes", lambda: 40)
-    assert host_share.within(asked, share).memory_fraction == 0.8
+    assert device.within_share(dataclasses.replace(asked, num_threads=3), share).num_threads == 3
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 40)
+    assert device.within_share(asked, share).memory_fraction == 0.8
 
 
 def test_gpus_are_given_out_by_number_and_too_few_are_refused(monkeypatch):
-    from enginery.worker import host_share
-
     def own(index: int, num_gpus: int = 4, visible: str | None = None, **options: object) -> list[str]:
         share = HostShare(index=index, count=2, host_bytes=1)
-        return host_share.own_gpus(EngineOptions(**options), share, num_gpus, visible)
+        return device.own_gpus(EngineOptions(**options), share, num_gpus, visible)
 
     assert [own(index) for index in range(2)] == [["0"], ["1"]]
     assert [own(index, tp=2, device="cuda") for index in range(2)] == [["0", "1"], ["2", "3"]]
@@ -261,7 +258,7 @@ def test_gpus_are_given_out_by_number_and_too_few_are_refused(monkeypatch):
         own(0, device="cuda:1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert host_share.within(EngineOptions(), HostShare(index=1, count=2, host_bytes=1)).device == "cuda"
+    assert device.within_share(EngineOptions(), HostShare(index=1, count=2, host_bytes=1)).device == "cuda"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 

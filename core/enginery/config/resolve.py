@@ -142,6 +142,8 @@ def _check_placing(asked: EngineOptions) -> None:
 
 
 def _check_events(asked: EngineOptions) -> None:
+    if asked.dp_rank < 0:
+        raise ConfigError(f"dp_rank is {asked.dp_rank}, but must be 0 or more")
     for name, address in (("kv_events", asked.kv_events), ("kv_events_replay", asked.kv_events_replay)):
         if address is not None and not address.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"{name} is {address!r}, but must be tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
@@ -169,9 +171,8 @@ def _check_numbers(asked: EngineOptions) -> None:
     for name in _SHARES:
         if not 0 < given.get(name, 1) <= 1:
             raise ConfigError(f"{name} is {given[name]}, but must lie in (0, 1]")
-    for name in ("profile_steps", "dp_rank"):
-        if given[name] < 0:
-            raise ConfigError(f"{name} is {given[name]}, but must be 0 or more")
+    if asked.profile_steps < 0:
+        raise ConfigError(f"profile_steps is {asked.profile_steps}, but must be 0 (none) or more")
     for name in ("kv_memory_gib", "step_deadline"):
         if given.get(name, 1) <= 0:
             raise ConfigError(f"{name} is {given[name]}, but must be positive")

@@ -103,12 +103,7 @@ class Outputs:
 async def generate(sent: Sequence[Sent]) -> AsyncIterator[Outputs]:
     """Send requests to their engines. Otherwise as `EngineClient.generate`."""
     for client in {each.client for each in sent}:
-        if client.died.done():
-            raise client.death()
-        if client.is_stopping:
-            raise ShuttingDown
-        if not client.groups:
-            client.progress.moved()
+        _check(client)
     group = Outputs(sent)
     note_requests(group.times.values())
     for client, request, _ in sent:
@@ -124,6 +119,16 @@ async def generate(sent: Sequence[Sent]) -> AsyncIterator[Outputs]:
             client.groups.pop(request.request_id, None)
         for request_id in tuple(group.open):
             await group.abort(request_id, FinishReason.ABORT)
+
+
+def _check(client: EngineClient) -> None:
+    """Raises `EngineDied` and `ShuttingDown` where it takes no requests. Its work, if it had none, begins now."""
+    if client.died.done():
+        raise client.death()
+    if client.is_stopping:
+        raise ShuttingDown
+    if not client.groups:
+        client.progress.moved()
 
 
 def _rejection(said: messages.Rejected) -> EnginError:

@@ -197,9 +197,9 @@ def _build(options: EngineOptions, registry: Registry, report: ReportProgress) -
 
 
 def _within(options: EngineOptions, share: HostShare) -> EngineOptions:
-    from enginery.worker.host_share import within
+    from enginery.worker.device import within_share
 
-    return within(options, share)
+    return within_share(options, share)
 
 
 if __name__ == "__main__":

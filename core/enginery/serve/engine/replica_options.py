@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from enginery.config.host_memory import available_host_bytes
 from enginery.config.schema import EngineOptions, HostShare
-from enginery.worker.host_memory import available_host_bytes
 
 
 def replica_options(asked: EngineOptions, count: int) -> list[tuple[EngineOptions, HostShare | None]]:

@@ -26,7 +26,7 @@ def block_hashes(token_ids: Sequence[int], salt: str, *, size: int) -> list[byte
 
 
 class SentPrefixes:
-    """Of one replica."""
+    """The blocks of prompts that one replica was sent."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()

@@ -18,21 +18,19 @@ def total(every: Sequence[EngineStats]) -> EngineStats:
     """All together. Of one engine it is what that engine said."""
     if len(every) == 1:
         return every[0]
-    names = sorted({stats.attn_backend for stats in every if stats.attn_backend})
-    by_backend = Counter[str]()
-    for stats in every:
-        by_backend.update(stats.steps_by_backend)
-    sums = {name: sum(vars(stats)[name] for stats in every) for name in _SUMMED}
     return dataclasses.replace(
-        every[0],
-        **sums,
+        _summed(every),
         steps_by_size=_by_place(stats.steps_by_size for stats in every),
-        attn_backend="+".join(names),
-        steps_by_backend=dict(by_backend),
+        attn_backend="+".join(sorted({stats.attn_backend for stats in every} - {""})),
+        steps_by_backend=dict(sum((Counter(stats.steps_by_backend) for stats in every), Counter[str]())),
         kernels=_kernels([stats.kernels for stats in every]),
         pages=_pages([stats.pages for stats in every]),
         drafts=_drafts([stats.drafts for stats in every]),
     )
+
+
+def _summed(every: Sequence[EngineStats]) -> EngineStats:
+    return dataclasses.replace(every[0], **{name: sum(vars(stats)[name] for stats in every) for name in _SUMMED})
 
 
 def _by_place(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

@@ -372,7 +372,7 @@ def test_an_idle_moment_loads_the_compiler(slow: tuple[Registry, Slow], tmp_path
     offer = slow[0].grammars[0]
     spec = dataclasses.replace(offer.spec, load=lambda tokens: loaded.append(tokens.vocab_size) or slow[1])
     counting = dataclasses.replace(slow[0], grammars=(dataclasses.replace(offer, spec=spec),))
-    engine = build(counting)
+    engine = build(counting, graphs=False)
     assert engine.prepare()
     assert loaded == [260]
     assert not engine.prepare()

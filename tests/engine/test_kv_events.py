@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import socket
 import time
 from array import array
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.engine.kv_events import publisher
-from enginery.engine.kv_events.publisher import KVEvents
+from enginery.engine.kv_events.publisher import KVEvents, address_of
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 
@@ -72,7 +73,8 @@ Prefix = tuple[str, tuple[int, ...]]
 class Router:
     """Subscribes, and keeps the blocks that an engine has: hash -> all tokens from the beginning to its end, and their salt."""
 
-    def __init__(self, address: str, replay: str, topic: str = "") -> None:
+    def __init__(self, address: str, replay: str, topic: str = "", rank: int = 0) -> None:
+        self.rank = rank
         self.context = zmq.Context()
         self.events = self.context.socket(zmq.SUB)
         self.events.connect(address)
@@ -111,7 +113,7 @@ class Router:
         self.last += 1
         told = self.decode(batch)
         assert abs(told.ts - time.time()) < 600
-        assert told.data_parallel_rank == 0
+        assert told.data_parallel_rank == self.rank
         for event in told.events:
             self.kinds.add(type(event).__name__)
             match event:
@@ -294,6 +296,33 @@ def test_a_step_waits_for_nobody_and_too_much_is_told_as_cleared(
     assert list(router.blocks.values()) == [("", (1, 2, 3, 4))]
     router.close()
     events.close()
+
+
+def test_a_replica_publishes_at_ports_of_its_own_under_its_number(registry: Registry) -> None:
+    """As vLLM does: the port and the rank, of events and of what is published again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asked_for = {"kv_events": f"tcp://0.0.0.0:{port - 2}", "kv_events_replay": f"tcp://127.0.0.1:{port - 1}"}
+    engine = Engine.build(options(**asked_for, dp_rank=2), registry)
+    router = Router(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}", rank=2)
+    run(engine, asked("a", (1,) * 20))
+    router.catch_up()
+    settled(router, engine)
+    assert len(router.blocks) == 6, "of 20 tokens and the first 5 that were generated"
+    router.close()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [("tcp://*:5557", "tcp://*:5560"), ("tcp://[::]:1", "tcp://[::]:4"), ("ipc:///run/events", "ipc:///run/events_dp3")],
+)
+def test_an_address_of_a_replica(address: str, found: str) -> None:
+    assert address_of(address, 0) == address
+    assert address_of(address, 3) == found
+    with pytest.raises(ConfigError, match="has no port that replica 3 could count from"):
+        address_of("tcp://host", 3)
 
 
 class HeldThread:

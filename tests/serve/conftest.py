@@ -28,6 +28,7 @@ from enginery.serve.api.served_model import ServedModel  # noqa: E402
 from enginery.serve.api.service import Service  # noqa: E402
 from enginery.serve.app import build_app  # noqa: E402
 from enginery.serve.engine.client import EngineClient  # noqa: E402
+from enginery.serve.engine.replica_options import replica_options  # noqa: E402
 from enginery.serve.engine.replicas import Replicas  # noqa: E402
 from enginery.text.text_side import TextSide  # noqa: E402
 
@@ -103,12 +104,13 @@ def without_plugins() -> Registry:
 
 @contextlib.asynccontextmanager
 async def live(
-    folder: Path, log: Path, *, parsers: Parsers = NO_PARSERS, restarts: int = 0, **options: object
+    folder: Path, log: Path, *, parsers: Parsers = NO_PARSERS, restarts: int = 0, dp: int = 1, **options: object
 ) -> AsyncIterator[Live]:
     registry = without_plugins()
     asked = EngineOptions(model=str(folder), **options)
-    start = functools.partial(EngineClient.start, asked, registry.manifest, command=fake_engine.COMMAND)
-    engine = await Replicas.start(start, restarts=restarts)
+    start = functools.partial(EngineClient.start, manifest=registry.manifest, command=fake_engine.COMMAND)
+    starts = [functools.partial(start, each, share=share) for each, share in replica_options(asked, dp)]
+    engine = await Replicas.start(*starts, restarts=restarts)
     loaded = asyncio.get_running_loop().create_future()
     text = TextSide.load(folder)
     service = Service(engine=engine, loaded=loaded)

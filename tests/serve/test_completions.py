@@ -135,7 +135,7 @@ def test_usage_may_come_with_every_chunk(with_server):
     async def scenario(live):
         options = {"include_usage": True, "continuous_usage_stats": True}
         streaming = asyncio.create_task(live.events("/v1/completions", prompt="a b c d", stream_options=options, seed=HELD))
-        await live.until(lambda: live.engine.meter.num_output and not any(group._untaken for group in live.engine._groups.values()))
+        await live.until(lambda: live.engine.meter.num_output and not any(group._untaken for group in live.engine.groups.values()))
         live.release()
         events = await streaming
         counts = [event["usage"]["completion_tokens"] for event in events]

@@ -387,7 +387,7 @@ def test_a_client_that_hangs_up_has_its_requests_aborted(with_server, stream):
         hangs_up.set()
         await task
         await live.until(lambda: len(live.said("abort")) == 2)
-        assert not live.engine._groups
+        assert not live.engine.groups
         assert (await live.complete("hello")).status_code == 200
 
     with_server(scenario)
@@ -426,7 +426,7 @@ def test_a_hundred_disconnects_leave_nothing(with_server):
             await asyncio.gather(*tasks, return_exceptions=True)
         await live.complete("the last, so that the engine has taken in all before it", max_tokens=1)
         assert len(live.said("abort")) == len(live.said("submit")) - 1 >= 32
-        assert not live.engine._groups
+        assert not live.engine.groups
 
     with_server(scenario)
 

@@ -13,7 +13,7 @@ from enginery.plugin.near import did_you_mean
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 _ONE_DEVICE: Final = "parallelism over several GPUs or hosts is not there yet; --device cuda:1 takes another one, --tp is for CPUs"
-_ONE_PROCESS: Final = "one process serves one model on one device; run several behind a proxy that balances them"
+_ONE_PROCESS: Final = "one process serves HTTP; --dp N runs several engines behind it"
 _QUANTIZED: Final = (
     "float8 in blocks is known by a checkpoint's config.json; other methods, and quantising at the start, are not there yet"
 )
@@ -27,7 +27,9 @@ FOREIGN: Final = {
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "-tp"), "--tp, which is for ranks on CPUs so far"),
     **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp"), "--pp, which is for ranks on CPUs so far"),
     **dict.fromkeys(("--tensor-split", "--split-mode", "--enable-expert-parallel", "--ep-size", "--nnodes"), _ONE_DEVICE),
-    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "-dp", "--api-server-count", "--workers"), _ONE_PROCESS),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "-dp"), "--dp of engine serve, engines behind one server"),
+    **dict.fromkeys(("--data-parallel-rank", "--data-parallel-start-rank"), "--dp-rank"),
+    **dict.fromkeys(("--api-server-count", "--workers"), _ONE_PROCESS),
     **dict.fromkeys(("--gpu-memory-utilization", "--mem-fraction-static"), "--memory-fraction, the share of the free memory"),
     **dict.fromkeys(("--max-num-seqs", "--max-running-requests", "--parallel"), "--max-batch-requests"),
     **dict.fromkeys(("--max-num-batched-tokens", "--max-prefill-tokens", "--chunked-prefill-size"), "--max-batch-tokens"),

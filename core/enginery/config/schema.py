@@ -40,7 +40,8 @@ class EngineOptions:
     executor: what places the processes of ranks. step_deadline: seconds after which a rank that does not get on is given up, and
     the engine with it.
     kv_events, kv_events_replay: ZeroMQ addresses where what comes into the prefix cache and goes is published, and published again;
-    kv_events_topic: of these messages.
+    kv_events_topic: of these messages. dp_rank: the number of this engine among replicas, which these messages tell; their ports
+    are so much higher, and requests without a seed draw other tokens than those of other replicas.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """
@@ -82,6 +83,7 @@ class EngineOptions:
     kv_events: str | None = None
     kv_events_replay: str | None = None
     kv_events_topic: str = ""
+    dp_rank: int = 0
     overlap: bool | None = None
     graphs: bool = True
     wait_for_kernels: bool = False
@@ -98,6 +100,15 @@ class EngineOptions:
     blocked_plugins: tuple[str, ...] = ()
     no_plugins: bool = False
     plugin_options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostShare:
+    """What one of several engines on a host may take: one part of so many. host_bytes: the host's memory before any began."""
+
+    index: int
+    count: int
+    host_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

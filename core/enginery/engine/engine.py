@@ -83,7 +83,7 @@ class Engine:
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = facts_of(parts)
-        self._seeds = random.Random(asked.seed)
+        self._seeds = random.Random(asked.seed + asked.dp_rank)
         self._kv_events = kv_events_of(asked, choice.device)
         self._cache, allocator, finite = page_owners(parts, self._kv_events.watcher)
         self._made = MadeDrafts()

@@ -22,6 +22,11 @@ def engine_options(model: str | None, options: Mapping[str, object], *, owner: s
     """
     known = {option.name for option in dataclasses.fields(EngineOptions)}
     for name in options:
+        if name == "dp":
+            raise ConfigError(
+                f"{owner} is one engine in this process, and dp are several: run engine serve --dp N and ask that, or give each "
+                f"{owner} a process of its own"
+            )
         if name not in known:
             raise ConfigError(f"{owner} has no option {name!r}{did_you_mean(name, known) or f'; known are {known_names(known)}'}")
     given = {"model": None if model is None else str(model), "max_queued_requests": _UNBOUNDED, **options}

@@ -34,6 +34,7 @@ from enginery.serve.app import build_app, owners_of
 from enginery.serve.background_output import in_background
 from enginery.serve.engine.client import EngineClient
 from enginery.serve.engine.progress import watch
+from enginery.serve.engine.replica_options import replica_options
 from enginery.serve.engine.replicas import Replicas
 from enginery.serve.http.access import AccessLog
 from enginery.serve.http.connection import CROWDED, LimitedConfig, refusal_of
@@ -131,10 +132,10 @@ async def _serve(
 async def _engines(options: EngineOptions, registry: Registry, settings: ServeSettings, relay: Callable[[str], None]) -> Replicas:
     """Loading, with what they write to stderr going to `relay`."""
     level = settings.log_level.upper()
-    start = functools.partial(
-        EngineClient.start, options, registry.manifest, command=settings.engine_command, log_level=level, relay=relay
-    )
-    return await Replicas.start(start, restarts=settings.restarts)
+    start = functools.partial(EngineClient.start, command=settings.engine_command, log_level=level, relay=relay)
+    every = replica_options(options, settings.dp)
+    starts = [functools.partial(start, each, registry.manifest, share=share) for each, share in every]
+    return await Replicas.start(*starts, restarts=settings.restarts)
 
 
 async def _until_it_ends(engine: Replicas, stopping: asyncio.Future[None], serving: asyncio.Task[None]) -> None:

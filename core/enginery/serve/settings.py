@@ -19,10 +19,11 @@ class ServeSettings:
     """Checked when built: raises `ConfigError`.
 
     drain_s: how long running requests may go on after a signal. routes: plugins whose routes are added. watchdog_s: without a step
-    for so long while there is work, the engine counts as stuck. restarts: of an engine that ended by itself. api_keys: one of them
-    is needed, if there are any. admin_keys: for the routes of administrators, which are there only if there are any. allow_origins:
-    of web pages that may ask. otlp_endpoint: where spans go. trust_request_chat_template: requests may bring chat templates of
-    their own. max_body_bytes, max_total_body_bytes: of one request, and of all; None follows from the context.
+    for so long while there is work, the engine counts as stuck. restarts: of an engine that ended by itself. dp: data parallelism,
+    engines behind this server. api_keys: one of them is needed, if there are any. admin_keys: for the routes of administrators,
+    which are there only if there are any. allow_origins: of web pages that may ask. otlp_endpoint: where spans go.
+    trust_request_chat_template: requests may bring chat templates of their own. max_body_bytes, max_total_body_bytes: of one
+    request, and of all; None follows from the context.
     """
 
     host: str = "127.0.0.1"
@@ -30,6 +31,7 @@ class ServeSettings:
     drain_s: float = 5.0
     watchdog_s: float = 60.0
     restarts: int = 0
+    dp: int = 1
     use_generation_config: bool = True
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -62,6 +64,7 @@ class ServeSettings:
             "drain_s": self.drain_s,
             "watchdog_s": self.watchdog_s,
             "restarts": self.restarts,
+            "dp": self.dp,
             "routes": list(self.routes),
             "trust_request_chat_template": self.trust_request_chat_template,
             "needs_key": bool(self.api_keys),

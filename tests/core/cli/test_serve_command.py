@@ -105,6 +105,7 @@ EVERY = {  # a value of every setting of the server that is not its default, as 
     "drain_s": 2.5,
     "watchdog_s": 30,
     "restarts": 3,
+    "dp": 2,
     "receive_s": 1.5,
     "send_s": 2,
     "max_body_bytes": 1_000_000,

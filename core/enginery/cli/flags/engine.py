@@ -119,6 +119,7 @@ _FLAGS: Final = {
     ),
     "kv_events_replay": _Flag(_MEMORY, "Where subscribers ask for events that they missed.", metavar="ADDRESS"),
     "kv_events_topic": _Flag(_MEMORY, "The topic of these messages.", metavar="TOPIC"),
+    "dp_rank": _Flag(_MEMORY, "The number of this engine, or of the first of --dp, among replicas.", metavar="N"),
     "overlap": _Flag(_MEMORY, "Prepare a step while the one before runs.", ("--overlap/--no-overlap",)),
     "graphs": _Flag(_MEMORY, "Capture decoding steps as CUDA graphs; on a CPU record them.", ("--graphs/--no-graphs",)),
     "blocked_plugins": _Flag(_PLUGINS, "Do not load plugin NAME. Repeatable.", ("-p",), "no:NAME", complete=completion.blocks),

@@ -82,6 +82,7 @@ class ServerFlags:
     restarts: Annotated[
         int, option(_LIMITS, "How often an engine that ended by itself is started again, in all.", min=0, metavar="N")
     ] = 0
+    dp: Annotated[int, option(_SERVER, "Data parallelism: engines behind this server, on this host.", min=1, metavar="N")] = 1
     receive_s: Annotated[float, option(_LIMITS, "Seconds that a request may take to arrive.", min=0.1)] = 60.0
     send_s: Annotated[float, option(_LIMITS, "Seconds that a client may read nothing.", min=0.1)] = 30.0
     max_body_bytes: Annotated[
@@ -158,6 +159,7 @@ def _settings(asked: ServerFlags) -> ServeSettings:
         drain_s=asked.drain_s,
         watchdog_s=asked.watchdog_s,
         restarts=asked.restarts,
+        dp=asked.dp,
         use_generation_config=asked.generation_config is GenerationConfig.AUTO,
         tool_parser=asked.tool_parser,
         reasoning_parser=asked.reasoning_parser,

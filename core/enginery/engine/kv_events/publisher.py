@@ -70,14 +70,14 @@ class KVEvents:
         replay = self._context.socket(zmq.ROUTER)
         events.linger = replay.linger = int(1000 * _END_S)
         try:
-            _open(events, asked.kv_events or "")
+            _open(events, address_of(asked.kv_events or "", asked.dp_rank))
             if asked.kv_events_replay is not None:
-                replay.bind(asked.kv_events_replay)
+                replay.bind(address_of(asked.kv_events_replay, asked.dp_rank))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            addresses = " and ".join(filter(None, (asked.kv_events, asked.kv_events_replay)))
+            addresses = " and ".join(address_of(each, asked.dp_rank) for each in (asked.kv_events, asked.kv_events_replay) if each)
             raise ConfigError(f"KV events cannot be published at {addresses}: {error}; name another port or path") from error
-        publisher = _Publisher(events, replay, topic=asked.kv_events_topic.encode(), page_size=asked.page_size, medium=medium)
+        publisher = _Publisher(events, replay, asked, medium=medium)
         self._thread = threading.Thread(target=publisher.run, args=(self._waiting,), name="kv-events", daemon=True)
         self._thread.start()
 
@@ -124,9 +124,9 @@ class KVEvents:
 class _Publisher:
     """Of the thread: what is cached by page, and the last batches."""
 
-    def __init__(self, events: zmq.Socket[bytes], replay: zmq.Socket[bytes], *, topic: bytes, page_size: int, medium: str) -> None:
-        self._events, self._replay, self._topic = events, replay, topic
-        self._page_size, self._medium = page_size, medium
+    def __init__(self, events: zmq.Socket[bytes], replay: zmq.Socket[bytes], asked: EngineOptions, *, medium: str) -> None:
+        self._events, self._replay, self._topic = events, replay, asked.kv_events_topic.encode()
+        self._page_size, self._medium, self._rank = asked.page_size, medium, asked.dp_rank
         self._hashes: dict[int, int] = {}
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_KEPT)
         self._next = 0
@@ -147,7 +147,7 @@ class _Publisher:
 
     def _publish(self, at_s: float, changes: Sequence[Change]) -> None:
         if events := [event for change in changes if (event := self._event(change)) is not None]:
-            batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=0))
+            batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
             number = self._next.to_bytes(8, "big")
             self._events.send_multipart((self._topic, number, batch))
             self._kept.append((number, batch))
@@ -206,6 +206,18 @@ def _hash(before: int | None, tokens: bytes, salt: str) -> int:
     return int.from_bytes(
         hashlib.blake2b(tokens, digest_size=8, key=hashlib.blake2b(begin, digest_size=8).digest()).digest(), "big"
     )
+
+
+def address_of(address: str, rank: int) -> str:
+    """Of a replica, as vLLM has it: the port so much higher; a path with the number at its end. Raises `ConfigError`."""
+    if rank == 0:
+        return address
+    head, _, port = address.rpartition(":")
+    if not address.startswith("tcp://"):
+        return f"{address}_dp{rank}"
+    if not port.isdecimal():
+        raise ConfigError(f"{address} has no port that replica {rank} could count from; write tcp://*:5557")
+    return f"{head}:{int(port) + rank}"
 
 
 def _open(events: zmq.Socket[bytes], address: str) -> None:

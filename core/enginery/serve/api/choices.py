@@ -12,7 +12,7 @@ from enginery.contracts.request import FinishReason, RequestOutput, TokenLogprob
 from enginery.errors import EnginError, RequestError
 from enginery.serve.api.answer_parsers import AnswerFormat, AnswerReader
 from enginery.serve.api.served_model import Job
-from enginery.serve.engine.client import Outputs
+from enginery.serve.engine.outputs import Outputs
 from enginery.serve.engine.replicas import Replicas
 from enginery.serve.http.event_stream import DONE, json_event
 from enginery.serve.http.faults import Fault, GenerationFailed

@@ -22,7 +22,7 @@ from enginery.serve.engine import messages
 from enginery.serve.engine.client import EngineState
 from enginery.serve.http.faults import Unauthorized
 from enginery.serve.http.keys import Keys
-from enginery.serve.http.metrics import Snapshot, families
+from enginery.serve.http.metrics import EngineNow, by_engine, families
 
 _MAX_PROFILED_STEPS: Final = 10_000
 _SECRET: Final = re.compile("key|token|secret|password|credential", re.IGNORECASE)
@@ -36,10 +36,21 @@ class _Metrics(Collector):
 
     def collect(self) -> list[Metric]:
         """All metrics of this moment; prometheus_client calls it."""
-        service, engine = self._service, self._service.engine
-        facts = service.loaded.result().facts if service.loaded.done() else None
-        num_restarts = sum(replica.num_restarts for replica in engine.replicas)
-        return list(families(Snapshot(facts, engine.stats, engine.meter, engine.manifest, service.answered, num_restarts)))
+        engine, is_loaded = self._service.engine, self._service.loaded.done()
+        engines = [
+            EngineNow(replica.facts, replica.client.stats, replica.client.meter, replica.num_restarts)
+            for replica in engine.replicas
+            if is_loaded and replica.facts is not None
+        ]
+        return [
+            *families(engines, engine.manifest, self._service.answered),
+            *by_engine([_process(client.child.pid) for client in engine.clients]),
+        ]
+
+
+def _process(pid: int) -> list[Metric]:
+    """Memory, descriptors and processor time of an engine's process."""
+    return list(ProcessCollector(namespace="enginery_engine", pid=lambda: pid, registry=None).collect())
 
 
 def operations(service: Service) -> APIRouter:
@@ -48,7 +59,6 @@ def operations(service: Service) -> APIRouter:
     registry = CollectorRegistry()
     registry.register(_Metrics(service))
     ProcessCollector(registry=registry)
-    ProcessCollector(namespace="enginery_engine", pid=lambda: service.engine.replicas[0].client.child.pid, registry=registry)
 
     @routes.get("/health/live")
     async def live() -> Response:
@@ -69,13 +79,13 @@ def operations(service: Service) -> APIRouter:
         stalled_s = max(client.progress.stalled_s(has_work=bool(client.open_requests)) for client in engine.clients)
         is_stuck = stalled_s >= service.watchdog_s or engine.state is EngineState.DEAD
         status = {
-            "status": "stuck" if is_stuck else "moving" if engine.meter.num_open else "idle",
+            "status": "stuck" if is_stuck else "moving" if any(client.meter.num_open for client in engine.clients) else "idle",
             "stalled_s": round(stalled_s, 3),
             "attention_backend": engine.stats.attn_backend,
             "kernels": _kernels(engine.stats.kernels),
             "speculation": _speculation(engine.stats.drafts),
         }
-        return JSONResponse(status, status_code=503 if is_stuck else 200)
+        return JSONResponse(status | _apart(service), status_code=503 if is_stuck else 200)
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -110,7 +120,13 @@ async def readiness(service: Service) -> Response:
     status, is_ready = str(service.state), service.state is EngineState.READY
     if is_ready and not await service.model().can_render():
         status, is_ready = "template_stuck", False
-    return JSONResponse({"status": status}, status_code=200 if is_ready else 503)
+    return JSONResponse({"status": status} | _apart(service), status_code=200 if is_ready else 503)
+
+
+def _apart(service: Service) -> dict[str, object]:
+    """The states of several replicas."""
+    replicas = service.engine.replicas
+    return {"replicas": [replica.state for replica in replicas]} if len(replicas) > 1 else {}
 
 
 def administration(service: Service, keys: Keys) -> APIRouter:
@@ -156,6 +172,16 @@ def _server_info(service: Service) -> dict[str, object]:
         "plugins": [dataclasses.asdict(entry) for entry in engine.manifest.plugins],
         "stats": dataclasses.asdict(engine.stats),
         "speculation": _speculation(engine.stats.drafts),
+        "replicas": [
+            {
+                "state": replica.state,
+                "num_restarts": replica.num_restarts,
+                "num_pages": None if replica.facts is None else replica.facts.num_pages,
+                "requests_sent": replica.client.meter.num_begun,
+                "stats": dataclasses.asdict(replica.client.stats),
+            }
+            for replica in engine.replicas
+        ],
     }
     if facts is not None:
         told = (*facts.decisions, *service.chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import shutil
 import sys
@@ -19,16 +20,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from enginery.config.schema import EngineOptions
+from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
-from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput
-from enginery.errors import ConfigError, EngineDied, EnginError, Overloaded, PluginError, QueueFull, RequestError
+from enginery.contracts.request import GenerationRequest, RequestOutput
+from enginery.errors import ConfigError, EngineDied, EnginError
 from enginery.plugin.manifest import Manifest
 from enginery.serve.engine import messages
 from enginery.serve.engine.child import EngineChild, pass_on, until
+from enginery.serve.engine.outputs import Outputs, Sent, generate
 from enginery.serve.engine.progress import Progress
-from enginery.serve.http.access import note_requests
-from enginery.serve.http.faults import Aborted, EngineBusy, EngineRestarts, NotReady, ShuttingDown
+from enginery.serve.http.faults import Aborted, EngineBusy, EngineRestarts, NotReady
 from enginery.serve.http.metrics import RequestMeter, RequestTimes
 
 ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "enginery.serve.engine.process")
@@ -53,83 +54,12 @@ class EngineState(StrEnum):
     DEAD = "dead"
 
 
-class Outputs:
-    """What comes of a group of requests that were sent together; iterate until all have finished.
-
-    What came of a request since its last output was taken is one output, so that a busy front says more at once, not later.
-    """
-
-    def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
-        self._client = client
-        self.open = {request.request_id for request in requests}
-        self.times = {
-            request.request_id: client.meter.begin(request.request_id, len(request.prompt_token_ids)) for request in requests
-        }
-        self.answers: asyncio.Queue[messages.Accepted | EnginError] = asyncio.Queue()
-        self._untaken: dict[str, RequestOutput] = {}
-        self._error: EnginError | None = None
-        self._came = asyncio.Event()
-
-    def __aiter__(self) -> Outputs:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        """The next output of any of the requests. Raises `EngineDied` and `Aborted`."""
-        while self.open:
-            if not self._untaken:
-                if self._error is not None:
-                    raise self._error
-                self._came.clear()
-                await self._came.wait()
-                continue
-            output = self._untaken.pop(next(iter(self._untaken)))
-            if output.request_id in self.open:
-                if output.finish_reason is not None or output.error is not None:
-                    self.open.discard(output.request_id)
-                return output
-        raise StopAsyncIteration
-
-    def put(self, output: RequestOutput, now_s: float) -> None:
-        """Take in one output of the engine. now_s: when it came, by the monotonic clock."""
-        self._client.meter.add(self.times[output.request_id], output, now_s)
-        before = self._untaken.get(output.request_id)
-        self._untaken[output.request_id] = output if before is None else _joined(before, output)
-        self._came.set()
-
-    def answer(self, said: messages.Accepted | messages.Rejected) -> None:
-        """Take in the engine's answer to one submit."""
-        if isinstance(said, messages.Accepted):
-            self.answers.put_nowait(said)
-            return
-        self.open.discard(said.request_id)
-        self._client.meter.reject(self.times[said.request_id])
-        self.answers.put_nowait(_rejection(said))
-
-    def fail(self, error: EnginError) -> None:
-        """Raise the error where somebody waits for outputs, after those that have come."""
-        self._error = error
-        self._came.set()
-        self.answers.put_nowait(error)
-
-    async def abort(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> None:
-        """Abort one request; no more outputs come of it. reason: as the metrics count it."""
-        if request_id in self.open:
-            self.open.discard(request_id)
-            self._client.meter.end(self.times[request_id], reason)
-            await self._client.send(messages.Abort(request_id))
-
-    async def accepted(self) -> None:
-        """Wait for the answer to one submit. Raises what it was rejected with."""
-        answer = await self.answers.get()
-        if isinstance(answer, EnginError):
-            raise answer
-
-
 class EngineClient:
     """One engine in a process of its own. Made and used inside one event loop, on a thread that outlives it.
 
-    is_stopping: set it, and no more requests are taken; those that run go on. stats: as last reported, several times a second.
-    was_ready: its start has succeeded. restarted_for: why the one before ended, in whose place this one is.
+    is_stopping: set it, and no more requests are taken; those that run go on. groups: of open requests, by their ids. stats: as
+    last reported, several times a second. was_ready: its start has succeeded, and it told its facts. restarted_for: why the one
+    before ended, in whose place this one is.
     """
 
     def __init__(
@@ -145,10 +75,11 @@ class EngineClient:
         """meter: what requests are counted by. comes_back: whether another is started when it dies."""
         self._directory, self._comes_back = directory, comes_back
         self.was_ready, self.restarted_for = False, ""
+        self.facts: EngineFacts | None = None
         self.child = child
         self._link = link
         self.options, self.manifest = boot.options, boot.manifest
-        self._groups: dict[str, Outputs] = {}
+        self.groups: dict[str, Outputs] = {}
         self.is_stopping = False
         self._failed: messages.Failed | None = None
         self.meter = meter
@@ -173,8 +104,12 @@ class EngineClient:
         relay: Callable[[str], None] = pass_on,
         meter: RequestMeter | None = None,
         comes_back: bool = False,
+        share: HostShare | None = None,
     ) -> EngineClient:
-        """Start the process; it is loading when this returns. log_level: of the process. relay: gets its stderr."""
+        """Start the process; it is loading when this returns. log_level: of the process. relay: gets its stderr.
+
+        share: of the host, where it is not the only engine there.
+        """
         directory = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
         endpoint = f"ipc://{directory / 'engine'}"
         link = zmq.asyncio.Context().socket(zmq.PAIR)
@@ -185,7 +120,7 @@ class EngineClient:
             link.context.destroy(linger=0)
             directory.rmdir()
             raise ConfigError(f"{endpoint} cannot be a socket: {error}; set TMPDIR to another, shorter path") from error
-        boot = messages.Boot(endpoint=endpoint, options=options, manifest=manifest, log_level=log_level)
+        boot = messages.Boot(endpoint=endpoint, options=options, manifest=manifest, log_level=log_level, share=share)
         return cls(directory, EngineChild(command, boot, relay), link, boot, meter=meter or RequestMeter(), comes_back=comes_back)
 
     @property
@@ -202,7 +137,7 @@ class EngineClient:
     @property
     def open_requests(self) -> list[RequestTimes]:
         """The counts and times of the requests that have not ended."""
-        found = (group.times[request_id] for request_id, group in self._groups.items())
+        found = (group.times[request_id] for request_id, group in self.groups.items())
         return [times for times in found if times.reason is None]
 
     async def ready(self, manifest_digest: str | None = None) -> EngineFacts:
@@ -221,30 +156,12 @@ class EngineClient:
 
         Raises `RequestError`, `QueueFull` if one is rejected (then none runs), `EngineDied` and `ShuttingDown`.
         """
-        if self.died.done():
-            raise self.death()
-        if self.is_stopping:
-            raise ShuttingDown
-        if not self.meter.num_open:
-            self.progress.moved()
-        group = Outputs(self, requests)
-        note_requests(group.times.values())
-        self._groups |= dict.fromkeys(group.open, group)
-        try:
-            for request in requests:
-                await self.send(messages.Submit(request))
-            for _ in requests:
-                await group.accepted()
-            yield group
-        finally:
-            for request in requests:
-                self._groups.pop(request.request_id, None)
-            for request_id in tuple(group.open):
-                await group.abort(request_id, FinishReason.ABORT)
+        async with generate([Sent(self, request) for request in requests]) as outputs:
+            yield outputs
 
     async def abort(self, request_id: str) -> bool:
         """End a request in its client's place; the client is told. Returns False if there is no request of that id."""
-        group = self._groups.get(request_id)
+        group = self.groups.get(request_id)
         if group is not None:
             group.fail(Aborted())
         return group is not None
@@ -274,7 +191,7 @@ class EngineClient:
 
     def fail_requests(self, error: Callable[[], EnginError]) -> None:
         """End all requests, each with an error of its own."""
-        for group in set(self._groups.values()):
+        for group in set(self.groups.values()):
             group.fail(error())
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -304,19 +221,19 @@ class EngineClient:
         match message:
             case messages.Outputs(outputs):
                 self.progress.moved()
-                _hand_out(outputs, self._groups, self._heard_s)
+                _hand_out(outputs, self.groups, self._heard_s, self.meter)
             case messages.Heartbeat(stats):
                 self.stats = stats
                 self.progress.completed(stats.num_steps)
             case messages.Accepted(request_id=request_id) | messages.Rejected(request_id=request_id):
-                if group := self._groups.get(request_id):
+                if group := self.groups.get(request_id):
                     group.answer(message)
             case messages.Done(told):
                 _settle(self._asked.popleft(), told)
             case messages.Loading(progress):
                 self.loading = progress
             case messages.Ready():
-                self.was_ready = True
+                self.was_ready, self.facts = True, message.facts
                 _settle(self._ready, message)
             case messages.Failed():
                 self._failed = message
@@ -327,6 +244,7 @@ class EngineClient:
         await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)  # a process of its own may keep its stderr open
         await asyncio.sleep(0.1)  # its last message is on the way
         await until(lambda: self._failed is not None, within_s=_LAST_WORDS_S if self.child.has_failed else 0)
+        self.stats = dataclasses.replace(self.stats, num_running=0, num_waiting=0)
         self.died.set_result(self.child.epitaph(self._failed))
         self.fail_requests(self.death)
 
@@ -337,36 +255,14 @@ class EngineClient:
         return error
 
 
-def _hand_out(outputs: Sequence[RequestOutput], groups: Mapping[str, Outputs], now_s: float) -> None:
+def _hand_out(outputs: Sequence[RequestOutput], groups: Mapping[str, Outputs], now_s: float, meter: RequestMeter) -> None:
     """Give each output to the group of its request; one that nobody waits for any more is dropped."""
     for output in outputs:
         if group := groups.get(output.request_id):
-            group.put(output, now_s)
+            group.put(output, now_s, meter)
 
 
 def _settle(waiting: asyncio.Future[ResultT], result: ResultT) -> None:
     """Give a future its result, unless it has one or nobody waits for it any more."""
     if not waiting.done():
         waiting.set_result(result)
-
-
-def _rejection(said: messages.Rejected) -> EnginError:
-    if said.is_fault:
-        return PluginError(said.message)
-    kind = QueueFull if said.is_queue_full else Overloaded if said.is_overload else RequestError
-    return kind(said.message, param=said.param)
-
-
-def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Two outputs of a request, one after the other, as one."""
-    return msgspec.structs.replace(
-        then,
-        token_ids=first.token_ids + then.token_ids,
-        logprobs=then.logprobs if first.logprobs is None else first.logprobs + (then.logprobs or ()),
-        prompt_logprobs=first.prompt_logprobs,
-        num_cached_tokens=first.num_cached_tokens,
-        num_drafted=first.num_drafted + then.num_drafted,
-        num_accepted=first.num_accepted + then.num_accepted,
-        queued_s=first.queued_s,
-        embedding=first.embedding,
-    )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
-from enginery.config.schema import EngineOptions
+from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.plugin.manifest import Manifest
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """The first and only frame on the child's stdin, which then stays open as long as the parent lives. log_level: of its log."""
+    """The first and only frame on the child's stdin, which then stays open as long as the parent lives. log_level: of its log.
+
+    share: of the host, where it is not the only engine there.
+    """
 
     endpoint: str
     options: EngineOptions
     manifest: Manifest
     log_level: str = "INFO"
+    share: HostShare | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

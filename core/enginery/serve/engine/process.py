@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 import zmq
 
-from enginery.config.schema import EngineOptions
+from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineLike, ReportProgress
 from enginery.contracts.request import RequestOutput
 from enginery.engine.child_process import die_with_parent, read_frame
@@ -29,6 +29,7 @@ from enginery.plugin.registry import Registry
 from enginery.serve.engine import messages
 
 BuildEngine = Callable[[EngineOptions, Registry, ReportProgress], EngineLike]
+Within = Callable[[EngineOptions, HostShare], EngineOptions]
 
 _HEARTBEAT_S: Final = 0.2
 _log: Final = logging.getLogger(__name__)
@@ -119,15 +120,18 @@ class EngineLoop:
         self._link.send(messages.encode(message))
 
 
-def run(build: BuildEngine) -> int:
-    """Run the process from its start to its end, and return its exit code. build: makes the engine; tests give a fake one."""
+def run(build: BuildEngine, within: Within = lambda options, share: options) -> int:
+    """Run the process from its start to its end, and return its exit code. build: makes the engine; tests give a fake one.
+
+    within: what the options are of an engine that has a share of the host.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group; the parent drains, and decides when this process ends
     die_with_parent()
     os.dup2(2, 1)  # the parent passes stderr on and never waits to be read; who prints to its stdout might
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the watchdog sends to a loop that is stuck
     boot = _read_boot()
-    logging.basicConfig(stream=sys.stderr, level=boot.log_level, format="engine: %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=boot.log_level, format=f"{_name(boot.share)}: %(message)s")
     threading.Thread(target=_exit_when_stdin_ends, name="parent-watch", daemon=True).start()
     context = zmq.Context()
     link = context.socket(zmq.PAIR)
@@ -139,8 +143,9 @@ def run(build: BuildEngine) -> int:
 
     report(BuildProgress(phase="imports"))
     try:
+        options = boot.options if boot.share is None else within(boot.options, boot.share)
         registry = Registry.replay(boot.manifest)
-        engine = build(boot.options, registry, report)
+        engine = build(options, registry, report)
         link.send(messages.encode(messages.Ready(facts=engine.facts, manifest_digest=registry.manifest.digest())))
         EngineLoop(engine, link).run()
         return 0
@@ -165,6 +170,10 @@ def _keep_all_objects() -> None:
     gc.freeze()
 
 
+def _name(share: HostShare | None) -> str:
+    return "engine" if share is None else f"replica {share.index}"
+
+
 def _failure(error: Exception) -> messages.Failed:
     if isinstance(error, EnginError):
         return messages.Failed(message=str(error), exit_code=error.exit_code, is_ours=True)
@@ -187,5 +196,11 @@ def _build(options: EngineOptions, registry: Registry, report: ReportProgress) -
     return Engine.build(options, registry, report)
 
 
+def _within(options: EngineOptions, share: HostShare) -> EngineOptions:
+    from enginery.worker.device import within_share
+
+    return within_share(options, share)
+
+
 if __name__ == "__main__":
-    sys.exit(run(_build))
+    sys.exit(run(_build, _within))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Final, Protocol
 
@@ -18,7 +19,11 @@ from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
 from enginery.contracts.request import GenerationRequest
 from enginery.errors import EngineDied, EnginError
 from enginery.serve.engine import messages
-from enginery.serve.engine.client import EngineClient, EngineState, Outputs
+from enginery.serve.engine.client import EngineClient, EngineState
+from enginery.serve.engine.outputs import Outputs, Sent, generate
+from enginery.serve.engine.routing import Standing, choose
+from enginery.serve.engine.sent_prefixes import SentPrefixes, block_hashes, block_tokens
+from enginery.serve.engine.totals import total
 from enginery.serve.http.faults import EngineRestarts
 from enginery.serve.http.metrics import RequestMeter
 
@@ -34,17 +39,21 @@ class StartEngine(Protocol):
 
 
 class Replica:
-    """One engine over its lives. client: of the present one. num_restarts: lives after the first.
+    """One engine over its lives. name: for people. client: of the present life. num_restarts: lives after the first.
 
-    died: done when it does not come back, with why.
+    prefixes: what the present one was sent. died: done when it does not come back, with why.
     """
 
-    def __init__(self, start: StartEngine, client: EngineClient, *, restarts: int, is_back: Callable[[EngineFacts], None]) -> None:
+    def __init__(
+        self, start: StartEngine, client: EngineClient, *, name: str, restarts: int, is_back: Callable[[EngineFacts], None]
+    ) -> None:
         """restarts: how often it may be started again. is_back: called when it was."""
         self._start, self._left, self._is_back = start, restarts, is_back
-        self.client = client
+        self.name, self.client = name, client
         self.num_restarts = 0
         self.is_stopping = False
+        self.prefixes = SentPrefixes()
+        self._facts: EngineFacts | None = None
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.create_task(self._keep())
 
@@ -57,10 +66,30 @@ class Replica:
         return EngineState.RESTARTING if state is EngineState.LOADING and self.num_restarts else state
 
     @property
+    def facts(self) -> EngineFacts | None:
+        """Of the last life that was ready; None before the first."""
+        self._facts = self.client.facts or self._facts
+        return self._facts
+
+    @property
     def _comes_back(self) -> bool:
         """Whether its end is not the last."""
         was_ready = self.num_restarts > 0 or self.client.was_ready
         return was_ready and self._left > 0 and not self.is_stopping
+
+    def standing(self, hashes: Sequence[bytes], block_size: int, planned: tuple[int, int]) -> Standing:
+        """For a prompt of such blocks. planned: requests and tokens that it gets besides."""
+        client, meter, state = self.client, self.client.meter, self.state
+        num_planned, tokens_planned = planned
+        return Standing(
+            serves=state in (EngineState.READY, EngineState.SILENT)
+            and client.child.is_running,  # one that has just ended is not dead before its last words came
+            is_silent=state is EngineState.SILENT,
+            is_full=meter.num_unstarted + num_planned >= client.options.max_queued_requests,
+            waiting=meter.num_ahead + tokens_planned,
+            cached=self.prefixes.num_known(hashes) * block_size,
+            num_sent=meter.num_begun + num_planned,
+        )
 
     async def _keep(self) -> None:
         """Until it has died for good."""
@@ -75,14 +104,15 @@ class Replica:
         self._left -= 1
         self.num_restarts += 1
         began_s = time.monotonic()
-        _log.warning("the engine is started again, %d times more at the most; it ended: %s", self._left, why)
-        before = self.client
+        _log.warning("%s is started again, %d times more at the most; it ended: %s", self.name, self._left, why)
+        before, _ = self.client, self.facts
         self.client = await self._start(meter=before.meter, comes_back=self._left > 0)
         self.client.restarted_for = why
+        self.prefixes.clear()
         await before.stop()
         with contextlib.suppress(EngineDied):  # `_keep` sees to it
             facts = await self.client.ready(before.manifest.digest())
-            _log.warning("the engine serves again, after %.1f s", time.monotonic() - began_s)
+            _log.warning("%s serves again, after %.1f s", self.name, time.monotonic() - began_s)
             self._is_back(facts)
 
     async def stop(self) -> None:
@@ -96,21 +126,27 @@ class Replica:
 class Replicas:
     """Implements `EngineHandle` over engines that are alike. Made and used inside one event loop.
 
-    is_back: called with its facts when one was started again. died: done when none of them comes back, with why.
+    is_back: called with its facts when one was started again. died: done when none of them comes back, with why the last did not.
     """
 
-    def __init__(self, start: StartEngine, clients: Sequence[EngineClient], *, restarts: int = 0) -> None:
+    def __init__(self, starts: Sequence[StartEngine], clients: Sequence[EngineClient], *, restarts: int = 0) -> None:
         self.is_back: Callable[[EngineFacts], None] = lambda facts: None
-        self.replicas = [Replica(start, client, restarts=restarts, is_back=lambda facts: self.is_back(facts)) for client in clients]
-        self.options, self.manifest, self.meter = clients[0].options, clients[0].manifest, clients[0].meter
+        names = ["the engine"] if len(clients) == 1 else [f"replica {number}" for number in range(len(clients))]
+        self.replicas = [
+            Replica(start, client, name=name, restarts=restarts, is_back=lambda facts: self.is_back(facts))
+            for start, client, name in zip(starts, clients, names, strict=True)
+        ]
+        self.options, self.manifest = clients[0].options, clients[0].manifest
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._watching = asyncio.create_task(_until_all_died(self.replicas, self.died))
+        self._dead: list[Replica] = []
+        for replica in self.replicas:
+            replica.died.add_done_callback(lambda _, replica=replica: self._has_died(replica))  # type: ignore[misc]
 
     @classmethod
-    async def start(cls, start: StartEngine, *, restarts: int = 0) -> Replicas:
-        """Start all; they are loading when this returns."""
-        meter = RequestMeter()
-        return cls(start, [await start(meter=meter, comes_back=restarts > 0)], restarts=restarts)
+    async def start(cls, *starts: StartEngine, restarts: int = 0) -> Replicas:
+        """Start all; they are loading when this returns. restarts: of each."""
+        clients = [await start(meter=RequestMeter(), comes_back=restarts > 0) for start in starts]
+        return cls(starts, clients, restarts=restarts)
 
     @property
     def clients(self) -> Iterator[EngineClient]:
@@ -125,8 +161,8 @@ class Replicas:
 
     @property
     def stats(self) -> EngineStats:
-        """How it does, as last reported."""
-        return self.replicas[0].client.stats
+        """How all do together, as last reported."""
+        return total([client.stats for client in self.clients])
 
     @property
     def loading(self) -> BuildProgress:
@@ -139,10 +175,10 @@ class Replicas:
 
     @contextlib.asynccontextmanager
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Outputs]:
-        """As `EngineClient.generate`. Raises `EngineRestarts` too."""
+        """As `EngineClient.generate`; each goes where `routing.choose` sends it. Raises `EngineRestarts` too."""
         if self.state in (EngineState.DEAD, EngineState.RESTARTING):
             raise self.death()
-        async with self.replicas[0].client.generate(requests) as outputs:
+        async with generate(_routed(self.replicas, requests)) as outputs:
             yield outputs
 
     async def abort(self, request_id: str) -> bool:
@@ -150,11 +186,20 @@ class Replicas:
         return any([await client.abort(request_id) for client in self.clients])
 
     async def order(self, message: messages.Flush | messages.Profile) -> str:
-        """Have the engines do something between two steps. Returns what came of it.
+        """Have the engines that serve do something between two steps. Returns what came of it.
 
         Raises `EngineDied`, `NotReady` and `EngineBusy`.
         """
-        return "; ".join([await client.order(message) for client in self.clients])
+        serving = [replica for replica in self.replicas if replica.state not in (EngineState.DEAD, EngineState.RESTARTING)]
+        if not serving:
+            raise self.death()
+        told = await asyncio.gather(*(replica.client.order(message) for replica in serving))
+        if isinstance(message, messages.Flush):
+            for replica in serving:
+                replica.prefixes.clear()
+        if len(self.replicas) == 1:
+            return told[0]
+        return "; ".join(f"{replica.name}: {what}" for replica, what in zip(serving, told, strict=True))
 
     def refuse(self) -> None:
         """Take no more requests; those that run go on, and nothing is started again."""
@@ -172,18 +217,47 @@ class Replicas:
             if replica.state is EngineState.RESTARTING:
                 client = replica.client
                 return EngineRestarts(client.died.result() if client.died.done() else client.restarted_for)
-        return next(client for client in self.clients if client.died.done()).death()
+        dead = [*reversed(self._dead), *self.replicas]
+        return next(replica.client for replica in dead if replica.client.died.done()).death()
 
     async def stop(self) -> None:
         """End all processes, by force where one does not end. May be called twice."""
-        self._watching.cancel()
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
+    def _has_died(self, replica: Replica) -> None:
+        """Note one that does not come back."""
+        why = replica.died.result()
+        self._dead.append(replica)
+        if len(self._dead) == len(self.replicas):
+            self.died.set_result(why)
+        else:
+            left = len(self.replicas) - len(self._dead)
+            _log.error("%s has ended and is not started again, %d of %d are left: %s", replica.name, left, len(self.replicas), why)
 
-async def _until_all_died(replicas: Sequence[Replica], died: asyncio.Future[str]) -> None:
-    """Tell that none comes back any more, and why the last one did not."""
-    whys = await asyncio.gather(*(asyncio.shield(replica.died) for replica in replicas))
-    died.set_result(whys[-1])
+
+def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) -> list[Sent]:
+    """Where each goes. One prompt's go together: they share its keys and values."""
+    if len(replicas) == 1:
+        return [Sent(replicas[0].client, request) for request in requests]
+    sent, places = list[Sent](), dict[tuple[tuple[int, ...], str], int]()
+    num_planned, tokens_planned = Counter[int](), Counter[int]()
+    size = block_tokens(replicas[0].client.options.page_size)
+    for request in requests:
+        prompt, salt = request.prompt_token_ids, request.cache_salt
+        hashes = block_hashes(prompt, salt, size=size) if replicas[0].client.options.prefix_cache else []
+        place = places.get((prompt, salt))
+        if place is None:
+            planned = [(num_planned[number], tokens_planned[number]) for number in range(len(replicas))]
+            standings = [each.standing(hashes, size, plan) for each, plan in zip(replicas, planned, strict=True)]
+            place = places[prompt, salt] = choose(len(prompt), standings) or 0  # where none serves, the first says why
+        replica = replicas[place]
+        num_known = replica.prefixes.num_known(hashes) * size
+        if (facts := replica.facts) is not None:
+            replica.prefixes.add(hashes, most=facts.num_pages * facts.page_size // size)
+        num_planned[place] += 1
+        tokens_planned[place] += max(1, len(prompt) - num_known)
+        sent.append(Sent(replica.client, request, num_known))
+    return sent
 
 
 _BEST_FIRST: Final = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from enginery.contracts.batch import FULL
 from enginery.contracts.engine import STEP_SIZES, EngineFacts, EngineStats
-from enginery.contracts.request import RequestOutput
+from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.schedule import PageCounts
 from enginery.plugin.manifest import Manifest
 
@@ -41,13 +41,20 @@ class Histogram:
 
 
 class RequestTimes:
-    """The counts and times of one request of the engine. Times are seconds of the monotonic clock; 0 means not yet."""
+    """The counts and times of one request of the engine. Times are seconds of the monotonic clock; 0 means not yet.
 
-    __slots__ = ("began_s", "first_s", "last_s", "num_cached", "num_output", "num_prompt", "queued_s", "reason", "request_id")
+    num_ahead: tokens that the engine has yet to compute, as far as is known: of the prompt, then one at a time.
+    """
 
-    def __init__(self, request_id: str, num_prompt: int) -> None:
+    __slots__ = (
+        *("began_s", "first_s", "last_s", "num_ahead", "num_cached"),
+        *("num_output", "num_prompt", "queued_s", "reason", "request_id"),
+    )
+
+    def __init__(self, request_id: str, num_prompt: int, num_ahead: int) -> None:
         self.request_id = request_id
         self.num_prompt = num_prompt
+        self.num_ahead = num_ahead
         self.num_cached = 0
         self.num_output = 0
         self.began_s = time.monotonic()
@@ -58,10 +65,14 @@ class RequestTimes:
 
 
 class RequestMeter:
-    """Counts and times all requests, as clients see them. num_open: requests that have not ended."""
+    """Counts and times all requests of one engine, as clients see them.
+
+    num_open: requests that have not ended. num_unstarted: of these, those of which nothing has come. num_ahead: of all of them.
+    num_begun: requests ever sent.
+    """
 
     def __init__(self) -> None:
-        self.num_open = 0
+        self.num_open = self.num_unstarted = self.num_ahead = self.num_begun = 0
         self.num_rejected = 0
         self.ended: Counter[str] = Counter()
         self.num_prompt = 0
@@ -71,10 +82,15 @@ class RequestMeter:
         self.queued, self.prefill = Histogram(_WHOLE_S), Histogram(_WHOLE_S)
         self.decode, self.e2e = Histogram(_WHOLE_S), Histogram(_WHOLE_S)
 
-    def begin(self, request_id: str, num_prompt: int) -> RequestTimes:
-        """Count a request that is sent to the engine, and start its times."""
+    def begin(self, request: GenerationRequest, *, num_known: int = 0) -> RequestTimes:
+        """Count a request that is sent to the engine, and start its times. num_known: tokens that it is thought to have cached."""
+        num_prompt = len(request.prompt_token_ids)
+        times = RequestTimes(request.request_id, num_prompt, max(1, num_prompt - num_known))
         self.num_open += 1
-        return RequestTimes(request_id, num_prompt)
+        self.num_unstarted += 1
+        self.num_begun += 1
+        self.num_ahead += times.num_ahead
+        return times
 
     def add(self, times: RequestTimes, output: RequestOutput, now_s: float) -> None:
         """Count and time one output of a request. now_s: when it came, by the monotonic clock."""
@@ -88,6 +104,9 @@ class RequestMeter:
             self.ttft.add(now_s - times.began_s)
             self.queued.add(output.queued_s)
             self.prefill.add(now_s - times.began_s - output.queued_s)
+            self.num_unstarted -= 1
+            self.num_ahead += 1 - times.num_ahead
+            times.num_ahead = 1
             self.num_prompt += times.num_prompt
             self.num_cached += output.num_cached_tokens
         times.last_s = now_s
@@ -104,7 +123,7 @@ class RequestMeter:
             return
         times.reason = reason
         times.last_s = times.last_s or time.monotonic()
-        self.num_open -= 1
+        self._leave(times)
         self.ended[reason] += 1
         if reason in ("stop", "length"):
             self.e2e.add(times.last_s - times.began_s)
@@ -115,30 +134,45 @@ class RequestMeter:
     def reject(self, times: RequestTimes) -> None:
         """Count a request that the engine did not take."""
         times.reason = "rejected"
-        self.num_open -= 1
+        self._leave(times)
         self.num_rejected += 1
 
+    def _leave(self, times: RequestTimes) -> None:
+        self.num_open -= 1
+        self.num_unstarted -= not times.first_s
+        self.num_ahead -= times.num_ahead
 
-class Snapshot(NamedTuple):
-    """Everything that metrics are made of, at one moment. facts: None while the model is loading. answered: by route and status.
 
-    num_restarts: of engines that had ended.
-    """
+class EngineNow(NamedTuple):
+    """One engine at one moment. num_restarts: how often it was started again."""
 
-    facts: EngineFacts | None
+    facts: EngineFacts
     stats: EngineStats
     meter: RequestMeter
-    manifest: Manifest
-    answered: Counter[tuple[str, int]]
-    num_restarts: int = 0
+    num_restarts: int
 
 
-def families(now: Snapshot) -> Iterator[Metric]:
-    """Every metric, as prometheus_client writes them."""
-    yield from _http(now)
-    yield _info("enginery:plugin", "A plugin that is loaded.", _plugins(now.manifest))
-    if now.facts is None:
-        return
+def families(engines: Sequence[EngineNow], manifest: Manifest, answered: Counter[tuple[str, int]]) -> Iterator[Metric]:
+    """Every metric, as prometheus_client writes them. engines: none while the model is loading. answered: by route and status."""
+    yield from _http(answered)
+    yield _info("enginery:plugin", "A plugin that is loaded.", _plugins(manifest))
+    yield from by_engine([_of_engine(engine) for engine in engines])
+
+
+def by_engine(every: Sequence[Iterable[Metric]]) -> list[Metric]:
+    """The metrics of all engines as one family of each name; of several, with the label `engine`, their number, as vLLM has it."""
+    if len(every) == 1:
+        return list(every[0])
+    found: dict[str, Metric] = {}
+    for number, metrics in enumerate(every):
+        for metric in metrics:
+            samples = [sample._replace(labels={**sample.labels, "engine": str(number)}) for sample in metric.samples]
+            metric.samples = []
+            found.setdefault(metric.name, metric).samples += samples
+    return list(found.values())
+
+
+def _of_engine(now: EngineNow) -> Iterator[Metric]:
     name = now.facts.model_name
     for kind, told in ((GaugeMetricFamily, _gauges(now)), (CounterMetricFamily, _counters(now))):
         for title, text, value in told:
@@ -164,8 +198,7 @@ def families(now: Snapshot) -> Iterator[Metric]:
     yield from _engine_info(now.facts, now.stats)
 
 
-def _gauges(now: Snapshot) -> Iterator[tuple[str, str, float]]:
-    assert now.facts is not None
+def _gauges(now: EngineNow) -> Iterator[tuple[str, str, float]]:
     stats, full = now.stats, _pages(now)[FULL]
     yield "vllm:num_requests_running", "Requests in the running batch.", stats.num_running
     yield "vllm:num_requests_waiting", "Requests that wait to run.", stats.num_waiting
@@ -180,14 +213,13 @@ def _gauges(now: Snapshot) -> Iterator[tuple[str, str, float]]:
     yield "enginery:requests_open", "Requests that clients wait for.", now.meter.num_open
 
 
-def _pages(now: Snapshot) -> Mapping[str, PageCounts]:
+def _pages(now: EngineNow) -> Mapping[str, PageCounts]:
     """By kind of memory, `full` always; as the model has been loaded."""
-    assert now.facts is not None
     stats = now.stats
     return stats.pages or {FULL: PageCounts(free=stats.free_pages, cached=stats.cached_pages, total=now.facts.num_pages)}
 
 
-def _memory(now: Snapshot) -> Iterator[Metric]:
+def _memory(now: EngineNow) -> Iterator[Metric]:
     """The pages of each kind of memory."""
     family = GaugeMetricFamily("enginery:memory_pages", "Pages, by kind of memory: all, free, cached.", labels=["kind", "pages"])
     for kind, counts in _pages(now).items():
@@ -196,7 +228,7 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     yield family
 
 
-def _counters(now: Snapshot) -> Iterator[tuple[str, str, float]]:
+def _counters(now: EngineNow) -> Iterator[tuple[str, str, float]]:
     stats, meter = now.stats, now.meter
     yield "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", meter.num_prompt
     yield "vllm:prefix_cache_hits", "Prompt tokens found there.", meter.num_cached
@@ -247,11 +279,11 @@ def _histogram(title: str, text: str, model: str, *, bounds: tuple[float, ...], 
     return family
 
 
-def _http(now: Snapshot) -> Iterator[Metric]:
-    answered = CounterMetricFamily("enginery:http_requests", "HTTP requests, by route and status.", labels=["route", "status"])
-    for (route, status), count in now.answered.items():
-        answered.add_metric([route, str(status)], count)
-    yield answered
+def _http(answered: Counter[tuple[str, int]]) -> Iterator[Metric]:
+    requests = CounterMetricFamily("enginery:http_requests", "HTTP requests, by route and status.", labels=["route", "status"])
+    for (route, status), count in answered.items():
+        requests.add_metric([route, str(status)], count)
+    yield requests
 
 
 def _engine_info(facts: EngineFacts, stats: EngineStats) -> Iterator[Metric]:

@@ -1,0 +1,35 @@
+"""Which of several replicas a request goes to. Pure: what is known of the replicas comes in, and a number goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Standing(NamedTuple):
+    """A replica as one request meets it.
+
+    serves: whether it takes requests. is_silent: it has said nothing for long. is_full: its queue has no room. waiting: tokens that
+    it has yet to compute; a request that decodes has one. cached: tokens of the request's prompt that it has already. num_sent:
+    requests that it was ever sent.
+    """
+
+    serves: bool
+    is_silent: bool
+    is_full: bool
+    waiting: int
+    cached: int
+    num_sent: int
+
+
+def choose(num_prompt: int, standings: Sequence[Standing]) -> int | None:
+    """The place of the replica that comes to the end of a prompt of so many tokens with the least work. None: none serves.
+
+    A silent or a full one only if all are. Of equals the one that was sent less, so that their caches differ; then the first.
+    """
+
+    def work(place: int) -> tuple[bool, bool, int, int, int]:
+        found = standings[place]
+        return found.is_silent, found.is_full, found.waiting + max(1, num_prompt - found.cached), found.num_sent, place
+
+    return min((place for place, found in enumerate(standings) if found.serves), key=work, default=None)

@@ -1,0 +1,65 @@
+"""The counters of several engines as those of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Final
+
+from enginery.contracts.engine import DraftCounts, EngineStats, KernelState
+from enginery.contracts.schedule import PageCounts
+
+_SUMMED: Final = tuple(field.name for field in dataclasses.fields(EngineStats) if field.type in ("int", "float"))
+
+
+def total(every: Sequence[EngineStats]) -> EngineStats:
+    """All together. Of one engine it is what that engine said."""
+    if len(every) == 1:
+        return every[0]
+    return dataclasses.replace(
+        _summed(every),
+        steps_by_size=_by_place(stats.steps_by_size for stats in every),
+        attn_backend="+".join(sorted({stats.attn_backend for stats in every} - {""})),
+        steps_by_backend=dict(sum((Counter(stats.steps_by_backend) for stats in every), Counter[str]())),
+        kernels=_kernels([stats.kernels for stats in every]),
+        pages=_pages([stats.pages for stats in every]),
+        drafts=_drafts([stats.drafts for stats in every]),
+    )
+
+
+def _summed(every: Sequence[EngineStats]) -> EngineStats:
+    return dataclasses.replace(every[0], **{name: sum(vars(stats)[name] for stats in every) for name in _SUMMED})
+
+
+def _by_place(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
+
+
+def _kernels(every: Sequence[KernelState]) -> KernelState:
+    names = dict.fromkeys(name for state in every for name in state.compiling)
+    seconds, failures = max(state.seconds for state in every), (state.failure for state in every if state.failure)
+    return KernelState(compiling=tuple(names), seconds=seconds, failure=next(failures, ""))
+
+
+def _pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts]:
+    kinds = dict.fromkeys(kind for pages in every for kind in pages)
+    return {
+        kind: PageCounts(
+            free=sum(pages[kind].free for pages in every if kind in pages),
+            cached=sum(pages[kind].cached for pages in every if kind in pages),
+            total=sum(pages[kind].total for pages in every if kind in pages),
+        )
+        for kind in kinds
+    }
+
+
+def _drafts(every: Sequence[DraftCounts]) -> DraftCounts:
+    return DraftCounts(
+        verifications=sum(counts.verifications for counts in every),
+        told=sum(counts.told for counts in every),
+        drafted=sum(counts.drafted for counts in every),
+        accepted=sum(counts.accepted for counts in every),
+        by_position=_by_place(counts.by_position for counts in every),
+    )

@@ -1,0 +1,310 @@
+"""Several engines behind one front: where requests go, what is told of them, and what is lost when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import psutil
+import pytest
+from fake_engine import HELD
+from prometheus_client.parser import text_string_to_metric_families
+from running import PATIENCE_S, SERVER, get, serving, started, wait_until
+
+from enginery.config.schema import EngineOptions, HostShare
+from enginery.contracts.engine import DraftCounts, EngineStats, KernelState
+from enginery.contracts.schedule import PageCounts
+from enginery.errors import ConfigError
+from enginery.llm.keyword_options import engine_options
+from enginery.serve.engine.messages import Flush, Profile
+from enginery.serve.engine.replica_options import replica_options
+from enginery.serve.engine.sent_prefixes import block_hashes
+from enginery.serve.engine.totals import total
+from enginery.worker import device
+
+KILLED = "the engine's process was killed by SIGKILL"
+
+
+def sent(live) -> list[int]:
+    """Requests that each replica was sent."""
+    return [replica.client.meter.num_begun for replica in live.service.engine.replicas]
+
+
+def open_ones(live) -> list[int]:
+    return [replica.client.meter.num_open for replica in live.service.engine.replicas]
+
+
+def held(live, prompt: list[int], **body: object) -> asyncio.Task:
+    """A stream that goes on for long, once it has begun."""
+    return asyncio.create_task(live.complete(prompt, stream=True, max_tokens=400, ignore_eos=True, seed=HELD, **body))
+
+
+async def labelled(live, name: str) -> dict[str, float]:
+    text = (await live.http.get("/metrics")).text
+    every = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {sample.labels["engine"]: sample.value for sample in every if sample.name == name}
+
+
+def test_prompts_that_share_nothing_are_spread_and_equal_ones_go_where_they_were(with_server):
+    async def scenario(live):
+        prompts = [[number] * 200 for number in range(2, 6)]
+        for prompt in prompts:
+            await live.complete(prompt, max_tokens=2)
+        assert sent(live) == [2, 2]
+        for _ in range(3):
+            await live.complete([*prompts[1], 7, 8], max_tokens=2)
+        assert sent(live) == [2, 5]
+        await live.complete([*prompts[1], 7, 8], max_tokens=2, cache_salt="another")
+        assert sent(live) == [3, 5], "it shares nothing, and goes to the one that was sent less"
+
+    with_server(scenario, dp=2)
+
+
+def test_load_outweighs_a_prefix(with_server):
+    """A held request of 400 tokens decodes, which is one token; before it began it is all that are not cached."""
+
+    async def scenario(live):
+        await live.complete([3] * 128, max_tokens=1)
+        engine = live.service.engine
+        os.kill(engine.replicas[0].client.child.pid, signal.SIGSTOP)
+        waiting = [asyncio.create_task(live.complete([3] * 128 + [5] * 100, max_tokens=1))]
+        await live.until(lambda: sent(live) == [2, 0])
+        waiting.append(asyncio.create_task(live.complete([3] * 128 + [6] * 100, max_tokens=1)))
+        await live.until(lambda: sent(live) == [3, 0])
+        assert engine.replicas[0].client.meter.num_ahead == 200
+        waiting.append(asyncio.create_task(live.complete([3] * 128 + [7] * 100, max_tokens=1)))
+        await live.until(lambda: sent(live) == [3, 1])
+        os.kill(engine.replicas[0].client.child.pid, signal.SIGCONT)
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
+        assert [replica.client.meter.num_ahead for replica in engine.replicas] == [0, 0]
+        assert [replica.client.meter.num_unstarted for replica in engine.replicas] == [0, 0]
+
+    with_server(scenario, dp=2)
+
+
+def test_one_body_s_prompts_are_spread_and_its_choices_stay_together(with_server):
+    async def scenario(live):
+        answer = await live.complete([[2] * 20, [3] * 20, [4] * 20, [5] * 20], max_tokens=30, n=3)
+        assert sent(live) == [6, 6]
+        choices = answer.json()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(12))
+        assert (await live.complete([[6] * 20, [7] * 600], max_tokens=1)).status_code == 400
+        assert open_ones(live) == [0, 0]
+
+    with_server(scenario, dp=2)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_kill_under_load_ends_its_own_streams_alone(with_server, restarts):
+    async def scenario(live):
+        streams = [held(live, [number] * 90) for number in range(2, 8)]
+        replicas = live.service.engine.replicas
+        await live.until(lambda: sum(replica.client.meter.num_output for replica in replicas) >= 6 * 90)
+        assert open_ones(live) == [3, 3]
+        os.kill(replicas[1].client.child.pid, signal.SIGKILL)
+        await live.until(lambda: not replicas[1].client.child.is_running)
+        answers = await asyncio.gather(*(live.complete([10 + number] * 90, max_tokens=2) for number in range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4, "before it is known why it ended, too"
+        await live.until(lambda: open_ones(live) == [3, 0])
+        health = await live.http.get("/health/ready")
+        assert (health.status_code, health.json()["status"]) == (200, "ready")
+        assert health.json()["replicas"][0] == "ready"
+        assert restarts or health.json()["replicas"][1] == "dead"
+        assert (await live.complete([9] * 90, max_tokens=2)).status_code == 200
+        if restarts:
+            await live.until(lambda: replicas[1].state == "ready")
+            lost = [block_hashes([number] * 90, "", size=64) for number in range(2, 8)]
+            assert [replicas[1].prefixes.num_known(hashes) for hashes in lost] == [0] * 6
+        live.release()
+        texts = [(await stream).text for stream in streams]
+        assert [text.endswith("data: [DONE]\n\n") and KILLED not in text for text in texts].count(True) == 3
+        code = "engine_restarting" if restarts else "engine_died"
+        assert sum(KILLED in text and f'"{code}"' in text for text in texts) == 3
+        assert await labelled(live, "enginery:engine_restarts_total") == {"0": 0, "1": restarts}
+        assert await labelled(live, "enginery:requests_open") == {"0": 0, "1": 0}
+        before = sent(live)
+        await asyncio.gather(*(live.complete([20 + number] * 90, max_tokens=2) for number in range(8)))
+        gained = [now - then for now, then in zip(sent(live), before, strict=True)]
+        assert gained[1] == 0 if not restarts else gained[1] > 0
+        assert (await live.http.get("/server_info")).json()["replicas"][1]["state"] == ("ready" if restarts else "dead")
+
+    with_server(scenario, dp=2, restarts=restarts)
+
+
+def test_metrics_are_of_each_engine_and_add_up(with_server):
+    async def scenario(live):
+        await asyncio.gather(*(live.complete([number] * 70, max_tokens=4) for number in range(2, 8)))
+        await live.until(lambda: all(client.stats.drafts.told for client in live.service.engine.clients))
+        assert await labelled(live, "vllm:generation_tokens_total") == {"0": 12, "1": 12}
+        assert await labelled(live, "vllm:prompt_tokens_total") == {"0": 210, "1": 210}
+        assert await labelled(live, "vllm:time_to_first_token_seconds_count") == {"0": 3, "1": 3}
+        assert await labelled(live, "enginery:kv_pages") == {"0": 64, "1": 64}
+        assert set(await labelled(live, "enginery_engine_process_start_time_seconds")) == {"0", "1"}
+        text = (await live.http.get("/metrics")).text
+        names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+        assert len(names) == len(set(names))
+        progress = (await live.http.get("/health/progress")).json()
+        assert (progress["status"], progress["replicas"]) == ("idle", ["ready", "ready"])
+        assert progress["speculation"]["drafted_tokens"] == 40
+        info = (await live.http.get("/server_info")).json()
+        assert [replica["requests_sent"] for replica in info["replicas"]] == [3, 3]
+        assert info["engine"]["num_pages"] == 64
+
+    with_server(scenario, dp=2)
+
+
+def test_orders_go_to_all_that_serve(with_server):
+    async def scenario(live):
+        engine = live.service.engine
+        await live.complete([3] * 200, max_tokens=1)
+        assert len(engine.replicas[0].prefixes) == 3
+        assert await engine.order(Flush()) == "replica 0: 0 pages were freed; replica 1: 0 pages were freed"
+        assert len(engine.replicas[0].prefixes) == 0
+        stream = held(live, [4] * 90)
+        await live.until(lambda: sum(open_ones(live)) == 1)
+        (name,) = (times.request_id for client in engine.clients for times in client.open_requests)
+        assert await engine.abort(name)
+        assert "aborted by an administrator" in (await stream).text
+        assert not await engine.abort(name)
+        os.kill(engine.replicas[0].client.child.pid, signal.SIGKILL)
+        await live.until(lambda: engine.replicas[0].state == "dead")
+        assert await engine.order(Profile(3)) == "replica 1: the next 3 steps go to 3.json"
+
+    with_server(scenario, dp=2)
+
+
+def test_a_full_queue_on_one_sends_requests_to_the_other(with_server):
+    async def scenario(live):
+        for client in live.service.engine.clients:
+            os.kill(client.child.pid, signal.SIGSTOP)
+        tasks = [asyncio.create_task(live.complete([2] * 400, max_tokens=1)) for _ in range(4)]
+        await live.until(lambda: sum(sent(live)) == 4)
+        assert sent(live) == [2, 2]
+        for client in live.service.engine.clients:
+            os.kill(client.child.pid, signal.SIGCONT)
+        assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 4
+
+    with_server(scenario, dp=2, max_queued_requests=2)
+
+
+def engines_of(process) -> list[int]:
+    children = psutil.Process(process.pid).children()
+    return [child.pid for child in children if "fake_engine" in " ".join(child.cmdline()) and child.status() != "zombie"]
+
+
+def test_the_server_ends_with_the_last_engine_and_says_why(folder):
+    with started(folder, dp=3) as (process, url), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        first, second, last = engines_of(process)
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: client.get("/health").json()["replicas"] == ["ready", "dead", "ready"])
+        os.kill(last, signal.SIGKILL)
+        wait_until(lambda: client.get("/health").json()["replicas"] == ["ready", "dead", "dead"])
+        assert client.post("/v1/completions", json={"prompt": "hello world"}).status_code == 200
+        os.kill(first, signal.SIGTERM)  # which it leaves to its parent
+        os.kill(first, signal.SIGABRT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert "replica 1 has ended and is not started again, 2 of 3 are left" in err
+    assert "replica 2 has ended and is not started again, 1 of 3 are left" in err
+    assert process.returncode == 1
+    assert err.strip().splitlines()[-1] == "engine: the engine's process was killed by SIGABRT"
+
+
+def test_one_that_does_not_start_ends_the_start(folder):
+    command = [sys.executable, SERVER, str(folder), "0", "broken", "1", json.dumps({"dp": 2, "restarts": 1})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "engine: the weights are gone; fetch them again")
+
+
+def test_each_has_a_number_files_and_a_share_of_its_own():
+    asked = EngineOptions(profile_file="a/steps.json", record_steps=(3, "kept"), dp_rank=4)
+    assert replica_options(asked, 1) == [(asked, None)]
+    first, second = replica_options(asked, 2)
+    assert (first[0].dp_rank, second[0].dp_rank) == (4, 5)
+    assert (second[0].profile_file, second[0].record_steps) == ("a/steps-1.json", (3, "kept-1"))
+    assert (second[1].index, second[1].count, second[1].host_bytes) == (1, 2, first[1].host_bytes)
+
+
+def test_a_share_of_a_cpu_is_part_of_its_threads_and_memory(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 9)
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 60)
+    asked, share = EngineOptions(device="cpu", memory_fraction=0.8), HostShare(index=1, count=2, host_bytes=100)
+    found = device.within_share(asked, share)
+    assert found.num_threads == 4
+    assert found.memory_fraction * 60 == pytest.approx(0.8 * 50), "as at first, where others have taken their part meanwhile"
+    assert device.within_share(dataclasses.replace(asked, num_threads=3), share).num_threads == 3
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 40)
+    assert device.within_share(asked, share).memory_fraction == 0.8
+
+
+def test_gpus_are_given_out_by_number_and_too_few_are_refused(monkeypatch):
+    def own(index: int, num_gpus: int = 4, visible: str | None = None, **options: object) -> list[str]:
+        share = HostShare(index=index, count=2, host_bytes=1)
+        return device.own_gpus(EngineOptions(**options), share, num_gpus, visible)
+
+    assert [own(index) for index in range(2)] == [["0"], ["1"]]
+    assert [own(index, tp=2, device="cuda") for index in range(2)] == [["0", "1"], ["2", "3"]]
+    assert own(1, visible="GPU-a,GPU-b,5,6", tp=2) == ["5", "6"]
+    with pytest.raises(
+        ConfigError, match=r"--dp 2 needs 4 GPUs, 2 for each replica, but there are 3; lower --dp, or use --device cpu"
+    ):
+        own(0, 3, tp=2)
+    with pytest.raises(ConfigError, match="device is 'cuda:1', but --dp 2"):
+        own(0, device="cuda:1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert device.within_share(EngineOptions(), HostShare(index=1, count=2, host_bytes=1)).device == "cuda"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_counters_of_engines_add_up():
+    one = EngineStats(
+        num_running=2,
+        host_s=0.5,
+        steps_by_size=(1, 2),
+        attn_backend="a",
+        steps_by_backend={"a": 3},
+        kernels=KernelState(seconds=2.0),
+        pages={"full": PageCounts(free=1, cached=2, total=4)},
+        drafts=DraftCounts(told=3, by_position=(1,)),
+    )
+    both = total([one, dataclasses.replace(one, attn_backend="b", steps_by_backend={"b": 1, "a": 1}, steps_by_size=(1,))])
+    assert total([one]) is one
+    assert (both.num_running, both.host_s, both.steps_by_size, both.attn_backend) == (4, 1.0, (2, 2), "a+b")
+    assert both.steps_by_backend == {"a": 4, "b": 1}
+    assert both.pages == {"full": PageCounts(free=2, cached=4, total=8)}
+    assert (both.drafts.told, both.drafts.by_position, both.kernels.seconds) == (6, (2,), 2.0)
+
+
+def test_llm_says_what_there_is_instead():
+    with pytest.raises(ConfigError, match="run engine serve --dp N"):
+        engine_options("x", {"dp": 2}, owner="LLM")
+
+
+def test_the_embedded_model_is_served_by_two_engines():
+    prompt = "The first step of every request is "
+    with (
+        serving("--dp", "2", "--dtype", "float32", "--device", "cpu") as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
+    ):
+
+        def text(seed: int) -> str:
+            body = {"prompt": prompt * 8 + "x" * seed, "max_tokens": 8, "temperature": 0}
+            return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+        first = [text(seed) for seed in range(4)]
+        assert first == [text(seed) for seed in range(4)]
+        info = get(f"{url}/server_info").json()
+        assert len(info["replicas"]) == 2
+        assert sum(replica["requests_sent"] for replica in info["replicas"]) == 8
+        assert [replica["num_pages"] for replica in info["replicas"]] == [256, 256]
+        assert get(f"{url}/health/ready").json() == {"status": "ready", "replicas": ["ready", "ready"]}
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": ["hello "] * 2 + ["x"], "max_tokens": 40, "ignore_eos": True, "temperature": 5.0}
+        first, again = (choice["text"] for choice in client.post("/v1/completions", json=body).json()["choices"][:2])
+        assert first != again

@@ -18,6 +18,7 @@ from enginery.schedule.request import Request
 from enginery.schedule.scheduler import Scheduler
 from enginery.serve.engine.process import run
 from enginery.worker.runner import NO_CUTS, Launched, Runner, RunningStep
+from enginery.worker.sampling import mark_nan
 
 OUT_OF_MEMORY, NAN, RAISES, WRONG_SHAPE, WEDGE, BROKEN = range(70_001, 70_007)
 WEDGE_S = 4.0
@@ -52,6 +53,9 @@ class FaultyRunner(Runner):
             launched = launched._replace(logits=launched.logits[:, None, None])
         else:
             launched.logits[[seed == NAN for seed in seeds]] = float("nan")
+            if launched.forwarded.greedy is not None:  # a recorded step has looked already
+                best = launched.forwarded.greedy[: len(launched.logits)]
+                best.copy_(mark_nan(launched.logits, best))
         return super().sample(launched, sampling, cuts)
 
     def _sampling(self, step: StepInput) -> list[tuple[Request, Item]]:

@@ -79,8 +79,8 @@ def pairs() -> Iterator[list[Pair]]:
     made: list[Pair] = []
     yield made
     for pair in made:
-        pair.process.kill()
-        pair.process.wait()
+        with pair.process:  # closes its pipes
+            pair.process.kill()
 
 
 def pair_at(when: str, pairs: list[Pair], **options: object) -> Pair:

@@ -239,17 +239,18 @@ def _routed(replicas: Sequence[Replica], requests: Sequence[GenerationRequest]) 
     """Where each goes. One prompt's go together: they share its keys and values."""
     if len(replicas) == 1:
         return [Sent(replicas[0].client, request) for request in requests]
-    sent, places = list[Sent](), dict[tuple[tuple[int, ...], str], int]()
+    sent, routes = list[Sent](), dict[tuple[tuple[int, ...], str], tuple[int, list[bytes]]]()
     num_planned, tokens_planned = Counter[int](), Counter[int]()
-    size = block_tokens(replicas[0].client.options.page_size)
+    options = replicas[0].client.options
+    size = block_tokens(options.page_size)
     for request in requests:
         prompt, salt = request.prompt_token_ids, request.cache_salt
-        hashes = block_hashes(prompt, salt, size=size) if replicas[0].client.options.prefix_cache else []
-        place = places.get((prompt, salt))
-        if place is None:
+        if (route := routes.get((prompt, salt))) is None:
+            hashes = block_hashes(prompt, salt, size=size) if options.prefix_cache else []
             planned = [(num_planned[number], tokens_planned[number]) for number in range(len(replicas))]
             standings = [each.standing(hashes, size, plan) for each, plan in zip(replicas, planned, strict=True)]
-            place = places[prompt, salt] = choose(len(prompt), standings) or 0  # where none serves, the first says why
+            route = routes[prompt, salt] = choose(len(prompt), standings) or 0, hashes  # where none serves, the first says why
+        place, hashes = route
         replica = replicas[place]
         num_known = replica.prefixes.num_known(hashes) * size
         if (facts := replica.facts) is not None:

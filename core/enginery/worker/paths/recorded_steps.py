@@ -11,18 +11,12 @@ from typing import Final
 
 import torch
 
-from enginery.attention.relay import BackendRelay
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.plugin.loading import explain
 from enginery.worker.layout import has_pending
-from enginery.worker.paths.decode_graphs import Capture, CapturedStep, DecodeGraphs, GraphBuffers
-from enginery.worker.paths.results import ModelResults
+from enginery.worker.paths.decode_graphs import CapturedStep, DecodeGraphs
 from enginery.worker.sampling import NAN_TOKEN
-from enginery.worker.token_feed import TokenFeed
 
 _log: Final = logging.getLogger(__name__)
 
@@ -35,26 +29,14 @@ def recorded_sizes(max_requests: int) -> tuple[int, ...]:
 class RecordedSteps(DecodeGraphs):
     """Steps that verify are not recorded. `sizes` is empty once a step could not be recorded: all run eagerly from then on."""
 
-    def __init__(
-        self,
-        model: Model,
-        relay: BackendRelay,
-        *,
-        ops: OpTable,
-        feed: TokenFeed,
-        geometry: KVGeometry,
-        capture: Capture,
-        buffers: GraphBuffers,
-        results: ModelResults,
-    ) -> None:
-        super().__init__(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=results)
-        most = len(buffers.logits)
-        self.sizes = recorded_sizes(most)
-        self._firsts = torch.arange(most) * results.vocab_size  # of each row, among all logits
-        self._nan = torch.tensor([NAN_TOKEN])
+    _firsts: torch.Tensor  # of each row, among all logits
+    _nan: torch.Tensor
 
     def capture_first(self) -> None:
-        """Nothing: a start is no slower for it."""
+        """Make what every recording reads, and record nothing: a start is no slower for it."""
+        self.sizes = recorded_sizes(len(self.best))
+        self._firsts = torch.arange(len(self.best)) * self.results.vocab_size
+        self._nan = torch.tensor([NAN_TOKEN])
 
     def capture(self, size: int, length: int = 1) -> None:
         """Record a step, or note that none can be."""

@@ -51,6 +51,13 @@ class AttnCase:
         return (facts.sliding_window is not None) + (facts.softcap is not None) + facts.sinks + (facts.value_dim != facts.head_dim)
 
     @property
+    def leeway(self) -> float:
+        """How many times the errors of results that are rounded once are allowed. In chunks a delta rule solves triangular systems,
+        and rounds what it writes and the states between chunks, before the result is rounded."""
+        rule = self.facts.recurrent
+        return 2.0 if rule is not None and rule.rule == "delta" and self.dtype != "float32" else 1.0
+
+    @property
     def traits(self) -> dict[str, str]:
         """What it is about, by name, without what a plain layer has not got."""
         facts = self.facts

@@ -128,7 +128,7 @@ def another_process(subject: Subject, case: AttnCase) -> None:
     if done.returncode:
         raise BrokenRule(f"a new process ends with status {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}")
     there = [torch.tensor(rows) for rows in json.loads(done.stdout.splitlines()[-1])]
-    compare(there, run_claimed(subject, case), dtype=case.dtype, what="in a new process")
+    compare(there, run_claimed(subject, case), dtype=case.dtype, leeway=case.leeway, what="in a new process")
 
 
 def run_claimed(subject: Subject, case: AttnCase) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ _SIZES: Final = "Take lengths from q_lens_cpu and kv_lens_cpu of each request, n
 
 def _equals_formula(bench: Workbench, turns: list[Turn], phase: Phase, what: str = "") -> None:
     expected = [bench.expected(turn) for turn in turns]
-    compare(bench.run(turns, phase), expected, dtype=bench.case.dtype, what=f"{phase}{what}")
+    compare(bench.run(turns, phase), expected, dtype=bench.case.dtype, leeway=bench.case.leeway, what=f"{phase}{what}")
 
 
 @rule(covering_cases, f"{_PAGES} Claim only what works.")
@@ -96,7 +96,7 @@ def padded_equals_unpadded(subject: Subject, case: AttnCase) -> None:
         for ((requests, tokens), bench), (_, same) in zip(benches.items(), others, strict=True):
             batch = bench.pad(bench.batch(same, phase), requests=requests, tokens=tokens)
             what = f"{phase} with {requests} requests and {tokens} tokens of padding"
-            compare(bench.plan_and_attend(batch, same), expected, dtype=case.dtype, what=what)
+            compare(bench.plan_and_attend(batch, same), expected, dtype=case.dtype, leeway=case.leeway, what=what)
 
 
 @rule(wrapped_cases, "A row's position is kv_len - q_len + its place; what is cached is seen by every row.")
@@ -110,7 +110,8 @@ def chunked_equals_whole(subject: Subject, case: AttnCase) -> None:
         out = bench.run([*bench.turns([(5, 4)]), Turn(again, first, last - first)], Phase.PREFILL)
         parts.append(out[1])
     at_once = bench.run([whole], Phase.PREFILL)
-    compare([torch.cat(parts)], at_once, dtype=case.dtype, what="a prompt of 61 tokens in chunks of 16, 29 and 16")
+    what = "a prompt of 61 tokens in chunks of 16, 29 and 16"
+    compare([torch.cat(parts)], at_once, dtype=case.dtype, leeway=case.leeway, what=what)
 
 
 @rule(wrapped_cases, "Read keys by the page table only; pages may be shared.")
@@ -231,7 +232,7 @@ def _advance_drafts(bench: Workbench, batch: ForwardBatch, verified: _Verified) 
     bench.call(inputs, batch, batch.plan, out[1:-1])
     found = [rows[:count] for rows, count in zip(bench.rows_of(out, turns), standing, strict=True)]
     wanted = [bench.expected(turn)[:count] for turn, count in zip(turns, standing, strict=True)]
-    compare(found, wanted, dtype=bench.case.dtype, what=f"{batch.phase} of {_VERIFIED} rows")
+    compare(found, wanted, dtype=bench.case.dtype, leeway=bench.case.leeway, what=f"{batch.phase} of {_VERIFIED} rows")
 
 
 def _check_unmoved(bench: Workbench, before: list[torch.Tensor], turns: Sequence[Turn], pages: Sequence[int], what: str) -> None:

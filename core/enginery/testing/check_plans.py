@@ -53,7 +53,7 @@ def plan_a_plan_b_run_a(subject: Subject, case: AttnCase) -> None:
                 [bench.expected(turn) for turn in turns[index]],
                 f"{phase}, batch {'AB'[index]} after both were planned",
             )
-            compare(bench.attend(batches[index], turns[index]), expected, dtype=case.dtype, what=what)
+            compare(bench.attend(batches[index], turns[index]), expected, dtype=case.dtype, leeway=case.leeway, what=what)
 
 
 @rule(leaf_cases, "Begin attend and advance with covering_plan(plan, batch, YourPlan, backend=self.backend_id).")
@@ -158,7 +158,7 @@ def captured_equals_eager(subject: Subject, case: AttnCase) -> None:
         with torch.inference_mode():
             graph.replay()
         expected, what = [bench.expected(turn) for turn in turns], f"a graph of {_GRAPH_SIZE} requests replayed for {len(turns)}"
-        compare(bench.rows_of(whole, turns), expected, dtype=case.dtype, what=what)
+        compare(bench.rows_of(whole, turns), expected, dtype=case.dtype, leeway=case.leeway, what=what)
 
 
 def _capture_of(subject: Subject) -> Capture:

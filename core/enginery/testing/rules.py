@@ -81,9 +81,9 @@ def fault_of(error: Exception) -> Fault:
     return Fault.DTYPE if "dtype" in text or "scalar type" in text else Fault.CRASH
 
 
-def compare(out: Iterable[torch.Tensor], expected: Sequence[torch.Tensor], *, dtype: str, what: str) -> None:
-    """Request by request. Raises `BrokenRule` with the largest error."""
-    allowed = TOLERANCES[dtype]
+def compare(out: Iterable[torch.Tensor], expected: Sequence[torch.Tensor], *, dtype: str, what: str, leeway: float = 1.0) -> None:
+    """Request by request. leeway: how many times what is allowed. Raises `BrokenRule` with the largest error."""
+    allowed = TOLERANCES[dtype] * leeway
     for index, (got, wanted) in enumerate(zip(out, expected, strict=True)):
         if got.shape != wanted.shape:
             raise BrokenRule(

@@ -25,6 +25,7 @@ def _by_token(
 ) -> Any:
     """What the kernels compute, in float32, with their arguments. decay: [1, S, H] or [1, S, H, K]."""
     assert given["state_v_first"]
+    assert given["output_final_state"]
     group = v.shape[2] // q.shape[2]
     q, k, v = (part[0].float() for part in (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), v))
     if beta is not None:
@@ -32,6 +33,9 @@ def _by_token(
     out, after = torch.empty_like(v), given["initial_state"].clone()
     bounds = given["cu_seqlens_cpu"].tolist()
     assert bounds == given["cu_seqlens"].tolist()
+    counts = [-(-(last - first) // 64) for first, last in itertools.pairwise(bounds)]
+    chunks = [[request, place] for request, count in enumerate(counts) for place in range(count)]
+    assert given["chunk_indices"].tolist() == chunks
     for request, (first, last) in enumerate(itertools.pairwise(bounds)):
         state = after[request]
         for row in range(first, last):
@@ -43,7 +47,6 @@ def _by_token(
 
 
 def delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **given: Any) -> Any:
-    assert given["use_qk_l2norm_in_kernel"]
     return by_token(q, k, v, g, beta, given)
 
 

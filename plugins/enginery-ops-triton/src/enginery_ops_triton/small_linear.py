@@ -29,12 +29,13 @@ class MatvecShape:
 
 @dataclass(frozen=True, kw_only=True)
 class FewRowsShape:
-    """Outputs and columns of a program's block, programs that share the columns, blocks in flight."""
+    """Outputs and columns of a program's block, programs that share the columns, blocks in flight, warps."""
 
     block_n: int
     block_k: int
     split: int
     stages: int
+    num_warps: int = 4
 
 
 def matvec_shape(columns: int) -> MatvecShape:
@@ -146,14 +147,14 @@ class FewRows:
             weight.stride(0),
             outputs,
             COLUMNS=columns,
-            BLOCK_M=FEW_ROWS,
+            BLOCK_M=max(FEW_ROWS, next_power_of_2(num_rows)),
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
             SPLIT=shape.split,
             STAGES=shape.stages,
             BIAS=self.bias is not None,
             CHAINED=self.dependent_launch,
-            num_warps=4,
+            num_warps=shape.num_warps,
             launch_pdl=self.dependent_launch,
         )
         return out

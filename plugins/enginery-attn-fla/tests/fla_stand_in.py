@@ -24,8 +24,6 @@ def _by_token(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None, given: dict[str, Any]
 ) -> Any:
     """What the kernels compute, in float32, with their arguments. decay: [1, S, H] or [1, S, H, K]."""
-    assert given["state_v_first"]
-    assert given["output_final_state"]
     group = v.shape[2] // q.shape[2]
     q, k, v = (part[0].float() for part in (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), v))
     if beta is not None:
@@ -36,6 +34,7 @@ def _by_token(
     counts = [-(-(last - first) // 64) for first, last in itertools.pairwise(bounds)]
     chunks = [[request, place] for request, count in enumerate(counts) for place in range(count)]
     assert given["chunk_indices"].tolist() == chunks
+    assert given["chunk_offsets"].tolist() == [0, *itertools.accumulate(counts)]
     for request, (first, last) in enumerate(itertools.pairwise(bounds)):
         state = after[request]
         for row in range(first, last):
@@ -56,7 +55,7 @@ def simple_gla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Any = None,
 
 def stand_in(context: BackendContext) -> Any:
     from enginery_attn_fla.backend import ChunkedAttention
-    from enginery_attn_fla.chunks import Kernels
+    from enginery_attn_fla.kernels import Kernels
 
     return ChunkedAttention(context, Kernels(delta, delta, simple_gla))
 

@@ -16,6 +16,6 @@ def create_attn_backend(name: str, context: BackendContext) -> AttnBackend | Non
     if name != FLA.name:
         return None
     from enginery_attn_fla.backend import ChunkedAttention
-    from enginery_attn_fla.chunks import load_kernels
+    from enginery_attn_fla.kernels import load_kernels
 
     return ChunkedAttention(context, load_kernels())

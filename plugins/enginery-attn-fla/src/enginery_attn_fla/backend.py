@@ -10,7 +10,8 @@ import torch
 from enginery.api import BackendContext, ForwardBatch, ForwardPlan, LayerSpec, covering_plan, hookimpl
 from enginery_attn_delta.backend import DeltaAttention, convolve_rows, facts_of, recur_rows
 from enginery_attn_delta.plan import DeltaPlan
-from enginery_attn_fla.chunks import Chunks, Kernels, can_chunk, chunk_indices, run_chunks
+from enginery_attn_fla.chunks import Chunks, can_chunk, chunk_places, run_chunks
+from enginery_attn_fla.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,12 +85,11 @@ def _plan_chunks(batch: ForwardBatch, device: torch.device) -> Chunks:
     writes = batch.states.writes_cpu[first:].numpy()[has_rows]
     reads = np.where(fresh, writes, batch.states.reads_cpu[first:].numpy()[has_rows])  # a page that is there; it is cleared
     first_rows = np.concatenate(([0], np.cumsum(lengths)))
-    indices = chunk_indices(lengths.astype(np.int64))
-    parts = (first_rows, reads, writes, fresh, indices.reshape(-1))
+    indices, offsets = chunk_places(lengths.astype(np.int64))
+    parts = (first_rows, reads, writes, fresh, offsets, indices.reshape(-1))
     host = torch.empty(sum(len(part) for part in parts), dtype=torch.int64, pin_memory=device.type == "cuda")
     host.numpy()[:] = np.concatenate(parts)
-    count = len(lengths)
-    on_device = host.to(device, non_blocking=True).split_with_sizes([count + 1, count, count, count, indices.size])
+    on_device = host.to(device, non_blocking=True).split_with_sizes([len(part) for part in parts])
     return Chunks(
         rows=slice(first, first + int(first_rows[-1])),
         first_rows=on_device[0],
@@ -97,5 +97,6 @@ def _plan_chunks(batch: ForwardBatch, device: torch.device) -> Chunks:
         reads=on_device[1],
         writes=on_device[2],
         fresh=on_device[3].bool().view(-1, 1, 1, 1),
-        indices=on_device[4].view(-1, 2),
+        indices=on_device[5].view(-1, 2),
+        offsets=on_device[4],
     )

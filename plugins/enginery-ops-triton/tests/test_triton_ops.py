@@ -10,7 +10,7 @@ from enginery.api import OpNeeds
 from enginery.nn import reference_ops
 from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.small_linear import FEW_ROWS, FewRows, FewRowsShape, Matvec, MatvecShape
+from enginery_ops_triton.small_linear import FEW_ROWS, MOST_ROWS, FewRows, FewRowsShape, Matvec, MatvecShape
 from enginery_ops_triton.spec import TRITON
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -219,7 +219,7 @@ def test_gated_silu_equals_the_reference(dtype: torch.dtype, shape: tuple[int, .
 @pairwise(
     ("dtype", DTYPES),
     ("bias", [False, True]),
-    ("rows", [0, 1, 3, FEW_ROWS, FEW_ROWS + 1]),
+    ("rows", [0, 1, 3, FEW_ROWS, FEW_ROWS + 1, MOST_ROWS + 1]),
     ("columns, outputs", [(256, 96), (17, 5), (5, 3), (1000, 33)]),
 )
 def test_linear_equals_the_reference(dtype: torch.dtype, bias: bool, rows: int, columns: int, outputs: int, device: str) -> None:
@@ -246,18 +246,30 @@ def test_a_matrix_vector_product_equals_the_reference_whatever_its_blocks(
         close(product(x), reference_ops.bind_linear(weight, bias)(x))
 
 
-@pytest.mark.parametrize("split", [1, 2, 5])
+@pytest.mark.parametrize(("split", "rows"), [(1, 40), (2, 5), (5, 17)])
 @pytest.mark.parametrize("columns", [640, 600])
-def test_a_split_product_is_the_same_each_time(split: int, columns: int, device: str) -> None:
+def test_a_split_product_is_the_same_each_time(split: int, rows: int, columns: int, device: str) -> None:
     torch.manual_seed(0)
     weight = random(50, columns, dtype=torch.bfloat16, device=device, scale=columns**-0.5)
-    x, bias = (random(*shape, dtype=torch.bfloat16, device=device) for shape in ((5, columns), (50,)))
+    x, bias = (random(*shape, dtype=torch.bfloat16, device=device) for shape in ((rows, columns), (50,)))
     shape = FewRowsShape(block_n=16, block_k=64, split=split, stages=3)
     product = FewRows(weight, bias, shape, dependent_launch=ops(device).dependent_launch)
     first = product(x)
     close(first, reference_ops.bind_linear(weight, bias)(x))
     for _ in range(3):
         assert torch.equal(product(x), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "columns"), [(4096, 4096), (6144, 4096), (4096, 14336), (5120, 2880), (2880, 4096)])
+@pytest.mark.parametrize("rows", [2, 16, 17, 32, 33, 64])
+def test_products_of_models_equal_the_reference(outputs: int, columns: int, rows: int, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("these are too large for the interpreter")
+    torch.manual_seed(0)
+    weight = random(outputs, columns, dtype=torch.bfloat16, device=device, scale=columns**-0.5)
+    x = random(rows, columns, dtype=torch.bfloat16, device=device)
+    close(ops(device).bind_linear(weight, None)(x), reference_ops.bind_linear(weight, None)(x))
 
 
 def test_other_inputs_go_to_torch(device: str) -> None:

@@ -14,7 +14,7 @@ from enginery_ops_triton.kernels.launch import next_power_of_2
 
 MATVEC_ROWS: Final = 1
 FEW_ROWS: Final = 16
-FEW_ROWS_OUTPUTS: Final = 4096  # beyond, cuBLAS keeps the memory as busy
+MOST_ROWS: Final = 64
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
 
 
@@ -29,13 +29,12 @@ class MatvecShape:
 
 @dataclass(frozen=True, kw_only=True)
 class FewRowsShape:
-    """Outputs and columns of a program's block, programs that share the columns, blocks in flight, warps."""
+    """Outputs and columns of a program's block, programs that share the columns, blocks in flight."""
 
     block_n: int
     block_k: int
     split: int
     stages: int
-    num_warps: int = 4
 
 
 def matvec_shape(columns: int) -> MatvecShape:
@@ -48,12 +47,26 @@ def matvec_shape(columns: int) -> MatvecShape:
     return MatvecShape(block_n=8192 // block_k, block_k=block_k, num_warps=8)
 
 
-def few_rows_shape(columns: int) -> FewRowsShape:
-    """From the same sweep. Up to 3072 columns a program has one block, which is on its way before x is there."""
-    if columns <= 3072:
+def few_rows_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> FewRowsShape | None:
+    """From docs/benchmarks/kernels-few-rows.json: what is fastest keeps all programs on the device at once. None: cuBLAS is.
+
+    For up to `FEW_ROWS` rows a multiprocessor has room for two programs with three blocks in flight, or three with two. More rows
+    leave room for one with five.
+    """
+    if columns <= 3072 and outputs <= 4096:  # a program has one block, which is on its way before x is there
         block_k = min(512, next_power_of_2(columns))
-        return FewRowsShape(block_n=32, block_k=block_k, split=-(-columns // block_k), stages=3)
-    return FewRowsShape(block_n=32, block_k=256, split=4, stages=3)
+        split = -(-columns // block_k)
+        return FewRowsShape(block_n=32, block_k=block_k, split=split, stages=3) if rows <= FEW_ROWS else None
+    if rows <= FEW_ROWS and columns > 2048:
+        programs = -(-outputs // 64) * 4
+        stages = 3 if programs <= 2 * multiprocessors else 2
+        return FewRowsShape(block_n=64, block_k=256, split=4, stages=stages) if programs <= 3 * multiprocessors else None
+    programs = -(-outputs // 32)
+    if not FEW_ROWS < rows <= MOST_ROWS or not multiprocessors * 3 // 4 <= programs <= multiprocessors or columns < 4096:
+        return None
+    if rows <= 32:
+        return FewRowsShape(block_n=32, block_k=256, split=1, stages=5)
+    return FewRowsShape(block_n=64, block_k=128, split=2, stages=5)
 
 
 def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, dependent_launch: bool) -> LinearFn:
@@ -63,17 +76,28 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         return _plain(weight, bias)
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != weight.dtype):
         return _plain(weight, bias)
-    few_rows_up_to = MATVEC_ROWS if weight.dtype is torch.float32 or outputs > FEW_ROWS_OUTPUTS else FEW_ROWS
-    matvec = Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
-    few_rows = FewRows(weight, bias, few_rows_shape(columns), dependent_launch=dependent_launch)
+    by_rows: dict[int, Matvec | FewRows] = {  # the most rows of each
+        MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
+    }
+    for most in (FEW_ROWS, 32, MOST_ROWS) if weight.dtype is not torch.float32 else ():
+        if shape := few_rows_shape(outputs, columns, most, multiprocessors=_multiprocessors(weight.device)):
+            by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
+    most_rows = max(by_rows)
 
     def bound(x: torch.Tensor) -> torch.Tensor:
         num_rows = x.shape[0]
-        if x.dim() != 2 or x.stride(1) != 1 or x.dtype != weight.dtype or not 0 < num_rows <= few_rows_up_to:
-            return F.linear(x, weight, bias)
-        return matvec(x) if num_rows <= MATVEC_ROWS else few_rows(x)
+        if x.dim() == 2 and x.stride(1) == 1 and x.dtype == weight.dtype and 0 < num_rows <= most_rows:
+            for most, linear in by_rows.items():
+                if num_rows <= most:
+                    return linear(x)
+        return F.linear(x, weight, bias)
 
     return bound
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """An H200's where there is no device, as in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
@@ -118,7 +142,7 @@ class Matvec:
 
 
 class FewRows:
-    """For up to FEW_ROWS rows. Owns the counters of its split, so one stream may run it at a time."""
+    """For up to MOST_ROWS rows. Owns the counters of its split, so one stream may run it at a time."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, shape: FewRowsShape, *, dependent_launch: bool) -> None:
         self.weight = weight
@@ -154,7 +178,7 @@ class FewRows:
             STAGES=shape.stages,
             BIAS=self.bias is not None,
             CHAINED=self.dependent_launch,
-            num_warps=shape.num_warps,
+            num_warps=4,
             launch_pdl=self.dependent_launch,
         )
         return out

@@ -27,6 +27,7 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
 from enginery.worker.runner import Launched
 
@@ -189,3 +190,20 @@ def test_best_tokens_are_accepted_within_the_graph(
     assert_told(answers_of(engine, requests), expected)
     counts = engine.meter.stats().drafts
     assert 0.3 < counts.accepted / counts.drafted < 0.95
+
+
+@pytest.mark.parametrize(("rates", "told"), [((1.0, 1.0, 1.0), 4.0), ((1.0, 0.0, 1.0), 2.0)])
+def test_acceptance_is_forced_within_the_graph(
+    unread: None, write_oracle: Callable[..., Oracle], registry: Registry, *, rates: tuple[float, ...], told: float
+) -> None:
+    """As often as its rates say, whatever was guessed, and with nothing left to do behind a replay."""
+    oracle = write_oracle("self llama", SELVES["llama"])
+    engine, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry)
+    engine._runner.graphs.force(ForcedAcceptance(rates, torch.device("cpu")))
+    engine._runner._forced = None
+    drafts._model.guess = lambda state, *_: torch.zeros(len(state), dtype=torch.int64)  # type: ignore[method-assign]
+    (request,) = requests_of([oracle.prompts[0]])
+    asked = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=41, ignore_eos=True))
+    answers_of(engine, [asked])
+    counts = engine.meter.stats().drafts
+    assert counts.told / counts.verifications == pytest.approx(told, rel=0.05)

@@ -196,6 +196,8 @@ class Runner:
         self.device = feed.device
         self.draft_model, self._draft_graphs, self._forced = speculation or Speculation()
         self._eager = self._new_eager_path()
+        if self.graphs is not None and self._forced is not None:
+            self.graphs.force(self._forced)
 
     @property
     def sizes(self) -> RunSizes:
@@ -309,7 +311,7 @@ class Runner:
         cuts: how many tokens some items may be told at the most.
         """
         step, logits = launched.step, launched.logits
-        if self._forced is None and (verified := launched.verified(cuts)) is not None:
+        if (verified := launched.verified(cuts)) is not None:
             return verified
         if launched.forwarded.greedy is not None and step.run.greedy:
             marked = launched.forwarded.greedy[: len(logits)]

@@ -6,19 +6,23 @@ Everything else runs at its full cost. Answers mean nothing. B requests, N rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from enginery.worker.sampling import uniform_on_device
 
-_NO_TOKEN = -2  # nothing is sampled as this
+_NO_TOKEN: Final = -2  # nothing is sampled as this
+_ROWS, _POSITIONS = 512, 8192  # after which the drawn numbers repeat
 
 
 class ForcedAcceptance:
     """rates: how often the draft at each place is right, if those before it are; later drafts are always wrong."""
 
     def __init__(self, rates: Sequence[float], device: torch.device) -> None:
-        self._rates = torch.tensor(rates, dtype=torch.float64, device=device)
+        self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+        rows, positions = (torch.arange(count, device=device) for count in (_ROWS, _POSITIONS))
+        self._drawn = uniform_on_device(rows[:, None], positions).float()
 
     def tokens(self, tokens: torch.Tensor, sampled: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The rows' inputs, each draft replaced by what its row before drew, or by no token. [B, N] int64 each, as the result.
@@ -26,8 +30,8 @@ class ForcedAcceptance:
         It follows from the request's row in the batch and the draft's position alone. Runs on the device; nothing is copied.
         """
         count = min(tokens.shape[1] - 1, len(self._rates))
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        is_right = uniform_on_device(rows, positions[:, 1 : 1 + count]) < self._rates[:count]
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None] % _ROWS
+        is_right = self._drawn[rows, positions[:, 1 : 1 + count] % _POSITIONS] < self._rates[:count]
         forced = torch.full_like(tokens, _NO_TOKEN)
         forced[:, 0] = tokens[:, 0]
         forced[:, 1 : 1 + count] = torch.where(is_right, sampled[:, :count], _NO_TOKEN)

@@ -31,6 +31,7 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
 from enginery.speculate.acceptance import accept
+from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.layout import KNOWN, num_drafts, sampled_seats, token_sources
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
@@ -146,6 +147,7 @@ class DecodeGraphs:
         self.sizes = graph_sizes(most)
         self.verified_rows = 0
         self._noted = False
+        self._forced: ForcedAcceptance | None = None
         self._capture = capture
         self._captured: dict[tuple[int, int], CapturedStep] = {}
 
@@ -174,7 +176,7 @@ class DecodeGraphs:
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
         """Graphs of the same sizes of another backend, in the memory of these, which are given up."""
         self._captured.clear()
-        return self.build(
+        graphs = self.build(
             self.model,
             relay,
             ops=self.ops,
@@ -184,6 +186,14 @@ class DecodeGraphs:
             buffers=self.buffers,
             results=self.results,
         )
+        if graphs is not None and self._forced is not None:
+            graphs.force(self._forced)
+        return graphs
+
+    def force(self, forced: ForcedAcceptance) -> None:
+        """For benchmarks: whether drafts are right is drawn. Steps that verify some are captured anew, as they are needed."""
+        self._forced = forced
+        self._captured = {key: step for key, step in self._captured.items() if step.accepted is None}
 
     @property
     def waiting(self) -> list[int]:
@@ -239,7 +249,7 @@ class DecodeGraphs:
             if accepted is None:
                 self.feed.keep(best, packed[-1])
             else:
-                self.feed.keep(_told_last(batch, self.best[:num_rows], best, packed[-3, :size], out=accepted), packed[-1, :size])
+                self.feed.keep(self._told_last(batch, best, packed[-3, :size], out=accepted), packed[-1, :size])
             if kept is not None:
                 kept.copy_(hidden)
 
@@ -292,6 +302,18 @@ class DecodeGraphs:
         """Keep the best tokens, [rows] int64, with `NAN_TOKEN` for rows of NaN."""
         self.best[: len(best)].copy_(mark_nan(logits, best))
 
+    def _told_last(self, batch: ForwardBatch, best: torch.Tensor, num_drafts: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """What follows the drafts that are the best tokens, [rows], up to the first that is not; out: their number.
+
+        [requests] int64 both.
+        """
+        columns = (self.best[: len(best)], batch.input_ids, batch.positions)
+        sampled, inputs, places = (each.view(batch.num_requests, batch.decode_len) for each in columns)
+        if self._forced is not None:
+            inputs = self._forced.tokens(inputs, sampled, places)
+        right = out.copy_(accept(sampled, inputs, None, num_drafts).counts)
+        return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + right)
+
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly."""
         if not self._noted:
@@ -311,18 +333,6 @@ class DecodeGraphs:
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)
         return padded
-
-
-def _told_last(
-    batch: ForwardBatch, marked: torch.Tensor, best: torch.Tensor, num_drafts: torch.Tensor, *, out: torch.Tensor
-) -> torch.Tensor:
-    """What follows the drafts that are the best tokens, up to the first that is not; out: their number. [requests] int64 both.
-
-    marked, best: [rows], with and without `NAN_TOKEN`.
-    """
-    sampled, inputs = (each.view(batch.num_requests, batch.decode_len) for each in (marked, batch.input_ids))
-    right = out.copy_(accept(sampled, inputs, None, num_drafts).counts)
-    return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + right)
 
 
 def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:

@@ -295,7 +295,7 @@ def test_no_guess_is_kept_for_requests_that_have_ended(registry: Registry) -> No
     short = [asking(f"{at}", prompt_of(said), max_tokens=1) for at, said in enumerate(SAID)]
     answers_of(engine, [*short, asking("undrafted", prompt_of(SAID[0]), speculation=False)])
     answers_of(engine, [asking("another", prompt_of(SAID[1]))])
-    assert engine._made._by_key.keys() <= {"another"}, "what was guessed last is forgotten when a drafter is asked again"
+    assert engine._made._made.places.keys() <= {"another"}, "what was guessed last is forgotten when a drafter is asked again"
 
 
 # Refusals, and what memory they take.

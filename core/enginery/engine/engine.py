@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 import time
 from collections import deque
@@ -283,9 +282,9 @@ class Engine:
         if self._recorder is not None:
             self._recorder.add(step, requests, output)
         if cuts and self._drafting is not None:
-            self._drafting.stop(requests[index].request_id for index in cuts)
+            self._drafting.stop(requests[index] for index in cuts)
         outputs = self._scheduler.complete(step, output, refused)
-        self._made.keep({} if running.guesses is None else _made_of(running.guesses, running.sampling, requests))
+        self._made.keep(None if running.guesses is None else _made_of(running.guesses, running.sampling, requests))
         if self._drafting is not None:
             self._drafting.published(step, outputs)
         self.meter.completed(step, output, at)
@@ -351,15 +350,11 @@ def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, ma
     return Drafting(made, offer, length=length, vocab_size=vocab_size)
 
 
-def _made_of(guesses: Guesses, sampling: Sequence[int], requests: Sequence[Request]) -> dict[str, Made]:
+def _made_of(guesses: Guesses, sampling: Sequence[int], requests: Sequence[Request]) -> Made:
     """What follows each request that was sampled. sampling: their items."""
-    sampled = [requests[index] for index in sampling]
-    return {
-        request.request_id: Made(
-            len(request.token_ids), guesses.tokens.shape[1], functools.partial(guesses.of, place), guesses.ready is None
-        )
-        for place, request in enumerate(sampled)
-    }
+    sampled = (requests[index] for index in sampling)
+    places = {request.request_id: (len(request.token_ids), place) for place, request in enumerate(sampled)}
+    return Made(places, guesses.tokens.shape[1], guesses.of, is_read=guesses.ready is None)
 
 
 def _ready(changeover: Changeover | None) -> Changeover | None:

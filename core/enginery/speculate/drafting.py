@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -47,8 +47,8 @@ class Drafting:
         self._offer = offer
         self._length = length
         self._vocab_size = vocab_size
-        self._asked: dict[str, Request] = {}
-        self._stopped: set[str] = set()  # some of those that were asked about
+        self._asked: dict[str, Request] = {}  # of a drafter of the host
+        self._stopped: dict[str, Request] = {}
 
     @classmethod
     def of_host(cls, offer: Offer[DrafterSpec], registry: Registry, *, length: DraftLength, vocab_size: int) -> Drafting:
@@ -64,17 +64,17 @@ class Drafting:
         No step is in flight: all tokens of a request are known. Raises `PluginError` where the drafter fails.
         """
         self._forget_ended(table)
-        asks = [self._ask(request) for request in table.running if self._may_draft(request)]
-        if not asks:
+        drafted = [request for request in table.running if self._may_draft(request)]
+        if not drafted:
             return {}
-        drafts: Mapping[str, Sequence[int]]
         if isinstance(self._drafter, MadeDrafts):
-            drafts = {ask.key: self._drafter.of(ask, reads=self._asked[ask.key].reads_tokens) for ask in asks}
+            found = [(request.request_id, self._made(self._drafter, request)) for request in drafted]
         else:
+            asks = [self._ask(request) for request in drafted]
             with inside(self._offer, "guess tokens"):
-                found = zip(asks, self._drafter.propose(asks), strict=True)
-                drafts = {ask.key: self._valid(tokens[: ask.most]) for ask, tokens in found}
-        return {key: tokens for key, tokens in drafts.items() if tokens}
+                told = zip(asks, self._drafter.propose(asks), strict=True)
+                found = [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in told]
+        return {key: tokens for key, tokens in found if tokens}
 
     def length(self, num_requests: int) -> int:
         """How many tokens a draft model guesses at the end of a step of so many requests."""
@@ -92,9 +92,13 @@ class Drafting:
             if before is not None and before[:3] == now[:3] and now.verified == now.made:
                 self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
 
-    def stop(self, request_ids: Iterable[str]) -> None:
+    def stop(self, requests: Iterable[Request]) -> None:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
-        self._stopped.update(request_ids)
+        self._stopped |= {request.request_id: request for request in requests}
+
+    def _made(self, made: MadeDrafts, request: Request) -> Sequence[int]:
+        most = min(self._length.most, _room(request))
+        return made.of(request.request_id, len(request.token_ids), most=most, reads=request.reads_tokens)
 
     def _ask(self, request: Request) -> DraftAsk:
         self._asked[request.request_id] = request
@@ -104,7 +108,7 @@ class Drafting:
         """Whether it decodes, wants drafts and has room, and its grammar, if it has one, can go back behind a wrong one."""
         asked, grammar = request.asked, request.grammar
         decodes = request.num_expected - request.num_computed == 1 and _room(request) > 0
-        wants = asked.params.speculation and not asked.embed and request.request_id not in self._stopped
+        wants = asked.params.speculation and not asked.embed and self._stopped.get(request.request_id) is not request
         return decodes and wants and (grammar is None or isinstance(grammar, RevocableGrammarState))
 
     def _valid(self, tokens: Sequence[int]) -> list[int]:
@@ -112,10 +116,13 @@ class Drafting:
         return list(takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
 
     def _forget_ended(self, table: RequestTable) -> None:
+        """Those that are there no more, or whose ids are another's by now."""
+        if self._stopped:
+            self._stopped = {key: request for key, request in self._stopped.items() if table.by_id.get(key) is request}
         for key in [key for key, request in self._asked.items() if table.by_id.get(key) is not request]:
-            self._drafter.forget(key)
             del self._asked[key]
-            self._stopped.discard(key)
+            assert not isinstance(self._drafter, MadeDrafts), "it is not asked"
+            self._drafter.forget(key)
 
 
 def _room(request: Request) -> int:

@@ -6,41 +6,42 @@ request whose next token depends on those before: for it they are waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
-from enginery.contracts.drafting import ON_DEVICE, DraftAsk
+from enginery.contracts.drafting import ON_DEVICE
 
 
 class Made(NamedTuple):
-    """Guesses at what follows, once a request has so many tokens: how many they are, and how to read them.
+    """The guesses of a step, so many of each request that sampled.
 
-    is_read: whether they are on the host, or reading them waits for the device.
+    places: of these, by id, how many tokens it had then, and its place among them. read: the guesses of a place. is_read: whether
+    they are on the host, or reading them waits for the device.
     """
 
-    num_tokens: int
+    places: Mapping[str, tuple[int, int]]
     num_drafts: int
-    read: Callable[[], tuple[int, ...]]
-    is_read: bool = True
+    read: Callable[[int], tuple[int, ...]]
+    is_read: bool
+
+
+_NOTHING: Final = Made({}, 0, lambda place: (), is_read=True)
 
 
 class MadeDrafts:
     """The guesses of the newest step."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, Made] = {}
+        self._made = _NOTHING
 
-    def keep(self, by_key: dict[str, Made]) -> None:
+    def keep(self, made: Made | None) -> None:
         """In place of those of the step before."""
-        self._by_key = by_key
+        self._made = made or _NOTHING
 
-    def forget(self, key: str) -> None:
-        """The request has ended."""
-        self._by_key.pop(key, None)
-
-    def of(self, ask: DraftAsk, *, reads: bool) -> Sequence[int]:
+    def of(self, request_id: str, num_tokens: int, *, most: int, reads: bool) -> Sequence[int]:
         """What was kept, unless the request has gone another way since. reads: the tokens themselves are wanted."""
-        made = self._by_key.get(ask.key)
-        if made is None or made.num_tokens != len(ask.token_ids):
+        made = self._made
+        known, place = made.places.get(request_id, (-1, -1))
+        if known != num_tokens:
             return ()
-        return made.read()[: ask.most] if reads or made.is_read else (ON_DEVICE,) * min(made.num_drafts, ask.most)
+        return made.read(place)[:most] if reads or made.is_read else (ON_DEVICE,) * min(made.num_drafts, most)

@@ -138,7 +138,7 @@ def test_who_has_ended_is_forgotten_even_if_another_has_its_name() -> None:
 def test_who_is_stopped_is_asked_no_more_until_its_name_is_new() -> None:
     drafting, request = drafting_of(Noting()), running("r")
     assert drafting.propose(table_of(request))
-    drafting.stop(["r"])
+    drafting.stop([request])
     assert not drafting.propose(table_of(request))
     assert drafting.propose(table_of(running("r")))
 

@@ -11,14 +11,14 @@ from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, Product
 from enginery_ops_triton.kernels import experts_float4 as kernels
 
 TYPES = {"x": "*bf16", "words": "*i16", "exponents": "*i32", "bias": "*bf16", "out": "*bf16"}
-TYPES |= {"order": "*i32", "tiles": "*i32", "x_stride": "i32"}
+TYPES |= {"order": "*i32", "tiles": "*i32", "x_stride": "i32", "partial": "*fp32", "arrived": "*i32"}
 SIZES = ExpertSizes(num_experts=128, columns=2880, inner=2880, dtype=torch.bfloat16, weight_dtype=torch.uint8)
 
 
 def compiled(kernel: triton.JITFunction, blocks: Float4Blocks, block: ProductBlock) -> str:
     """Its PTX. Tensors begin at multiples of 16 bytes."""
     constants = dict(INNER=SIZES.inner, COLUMNS=SIZES.columns, TOP_K=4, BLOCK_M=blocks.m, BLOCK_N=block.n, GROUP=block.group)
-    constants |= dict(STAGES=block.stages, NARROW=True, ALONE=blocks.alone, BIASED=True, CHAINED=True)
+    constants |= dict(STAGES=block.stages, SPLIT=block.split, NARROW=True, ALONE=blocks.alone, BIASED=True, CHAINED=True)
     constants |= dict(KIND="clamped_swiglu", ALPHA=1.702, LIMIT=7.0)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}

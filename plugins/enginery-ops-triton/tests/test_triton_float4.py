@@ -116,12 +116,13 @@ def assert_close(actual: torch.Tensor, layer: Layer, x: torch.Tensor, routed: Ro
     assert error < DTYPES[x.dtype]
 
 
-def block(n: int, stages: int = 2, group: int = 8) -> ProductBlock:
-    return ProductBlock(n=n, k=128, num_warps=4, stages=stages, group=group)
+def block(n: int, stages: int = 2, group: int = 8, split: int = 1) -> ProductBlock:
+    return ProductBlock(n=n, k=128, num_warps=4, stages=stages, group=group, split=split)
 
 
 TILINGS = {
     "alone": Float4Blocks(m=16, gate_up=block(64), down=block(128, stages=3), alone=True),
+    "split": Float4Blocks(m=8, gate_up=block(32, split=2), down=block(64, split=3), alone=True),
     "tiles": Float4Blocks(m=16, gate_up=block(64, stages=3), down=block(64, group=1)),
     "wide tiles": Float4Blocks(m=32, gate_up=block(128), down=block(128, group=2)),
 }
@@ -133,7 +134,7 @@ TILINGS = {
         "num_tokens, top_k, tiling",
         [
             *((0, 2, "tiles"), (3, 2, "tiles"), (12, 2, "tiles"), (1, 3, "wide tiles"), (12, 2, "wide tiles")),
-            *((1, 1, "alone"), (1, 3, "alone"), (3, 2, "alone")),
+            *((1, 1, "alone"), (1, 3, "alone"), (3, 2, "alone"), (1, 3, "split"), (2, 2, "split")),
         ],
     ),
     ("dtype", DTYPES),

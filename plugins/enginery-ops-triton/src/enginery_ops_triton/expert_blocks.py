@@ -32,13 +32,15 @@ class PairBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductBlock:
-    """Rows and columns of the weight in a program's block, blocks in flight, tiles that go through the weights together."""
+    """Rows and columns of the weight in a program's block, blocks in flight, tiles that go through the weights together, and
+    programs that share the columns, of weights in MXFP4."""
 
     n: int
     k: int
     num_warps: int
     stages: int
     group: int = 8
+    split: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, *, block_m: int, depende
 
 
 def add_up(parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, dependent_launch: bool) -> None:
-    """out [T, C] = the sum over K of weights [T, K] * parts [T K, C], in float32 inside."""
+    """out [T, C] = the sum over K of weights [T, K] * parts [T K, C], in float32 inside; of parts [T K, P, C] over P as well."""
     (num_tokens, columns), top_k = out.shape, weights.shape[1]
     block = min(SUM_BLOCK, next_power_of_2(columns))
     kernels.weighted_sum[(num_tokens, -(-columns // block))](
@@ -55,6 +55,7 @@ def add_up(parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, dep
         out,
         COLUMNS=columns,
         TOP_K=top_k,
+        PARTS=1 if parts.dim() == 2 else parts.shape[1],
         BLOCK=block,
         CHAINED=dependent_launch,
         num_warps=4,

@@ -5,6 +5,8 @@ T tokens, K experts of each, E experts, C columns, I an expert's inner size.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from enginery.api import Activation, ExpertBiases, Routed, StoredWeight
@@ -13,9 +15,14 @@ from enginery_ops_triton.expert_pairs import SortedPairs, add_up, sort_by_expert
 from enginery_ops_triton.float4_groups import Float4Groups
 from enginery_ops_triton.kernels import experts_float4 as kernels
 
+MOST_SPLIT_PROGRAMS: Final = 16384  # tiles and blocks of rows
+
 
 class Float4Experts:
-    """Implements `enginery.api.ExpertsFn`. Values are widened in registers to x's type, as the reference does it in memory."""
+    """Implements `enginery.api.ExpertsFn`. Values are widened in registers to x's type, as the reference does it in memory.
+
+    Owns the counters of its split, so one stream may run it at a time.
+    """
 
     def __init__(
         self,
@@ -33,6 +40,7 @@ class Float4Experts:
         self.activation, self.biased, self.dependent_launch = activation, biases is not None, dependent_launch
         self.gate_up_bias = self.gate_up.words if biases is None else biases.gate_up.contiguous()
         self.down_bias = self.down.words if biases is None else biases.down.contiguous()
+        self.arrived = torch.zeros(MOST_SPLIT_PROGRAMS, dtype=torch.int32, device=down.values.device)
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """x [T, C], routed [T, K] -> [T, C]."""
@@ -66,7 +74,11 @@ class Float4Experts:
         """[T, C] -> [T K, I], by expert; with blocks.alone, by token."""
         rows, block = self.gate_up.words.shape[2], blocks.gate_up
         inner = torch.empty((pairs.order.numel(), self.inner), dtype=x.dtype, device=x.device)
-        kernels.gate_up_of_float4[(num_tiles * -(-rows // block.n),)](
+        partial, programs = inner, num_tiles * -(-rows // block.n)
+        if block.split > 1:
+            assert programs <= MOST_SPLIT_PROGRAMS, "only few pairs have their columns split"
+            partial = torch.empty((len(inner), block.split, rows), dtype=torch.float32, device=x.device)
+        kernels.gate_up_of_float4[(programs, block.split)](
             x,
             self.gate_up.words,
             self.gate_up.exponents,
@@ -74,6 +86,8 @@ class Float4Experts:
             pairs.order,
             pairs.tiles,
             inner,
+            partial,
+            self.arrived,
             x.stride(0),
             INNER=self.inner,
             COLUMNS=self.columns,
@@ -82,6 +96,7 @@ class Float4Experts:
             BLOCK_N=block.n,
             GROUP=block.group,
             STAGES=block.stages,
+            SPLIT=block.split,
             NARROW=self.gate_up.narrow,
             ALONE=blocks.alone,
             BIASED=self.biased,
@@ -95,10 +110,11 @@ class Float4Experts:
         return inner
 
     def _down(self, inner: torch.Tensor, pairs: SortedPairs, num_tiles: int, blocks: Float4Blocks) -> torch.Tensor:
-        """[T K, I] as `_gate_up` orders them -> [T K, C], by token."""
+        """[T K, I] as `_gate_up` orders them -> [T K, parts, C], by token."""
         block = blocks.down
-        parts = torch.empty((len(inner), self.columns), dtype=inner.dtype, device=inner.device)
-        kernels.down_of_float4[(num_tiles * -(-self.columns // block.n),)](
+        dtype = inner.dtype if block.split == 1 else torch.float32
+        parts = torch.empty((len(inner), block.split, self.columns), dtype=dtype, device=inner.device)
+        kernels.down_of_float4[(num_tiles * -(-self.columns // block.n), block.split)](
             inner,
             self.down.words,
             self.down.exponents,
@@ -112,6 +128,7 @@ class Float4Experts:
             BLOCK_N=block.n,
             GROUP=block.group,
             STAGES=block.stages,
+            SPLIT=block.split,
             NARROW=self.down.narrow,
             ALONE=blocks.alone,
             BIASED=self.biased,

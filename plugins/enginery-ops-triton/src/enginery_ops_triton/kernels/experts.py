@@ -371,10 +371,11 @@ def weighted_sum(
     out: tl.tensor,
     COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [T, TOP_K, COLUMNS]; weights: [T, TOP_K]; out: [T, COLUMNS]. Programs: tokens, blocks of COLUMNS."""
+    """x: [T, TOP_K, PARTS, COLUMNS]; weights: [T, TOP_K]; out: [T, COLUMNS]. Programs: tokens, blocks of COLUMNS."""
     release_successor(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -383,5 +384,7 @@ def weighted_sum(
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
-        acc += tl.load(x + pair * COLUMNS + column, mask=inside, other=0.0).to(tl.float32) * tl.load(weights + pair)
+        share = tl.load(weights + pair)
+        for part in tl.static_range(PARTS):
+            acc += tl.load(x + (pair * PARTS + part) * COLUMNS + column, mask=inside, other=0.0).to(tl.float32) * share
     tl.store(out + token * COLUMNS + column, round_to(acc, out.dtype.element_ty), mask=inside)

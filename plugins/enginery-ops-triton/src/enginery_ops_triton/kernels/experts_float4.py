@@ -85,9 +85,10 @@ def product(
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> tl.tensor:
-    """Rows of one expert's weight times x, [N, BLOCK_M] float32.
+    """Rows of one expert's weight times x, [N, BLOCK_M] float32; of SPLIT parts of the columns, the program's.
 
     words: to those of the expert, [G, ROWS, 32]; exponents: [G, ROWS]; row: [N], which exist; x_at: [32, BLOCK_M], to the first
     columns of x, which has COLUMNS; behind them weights are zero. wanted: [BLOCK_M]; of others x is zero instead of a copy, which
@@ -98,9 +99,13 @@ def product(
     exponents_at = exponents + row
     acc = tl.zeros((row.shape[0], BLOCK_M), dtype=tl.float32)
     groups: tl.constexpr = (COLUMNS + GROUP_COLUMNS - 1) // GROUP_COLUMNS
-    for group in tl.range(0, groups, num_stages=STAGES):
-        some = tl.load(words_at + group * (ROWS * LANES))
-        scales = tl.load(exponents_at + group * ROWS)
+    each: tl.constexpr = (groups + SPLIT - 1) // SPLIT
+    begin = tl.program_id(1) * each
+    for step in tl.range(0, each, num_stages=STAGES):
+        group = begin + step
+        there = group if groups % SPLIT == 0 else tl.minimum(group, groups - 1)  # behind the last, x is zero
+        some = tl.load(words_at + there * (ROWS * LANES))
+        scales = tl.load(exponents_at + there * ROWS)
         for place in tl.static_range(4):
             start = group * GROUP_COLUMNS + place * LANES
             inside = (start + lane < COLUMNS)[:, None] & wanted[None, :]
@@ -127,6 +132,8 @@ def gate_up_of_float4(
     order: tl.tensor,
     tiles: tl.tensor,
     out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
     x_stride: int,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -135,6 +142,7 @@ def gate_up_of_float4(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     NARROW: tl.constexpr,
     ALONE: tl.constexpr,
     BIASED: tl.constexpr,
@@ -146,7 +154,9 @@ def gate_up_of_float4(
     """x: [T, COLUMNS] with its row stride; order, tiles: see `sort_pairs`; out: [pairs, INNER] in that order.
 
     Weights have eight gates and their eight ups by turns, the last ones filled up: BLOCK_N of those rows give BLOCK_N / 2 outputs.
-    ALONE: each pair is a tile, tiles are the pairs' experts, and order is not read.
+    ALONE: each pair is a tile, tiles are the pairs' experts, and order is not read. SPLIT: programs that share the columns. Each
+    leaves its sums in `partial` [pairs, SPLIT, rows] float32; the last to arrive adds them up in a fixed order and clears its
+    counter in `arrived` [tiles and blocks] for the next launch.
     """
     rows: tl.constexpr = (INNER + ROWS_PAIRED - 1) // ROWS_PAIRED * ROWS_PAIRED * 2
     groups: tl.constexpr = (COLUMNS + GROUP_COLUMNS - 1) // GROUP_COLUMNS
@@ -154,22 +164,38 @@ def gate_up_of_float4(
     tile, block_n = tile_and_block((rows + BLOCK_N - 1) // BLOCK_N, GROUP)
     wait_for_predecessor(CHAINED)
     expert, first, end = tile_at(tiles, tile, ALONE)
+    m = first + tl.arange(0, BLOCK_M)
+    row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if expert >= 0:
-        m = first + tl.arange(0, BLOCK_M)
         known = tl.minimum(m, end - 1)
         token = (known if ALONE else tl.load(order + known)) // TOP_K
         acc = product(
             words + expert * (groups * rows * LANES),
             exponents + expert * (groups * rows),
             x + token[None, :].to(tl.int64) * x_stride + tl.arange(0, LANES)[:, None],
-            tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1),
+            row,
             m < end,
             rows,
             COLUMNS,
             BLOCK_M,
             STAGES,
+            SPLIT,
             NARROW,
         )
+    last = True
+    if SPLIT > 1:
+        at = partial + m[None, :].to(tl.int64) * (SPLIT * rows) + row[:, None]
+        kept = (m < end)[None, :] & (row >= 0)[:, None]
+        tl.store(at + tl.program_id(1) * rows, acc, mask=kept)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for other in range(SPLIT):
+                acc += tl.load(at + other * rows, mask=kept, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
+    if (expert >= 0) & last:
         apart = tl.reshape(acc, (BLOCK_N // (2 * ROWS_PAIRED), 2, ROWS_PAIRED, BLOCK_M))
         gate, up = tl.split(tl.permute(apart, (0, 2, 3, 1)))  # each [BLOCK_N / 16, 8, BLOCK_M]
         gate = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M))
@@ -197,12 +223,13 @@ def down_of_float4(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     NARROW: tl.constexpr,
     ALONE: tl.constexpr,
     BIASED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """x: [pairs, INNER], from `gate_up_of_float4`; out: [pairs, COLUMNS], in the pairs' own order."""
+    """x: [pairs, INNER], from `gate_up_of_float4`; out: [pairs, SPLIT, COLUMNS], in the pairs' own order, sums of SPLIT parts."""
     groups: tl.constexpr = (INNER + GROUP_COLUMNS - 1) // GROUP_COLUMNS
     release_successor(CHAINED)
     tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
@@ -222,9 +249,12 @@ def down_of_float4(
             INNER,
             BLOCK_M,
             STAGES,
+            SPLIT,
             NARROW,
         )
-        acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], (n < COLUMNS)[:, None], BIASED)
+        part = tl.program_id(1)
+        acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], ((n < COLUMNS) & (part == 0))[:, None], BIASED)
         pair = (known if ALONE else tl.load(order + known)).to(tl.int64)
         result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-        tl.store(out + pair[:, None] * COLUMNS + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
+        out_at = out + (pair[:, None] * SPLIT + part) * COLUMNS + n[None, :]
+        tl.store(out_at, result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))

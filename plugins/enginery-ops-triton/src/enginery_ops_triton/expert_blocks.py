@@ -1,7 +1,7 @@
 """Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200.
 
-Those of experts_float4.py for up to 16 pairs of an expert are from the sweep of docs/benchmarks/kernels_moe_float4.py, the others
-from counts of instructions and bytes.
+Those of experts_float4.py for up to 16 pairs of an expert are from the sweep of docs/benchmarks/kernels_moe_float4.py, those for
+single pairs from whole steps of gpt-oss-120b (docs/log.md), the others from counts of instructions and bytes.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
         block = _groups(32, num_warps=4, stages=2)
         return Float4Blocks(m=min(m, 32), gate_up=block, down=block)
     if num_pairs <= max(top_k, sizes.num_experts // 16):  # hardly two of an expert
-        block = _groups(32, num_warps=2, stages=8)
-        return Float4Blocks(m=8, gate_up=block, down=block, alone=True)
+        gate_up, down = _groups(64, num_warps=2, stages=3, split=3), _groups(128, num_warps=4, stages=3, split=6)
+        return Float4Blocks(m=8, gate_up=gate_up, down=down, alone=True)
     if m == 16:
         gate_up, down = _groups(128, num_warps=4, stages=4), _groups(128, num_warps=4, stages=3)
         return Float4Blocks(m=m, gate_up=gate_up, down=down)
@@ -114,9 +114,9 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
     return Float4Blocks(m=m, gate_up=block, down=block)
 
 
-def _groups(rows: int, *, num_warps: int, stages: int) -> ProductBlock:
+def _groups(rows: int, *, num_warps: int, stages: int, split: int = 1) -> ProductBlock:
     """Of so many rows and a group of columns."""
-    return ProductBlock(n=rows, k=128, num_warps=num_warps, stages=stages)
+    return ProductBlock(n=rows, k=128, num_warps=num_warps, stages=stages, split=split)
 
 
 def _rows(columns: int, whole: int = 128) -> RowBlock:

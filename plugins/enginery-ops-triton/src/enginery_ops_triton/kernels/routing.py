@@ -61,7 +61,7 @@ def route(
     correction = tl.load(bias + expert, mask=inside, other=0.0) if BIAS else 0.0
     wait_for_predecessor(CHAINED)
     at = logits + row * row_stride
-    logit = tl.load(at + expert, mask=inside, other=float("-inf"))  # [groups, members]
+    logit = tl.load(at + expert, mask=inside, other=float("-inf")).to(tl.float32)  # [groups, members]
     peak = tl.max(tl.max(logit, axis=1), axis=0)
     mass = tl.sum(tl.sum(tl.exp(logit - peak), axis=1), axis=0)
     ranked = score_of(logit, peak, mass, SIGMOID) + correction

@@ -177,8 +177,8 @@ class OpTable:
     of MLA, in place: RMSNorm of each latent's first R dims, rotation of its last P and of those of each query head; then latents,
     which may be of another dtype there, go to the rows of their slots.
     gated_silu(x [N, 2C]): silu(first half) * second half.
-    route(logits [T, E] of any float type, bias [E] float32 or None, routing): the experts of each token, by scores in float32. The
-    bias counts in the choice of groups and experts, not in the weights (DeepSeek-V3).
+    route(logits [T, E] float32, bias [E] float32 or None, routing): the experts of each token. The bias counts in the choice of
+    groups and experts, not in the weights (DeepSeek-V3).
     bind_experts(gate_up [E, 2I, C], down [E, C, I], shape, biases): gates before ups; may repack; keeps what it needs. Of `shape`
     the activation matters; sizes are those of the tensors, which may be a rank's part.
     greedy(logits [N, V]): the index of each row's largest, of equal ones the first: [N] int64. Runs inside of graphs.

@@ -58,7 +58,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("enginery.worker.runner.recorded", lambda device: Passed())
 
 
-def captured(asked: EngineOptions, registry: Registry) -> tuple[Engine, AgainAndAgain, DraftGraphs]:
+def captured(asked: EngineOptions, registry: Registry, **named: object) -> tuple[Engine, AgainAndAgain, DraftGraphs]:
     """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most."""
 
     class Short(GraphBackend):
@@ -91,7 +91,7 @@ def captured(asked: EngineOptions, registry: Registry) -> tuple[Engine, AgainAnd
     assert drafts is not None
     for step in graphs.steps:
         drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
-    return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked), capture, drafts
+    return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked, **named), capture, drafts
 
 
 def requests_of(prompts: list[list[int]] | list[tuple[int, ...]], **changes: object) -> list[GenerationRequest]:
@@ -198,9 +198,8 @@ def test_acceptance_is_forced_within_the_graph(
 ) -> None:
     """As often as its rates say, whatever was guessed, and with nothing left to do behind a replay."""
     oracle = write_oracle("self llama", SELVES["llama"])
-    engine, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry)
-    engine._runner.graphs.force(ForcedAcceptance(rates, torch.device("cpu")))
-    engine._runner._forced = None
+    forced = ForcedAcceptance(rates, torch.device("cpu"))
+    engine, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry, forced=forced)
     drafts._model.guess = lambda state, *_: torch.zeros(len(state), dtype=torch.int64)  # type: ignore[method-assign]
     (request,) = requests_of([oracle.prompts[0]])
     asked = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=41, ignore_eos=True))

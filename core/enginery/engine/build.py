@@ -177,14 +177,18 @@ def build_parts(
 
 
 def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> Runner:
-    """What runs the steps. forced: for benchmarks."""
+    """What runs the steps. forced: for benchmarks; decoding steps are captured anew with it."""
+    graphs = parts.graphs
+    if graphs is not None and forced is not None:
+        graphs.buffers = graphs.buffers._replace(forced=forced)
+        graphs = graphs.over(parts.relay)
     return Runner(
         parts.model,
         parts.relay,
         ops=parts.ops,
         tables=PageTables.of_geometry(parts.geometry),
         feed=parts.feed,
-        captured=Captured(parts.graphs, parts.pieces),
+        captured=Captured(graphs, parts.pieces),
         results=parts.choice.results,
         speculation=Speculation(parts.draft_model, parts.draft_graphs, forced),
     )

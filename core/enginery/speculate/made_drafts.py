@@ -40,8 +40,7 @@ class MadeDrafts:
 
     def of(self, request_id: str, num_tokens: int, *, most: int, reads: bool) -> Sequence[int]:
         """What was kept, unless the request has gone another way since. reads: the tokens themselves are wanted."""
-        made = self._made
-        known, place = made.places.get(request_id, (-1, -1))
+        made, (known, place) = self._made, self._made.places.get(request_id, (-1, -1))
         if known != num_tokens:
             return ()
         return made.read(place)[:most] if reads or made.is_read else (ON_DEVICE,) * min(made.num_drafts, most)

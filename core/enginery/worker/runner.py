@@ -196,8 +196,6 @@ class Runner:
         self.device = feed.device
         self.draft_model, self._draft_graphs, self._forced = speculation or Speculation()
         self._eager = self._new_eager_path()
-        if self.graphs is not None and self._forced is not None:
-            self.graphs.force(self._forced)
 
     @property
     def sizes(self) -> RunSizes:

@@ -32,7 +32,5 @@ class ForcedAcceptance:
         count = min(tokens.shape[1] - 1, len(self._rates))
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None] % _ROWS
         is_right = self._drawn[rows, positions[:, 1 : 1 + count] % _POSITIONS] < self._rates[:count]
-        forced = torch.full_like(tokens, _NO_TOKEN)
-        forced[:, 0] = tokens[:, 0]
-        forced[:, 1 : 1 + count] = torch.where(is_right, sampled[:, :count], _NO_TOKEN)
-        return forced
+        forced = torch.cat((tokens[:, :1], torch.where(is_right, sampled[:, :count], _NO_TOKEN)), 1)
+        return torch.nn.functional.pad(forced, (0, tokens.shape[1] - forced.shape[1]), value=_NO_TOKEN)

@@ -5,6 +5,7 @@ Each is captured as far as its backends can be; what is not runs eagerly. On a C
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, Protocol
@@ -112,8 +113,8 @@ def _decode_graphs(
     kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool
 ) -> DecodeGraphs | None:
     """None: the backend cannot be captured."""
-    widths = (choice.facts.vocab_size, *((choice.facts.hidden_size,) if keeps_hidden else ()))
-    most, dtype = choice.settings.max_graph_requests, choice.dtype
+    empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
+    logits, hidden = empty(choice.facts.vocab_size), empty(choice.facts.hidden_size) if keeps_hidden else None
     return kind.build(
         parts.model,
         parts.relay,
@@ -121,7 +122,7 @@ def _decode_graphs(
         feed=parts.feed,
         geometry=parts.geometry,
         capture=capture,
-        buffers=GraphBuffers(*(torch.empty(most, width, dtype=dtype, device=choice.device) for width in widths)),
+        buffers=GraphBuffers(logits, hidden),
         results=choice.results,
     )
 

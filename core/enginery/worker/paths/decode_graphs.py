@@ -106,13 +106,12 @@ def graph_sizes(max_requests: int) -> tuple[int, ...]:
 
 
 class GraphBuffers(NamedTuple):
-    """What all graphs of decoding steps write. logits: [most rows, V].
-
-    hidden: [most rows, C], where a draft model takes the hidden states; None: nobody does.
-    """
+    """What all graphs of decoding steps write. logits: [most rows, V]; hidden: [most rows, C], where a draft model takes the hidden
+    states. forced: for benchmarks, what writes over drafts, so that they are right by chance."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
+    forced: ForcedAcceptance | None = None
 
 
 class DecodeGraphs:
@@ -147,7 +146,6 @@ class DecodeGraphs:
         self.sizes = graph_sizes(most)
         self.verified_rows = 0
         self._noted = False
-        self._forced: ForcedAcceptance | None = None
         self._capture = capture
         self._captured: dict[tuple[int, int], CapturedStep] = {}
 
@@ -176,7 +174,7 @@ class DecodeGraphs:
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
         """Graphs of the same sizes of another backend, in the memory of these, which are given up."""
         self._captured.clear()
-        graphs = self.build(
+        return self.build(
             self.model,
             relay,
             ops=self.ops,
@@ -186,14 +184,6 @@ class DecodeGraphs:
             buffers=self.buffers,
             results=self.results,
         )
-        if graphs is not None and self._forced is not None:
-            graphs.force(self._forced)
-        return graphs
-
-    def force(self, forced: ForcedAcceptance) -> None:
-        """For benchmarks: whether drafts are right is drawn. Steps that verify some are captured anew, as they are needed."""
-        self._forced = forced
-        self._captured = {key: step for key, step in self._captured.items() if step.accepted is None}
 
     @property
     def waiting(self) -> list[int]:
@@ -249,7 +239,8 @@ class DecodeGraphs:
             if accepted is None:
                 self.feed.keep(best, packed[-1])
             else:
-                self.feed.keep(self._told_last(batch, best, packed[-3, :size], out=accepted), packed[-1, :size])
+                told = _told_last(batch, self.best[:num_rows], best, packed[-3, :size], out=accepted, forced=self.buffers.forced)
+                self.feed.keep(told, packed[-1, :size])
             if kept is not None:
                 kept.copy_(hidden)
 
@@ -302,18 +293,6 @@ class DecodeGraphs:
         """Keep the best tokens, [rows] int64, with `NAN_TOKEN` for rows of NaN."""
         self.best[: len(best)].copy_(mark_nan(logits, best))
 
-    def _told_last(self, batch: ForwardBatch, best: torch.Tensor, num_drafts: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """What follows the drafts that are the best tokens, [rows], up to the first that is not; out: their number.
-
-        [requests] int64 both.
-        """
-        columns = (self.best[: len(best)], batch.input_ids, batch.positions)
-        sampled, inputs, places = (each.view(batch.num_requests, batch.decode_len) for each in columns)
-        if self._forced is not None:
-            inputs = self._forced.tokens(inputs, sampled, places)
-        right = out.copy_(accept(sampled, inputs, None, num_drafts).counts)
-        return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + right)
-
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly."""
         if not self._noted:
@@ -333,6 +312,27 @@ class DecodeGraphs:
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)
         return padded
+
+
+def _told_last(
+    batch: ForwardBatch,
+    marked: torch.Tensor,
+    best: torch.Tensor,
+    num_drafts: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    forced: ForcedAcceptance | None,
+) -> torch.Tensor:
+    """What follows the drafts that are the best tokens, up to the first that is not; out: their number. [requests] int64 both.
+
+    marked, best: [rows], with and without `NAN_TOKEN`.
+    """
+    shape = (batch.num_requests, batch.decode_len)
+    sampled, inputs, places = (each.view(shape) for each in (marked, batch.input_ids, batch.positions))
+    if forced is not None:
+        inputs = forced.tokens(inputs, sampled, places)
+    right = out.copy_(accept(sampled, inputs, None, num_drafts).counts)
+    return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + right)
 
 
 def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:

@@ -2,17 +2,20 @@
 
 What was loaded serves again as long as nothing that it comes from is another: paths, the environment, the plugins wanted, functions
 of the loader, and every name in each plugin's package. Tests that install plugins add a path, and so load them anew. What is absent
-is looked for once, too: choosing a backend asks for the same absent modules dozens of times.
+is looked for once, too: choosing a backend asks for the same absent modules dozens of times. And `inspect.getattr_static`, by which
+backends and plugins are checked, looks at each class once, as it does from Python 3.12 on.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from weakref import WeakKeyDictionary
 
 from enginery.plugin import discovery, loading, registry
 from enginery.plugin.discovery import Wanted
@@ -28,6 +31,8 @@ def install() -> None:
     """Once, before anything is loaded."""
     _load_once()
     _miss_once()
+    if sys.version_info < (3, 12):
+        _look_once()
 
 
 def begin() -> None:
@@ -79,3 +84,15 @@ def _miss_once() -> None:
         return None
 
     importlib.util.find_spec = quick
+
+
+def _look_once() -> None:
+    find, kept = inspect._shadowed_dict, WeakKeyDictionary[type, object]()
+
+    def quick(kind: type) -> object:
+        try:
+            return kept[kind]
+        except KeyError:
+            return kept.setdefault(kind, find(kind))
+
+    inspect._shadowed_dict = quick

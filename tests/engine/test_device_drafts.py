@@ -14,12 +14,13 @@ import torch
 from core.testing.graph_backend import GraphBackend
 from engine.test_draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
 from engine.test_graphs import AgainAndAgain
-from engine.test_speculation import ASKS, answers_of
+from engine.test_speculation import ASKS, Told, answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.drafting import FEATURES
+from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest
 from enginery.contracts.step import StepInput
 from enginery.engine.build import build_parts
@@ -128,34 +129,75 @@ def test_captured_a_model_that_drafts_for_itself_is_always_right(
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
 
 
+@pytest.fixture(scope="module")
+def requests() -> list[GenerationRequest]:
+    """Greedy and drawn, and some that read their own tokens."""
+    drawn = [asking(about, prompt_of(SAID[1]), **asked) for about, asked in ASKS.items()]
+    return requests_of([prompt_of(said) for said in SAID]) + drawn
+
+
+@pytest.fixture(scope="module")
+def plainly(registry: Registry, requests: list[GenerationRequest]) -> dict[str, Told]:
+    """What they are told without drafts."""
+    return answers_of(Engine.build(embedded(), registry), requests)
+
+
+@pytest.fixture(scope="module")
+def where_the_host_reads(
+    registry: Registry, requests: list[GenerationRequest], plainly: dict[str, Told]
+) -> Callable[[EngineOptions], DraftCounts]:
+    """How many guesses were right where the host knows lengths; once for all tests."""
+    found: dict[EngineOptions, DraftCounts] = {}
+
+    def counts(asked: EngineOptions) -> DraftCounts:
+        if asked not in found:
+            engine = Engine.build(asked, registry)
+            assert_told(answers_of(engine, requests), plainly)
+            found[asked] = engine.meter.stats().drafts
+        return found[asked]
+
+    return counts
+
+
 @pytest.mark.parametrize(
     ("drafter", "how", "length"), [("eagle", "eager", "3"), ("eagle", "captured", "3"), ("standalone", "captured", "2")]
 )
 def test_the_embedded_models_drafters_guess_as_well_as_where_the_host_reads(
-    request: pytest.FixtureRequest, registry: Registry, *, drafter: str, how: str, length: str
+    request: pytest.FixtureRequest,
+    registry: Registry,
+    requests: list[GenerationRequest],
+    plainly: dict[str, Told],
+    where_the_host_reads: Callable[[EngineOptions], DraftCounts],
+    *,
+    drafter: str,
+    how: str,
+    length: str,
 ) -> None:
-    """As many guesses are right as where the host knows lengths: greedy and drawn, and of requests that read their own tokens."""
-    requests = requests_of([prompt_of(said) for said in SAID])
-    requests += [asking(about, prompt_of(SAID[1]), **asked) for about, asked in ASKS.items()]
-    expected = answers_of(Engine.build(embedded(), registry), requests)
+    """As many guesses are right as where the host knows lengths."""
     asked = embedded(drafter=drafter, draft_length=length, attention_backend="torch", num_pages=120, max_batch_requests=16)
-    known = Engine.build(asked, registry)
-    assert_told(answers_of(known, requests), expected)
+    wanted = where_the_host_reads(asked)
     request.getfixturevalue("unread")
     engine = Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0]
-    assert_told(answers_of(engine, requests), expected)
-    found, wanted = engine.meter.stats().drafts, known.meter.stats().drafts
+    assert_told(answers_of(engine, requests), plainly)
+    found = engine.meter.stats().drafts
     assert (found.drafted, found.accepted) == (wanted.drafted, wanted.accepted)
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "standalone"])
-def test_steps_without_guesses_overlap(unread: None, registry: Registry, monkeypatch: pytest.MonkeyPatch, *, drafter: str) -> None:
+def test_steps_without_guesses_overlap(
+    unread: None,
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    requests: list[GenerationRequest],
+    plainly: dict[str, Told],
+    *,
+    drafter: str,
+) -> None:
     """A step that neither verifies nor guesses is on its way while the next one is made; its tokens are the device's alone."""
     lengths, ahead = itertools.cycle([0, 0, 0, 2, 2, 0, 2, 0, 0, 1]), list[tuple[bool, bool]]()
     monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, num_requests: next(lengths))
-    requests = requests_of([prompt_of(said) for said in SAID])
-    requests += [asking(about, prompt_of(SAID[1]), **ASKS[about]) for about in ("seeded", "cut", "logprobs")]
-    expected = answers_of(Engine.build(embedded(), registry), requests)
+    few = [each for each in requests if each.request_id not in ASKS or each.request_id in ("seeded", "cut", "logprobs")]
+    expected = {each.request_id: plainly[each.request_id] for each in few}
     asked = embedded(drafter=drafter, draft_length="2", attention_backend="torch", num_pages=120, max_batch_requests=16)
     engine = Engine.build(dataclasses.replace(asked, overlap=True), registry)
     launch = engine._runner.launch
@@ -166,7 +208,7 @@ def test_steps_without_guesses_overlap(unread: None, registry: Registry, monkeyp
         return launch(step)
 
     monkeypatch.setattr(engine._runner, "launch", noting)
-    assert_told(answers_of(engine, requests), expected)
+    assert_told(answers_of(engine, few), expected)
     assert engine.meter.stats().drafts.accepted > 0
     assert not any(unknown for _, unknown in ahead)
     assert 0.3 < sum(overlaps for overlaps, _ in ahead) / len(ahead) < 0.7

@@ -21,7 +21,7 @@ from pairwise import in_turn, spread
 from enginery import LLM, SamplingParams
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import Reason
-from enginery.contracts.grammars import Grammar, GrammarKind, GrammarSpec, GrammarTokens
+from enginery.contracts.grammars import Grammar, GrammarCompiler, GrammarKind, GrammarSpec, GrammarTokens
 from enginery.contracts.request import FinishReason, GenerationRequest, RequestOutput
 from enginery.contracts.step import RunSizes, StepInput
 from enginery.contracts.versions import HookGroup
@@ -70,7 +70,17 @@ def asked(request_id: str, grammar: Grammar | None, prompt: tuple[int, ...] = PR
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
-    return Registry.load()
+    """Whose compilers are kept for the next engine with the same vocabulary: each has a process."""
+    found, kept = Registry.load(), dict[tuple[object, ...], GrammarCompiler]()
+
+    def keeping(offer: Offer[GrammarSpec]) -> Offer[GrammarSpec]:
+        def load(tokens: GrammarTokens) -> GrammarCompiler:
+            key = (offer.name, tokens.tokens, tokens.special_ids, tokens.eos_token_ids)
+            return kept.get(key) or kept.setdefault(key, offer.spec.load(tokens))
+
+        return dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, load=load))
+
+    return dataclasses.replace(found, grammars=tuple(map(keeping, found.grammars)))
 
 
 def build(registry: Registry, **changes: object) -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -61,15 +62,19 @@ class Import:
     where: str
 
 
-def imports(source: str, module: str) -> Iterator[Import]:
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # no expression imports anything
+
+
+@functools.cache
+def imports(source: str, module: str) -> list[Import]:
     """Every import in `source`, the file of `module`, whose name ends in `.__init__` for a package."""
 
     def visit(node: ast.AST, where: str) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
+        for child in (each for each in ast.iter_child_nodes(node) if isinstance(each, STATEMENTS)):
             inner = where
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 inner = "typing"
-            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and where == "module":
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and where == "module":
                 inner = "function"
             if isinstance(child, ast.Import):
                 yield from (Import(child.lineno, alias.name, where) for alias in child.names)
@@ -79,7 +84,7 @@ def imports(source: str, module: str) -> Iterator[Import]:
                 yield from (Import(child.lineno, f"{base}.{alias.name}", where) for alias in child.names)
             yield from visit(child, inner)
 
-    yield from visit(ast.parse(source), "module")
+    return list(visit(ast.parse(source), "module"))
 
 
 def module_name(path: Path, above: Path) -> str:
@@ -136,11 +141,11 @@ def torch_offences(source: str, module: str) -> list[str]:
 
 def named_plugin_offences(source: str, names: set[str], import_names: set[str]) -> list[str]:
     """Imports of a plugin, and whole string constants that equal a plugin's name. Docstrings may name one."""
-    tree = ast.parse(source)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = list(ast.walk(ast.parse(source))) if names else []
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     imported = [found for found in imports(source, "any") if found.name.split(".")[0] in import_names]
     offences = [f"line {found.line}: imports {found.name}" for found in imported]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and node.value in names and id(node) not in docstrings:
             offences.append(f"line {node.lineno}: names the plugin {node.value!r}")
     return offences

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict
@@ -18,6 +19,7 @@ import msgspec
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.errors import ConfigError
+from enginery.plugin.hookspecs import PROJECT
 
 if TYPE_CHECKING:
     from enginery.bench.floor import DeviceLimits
@@ -73,18 +75,26 @@ def make_report(
     bench: str, device: str, rows: Iterable[Row], *, options: EngineOptions, limits: Iterable[DeviceLimits] = ()
 ) -> Report:
     """A report with all that is needed to repeat the measurement. bench: the command's name."""
-    installed = {found.name: found.version for found in importlib.metadata.distributions() if found.name}
     return {
         "bench": bench,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
         "device": device,
-        "versions": {name: installed[name] for name in sorted(installed) if name in _LIBRARIES or name.startswith("enginery")}
-        | {"python": platform.python_version()},
+        "versions": _versions() | {"python": platform.python_version()},
         "settings": {name: value for name, value in vars(options).items() if value != vars(EngineOptions())[name]},
         "limits": [asdict(each) for each in limits],
         "rows": [msgspec.to_builtins(row) for row in rows],
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of the libraries, of enginery and of its plugins, as far as they are installed, by distribution."""
+    plugins = [point.dist.name for point in importlib.metadata.entry_points(group=PROJECT) if point.dist is not None]
+    found = {}
+    for name in sorted({*_LIBRARIES, PROJECT, *plugins}):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def facts_details(facts: EngineFacts) -> dict[str, object]:

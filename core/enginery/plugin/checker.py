@@ -22,6 +22,7 @@ from enginery.plugin.near import did_you_mean
 
 _HOLDERS: Final = (types.FunctionType, types.MethodType, staticmethod, classmethod)
 _UNKNOWN: Final = (inspect.Parameter.empty, Any, object)
+_IN_PYTHON: Final = 1 << 9  # of a type's flags: made by a class statement
 _STARS: Final[Mapping[object, str]] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
@@ -69,8 +70,11 @@ class StrictPluginManager(pluggy.PluginManager):
 
 def marked_options(plugin: object, name: str) -> HookimplOpts | None:
     """The options of the `hookimpl` on attribute `name`, or None. Runs no property and no other code of the plugin."""
-    holder = _static_function(plugin, name)
-    if holder is None:
+    return _options(_static(plugin, name))
+
+
+def _options(holder: object) -> HookimplOpts | None:
+    if not isinstance(holder, _HOLDERS):
         return None
     mark, function = f"{PROJECT}_impl", holder if isinstance(holder, types.FunctionType) else holder.__func__
     options: HookimplOpts | None = vars(holder).get(mark) or vars(inspect.unwrap(function)).get(mark)
@@ -89,9 +93,10 @@ def check(plugin: object, specs: type) -> list[str]:
     wanted = hooks_of(specs)
     problems = _delegation_problems(plugin)
     for name in dir(plugin):
-        options = marked_options(plugin, name)
+        found = _static(plugin, name)
+        options = _options(found)
         if options is None:
-            problems += _never_called(plugin, name, wanted)
+            problems += _never_called(found, name, wanted)
             continue
         if unused := sorted(option for option, value in options.items() if value):
             problems.append(f"{name}: @hookimpl({', '.join(unused)}) is not accepted: order decides nothing here, names do")
@@ -99,16 +104,15 @@ def check(plugin: object, specs: type) -> list[str]:
             problems.append(f"{name} is not a hook{did_you_mean(name, wanted)}")
             continue
         impl = getattr(plugin, name)
-        problems += [f"{name}: {problem}" for problem in _compare(_Signature.of(impl), _Signature.of(wanted[name], skip=1))]
+        problems += [f"{name}: {problem}" for problem in _compare(_Signature.of(impl), _wanted(wanted[name]))]
     return problems
 
 
-def _never_called(plugin: object, name: str, wanted: Collection[str]) -> list[str]:
-    """Why what stands under `name` would never be called, though it is marked as a hook or has the name of one."""
-    if name in wanted and _static_function(plugin, name) is not None:
-        return [f"{name} has the name of a hook but no @hookimpl, so it would never be called"]
-    found = inspect.getattr_static(plugin, name, None)
-    if _static_function(plugin, name) is None and _is_marked_inside(found):
+def _never_called(found: object, name: str, wanted: Collection[str]) -> list[str]:
+    """Why `found`, which stands under `name`, would never be called, though it is marked as a hook or has the name of one."""
+    if isinstance(found, _HOLDERS):
+        return [f"{name} has the name of a hook but no @hookimpl, so it would never be called"] if name in wanted else []
+    if _is_marked_inside(found):
         return [f"{name} is marked with @hookimpl but is {_kind_of(found)}, which is never called: write a plain function"]
     return []
 
@@ -120,6 +124,8 @@ def _is_marked_inside(found: object) -> bool:
             inner: list[object] = [found.fget, found.fset]
         case functools.partial() | functools.partialmethod() | functools.cached_property():
             inner = [found.func]
+        case _ if not (type(found).__dictoffset__ or type(found).__flags__ & _IN_PYTHON):
+            return False  # a number, a text: it can have no mark
         case _:
             inner = [inspect.getattr_static(found, "__wrapped__", None), inspect.getattr_static(type(found), "__call__", None)]
     attribute = f"{PROJECT}_impl"
@@ -145,11 +151,9 @@ def _delegation_problems(plugin: object) -> list[str]:
     return [f"{type(plugin).__name__} has a __getattr__: {advice}"]
 
 
-def _static_function(
-    plugin: object, name: str
-) -> types.FunctionType | types.MethodType | staticmethod[..., object] | classmethod[object, ..., object] | None:
-    found = vars(plugin).get(name) if isinstance(plugin, types.ModuleType) else inspect.getattr_static(plugin, name, None)
-    return found if isinstance(found, _HOLDERS) else None
+def _static(plugin: object, name: str) -> object:
+    """What stands under `name`, found without running any of the plugin's code; None if nothing does."""
+    return vars(plugin).get(name) if isinstance(plugin, types.ModuleType) else inspect.getattr_static(plugin, name, None)
 
 
 class _Signature(NamedTuple):
@@ -175,6 +179,11 @@ class _Signature(NamedTuple):
             _resolve(signature.return_annotation, scope),
             kind,
         )
+
+
+@functools.cache
+def _wanted(hook: Callable[..., object]) -> _Signature:
+    return _Signature.of(hook, skip=1)
 
 
 def _resolve(annotation: object, scope: dict[str, object]) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 import time
 from collections.abc import Callable
@@ -74,6 +75,8 @@ def test_a_report_says_how_to_repeat_it() -> None:
     assert made["settings"] == {"num_pages": 5}
     assert {"command", "commit", "device", "versions", "limits"} <= made.keys()
     assert torch.__version__.startswith(made["versions"]["torch"])
+    plugins = {point.dist.name for point in importlib.metadata.entry_points(group="enginery")}
+    assert {"enginery", "python", *plugins} <= made["versions"].keys()
     assert json.loads(json.dumps(made)) == made
 
 

@@ -54,6 +54,8 @@ class _Methods(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    _should_skip_dynamo = classmethod(lambda cls: False)  # torch would import it for that, 2 s
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:

@@ -92,6 +92,8 @@ class _Addresses(TorchFunctionMode):
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends what does the same again to `calls`, for each of torch's operators."""
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # which torch would import for that: 2 s of a server's start
+
     def __init__(self, calls: HostCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = calls

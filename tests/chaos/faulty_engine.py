@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from enginery_grammar_llguidance import compiler
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import ReportProgress
@@ -64,6 +65,9 @@ class FaultyRunner(Runner):
 
 def _is_due(request: Request, item: Item) -> bool:
     return item.start + item.num_tokens - request.num_prompt_tokens == AFTER
+
+
+compiler.TRIAL_S = float(os.environ.get("CHAOS_TRIAL_S", compiler.TRIAL_S))  # what an evil grammar takes at the most
 
 
 def build(options: EngineOptions, registry: Registry, report: ReportProgress) -> Engine:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-from enginery_grammar_llguidance import compiler
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import ReportProgress
@@ -20,6 +19,7 @@ from enginery.schedule.scheduler import Scheduler
 from enginery.serve.engine.process import run
 from enginery.worker.runner import NO_CUTS, Launched, Runner, RunningStep
 from enginery.worker.sampling import mark_nan
+from enginery_grammar_llguidance import compiler
 
 OUT_OF_MEMORY, NAN, RAISES, WRONG_SHAPE, WEDGE, BROKEN = range(70_001, 70_007)
 WEDGE_S = 4.0

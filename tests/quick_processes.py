@@ -357,6 +357,10 @@ def _run(words: Sequence[str], *, is_safe: bool) -> int:
     extra = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [*([] if is_safe else [first]), *extra, *_own_path]
     importlib.invalidate_caches()
+    sys.orig_argv[:] = [sys.executable, *words]
+    for file in [Path(entry, "sitecustomize.py") for entry in extra]:
+        if file.exists():
+            runpy.run_path(str(file))
     code = 0
     try:
         if what == "-m":

@@ -299,10 +299,10 @@ def test_row_43_metrics_do_not_grow_with_what_clients_send(server):
     for word in ("a", "b"):
         server.complete("x", model=word)
         server.http.get(f"/{word}")
-    before = len(server.http.get("/metrics").text.splitlines())
+    before, new = len(server.http.get("/metrics").text.splitlines()), secrets.token_hex(4)
     for number in range(300 if EVERYTHING else 100):
-        server.complete("x", model=f"model-{number}", user=f"user-{number}")
-        server.http.get(f"/path-{number}")
+        server.complete("x", model=f"model-{new}-{number}", user=f"user-{new}-{number}")
+        server.http.get(f"/path-{new}-{number}")
     assert len(server.http.get("/metrics").text.splitlines()) == before
 
 

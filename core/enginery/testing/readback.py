@@ -30,8 +30,7 @@ def no_reads(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
     before = torch.cuda.get_sync_debug_mode()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        with warnings.catch_warnings(action="ignore"):  # torch says that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:

@@ -41,6 +41,8 @@ MODULES = (
     *("enginery", "enginery.serve.engine.process", "enginery.engine.ranks.process"),
     *("enginery.testing.child", "enginery.bench.startup", "pytest"),
 )
+# They limit their address space, of which torch would take much: forked from a process without it. Servers start them as always.
+SMALL = ("enginery.text.template_process",)
 SCRIPTS = (
     "chaos/chaos_server.py",
     "chaos/faulty_engine.py",
@@ -53,6 +55,7 @@ IMPORTED = (
     "enginery.engine.ranks.process",
     *("torch", "tokenizers", "uvicorn", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "uvicorn.loops.asyncio"),
     *("h11", "zmq.asyncio", "jinja2", "huggingface_hub", "enginery.testing.child", "enginery.api", "pytest"),
+    *("pydantic.v1", "encodings.idna", "rich._emoji_codes", "uvicorn.lifespan.off"),
 )
 # Of a pytest that is forked where it makes errors of warnings.
 PYTEST_FLAGS = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
@@ -67,7 +70,9 @@ _HERE = Path(__file__).resolve().parent
 class Nursery:
     """The process that forks, as the one that asks it holds it. Started when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """modules: that it imports and no others; by default what engines and servers import."""
+        self._modules = modules
         self._ours: socket.socket | None = None
         self._environ: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -96,7 +101,7 @@ class Nursery:
         if self._ours is None:
             self._environ = dict(os.environ)
             self._ours, theirs = socket.socketpair()
-            command = [sys.executable, __file__, str(theirs.fileno()), "-" * ROOM_FOR_ARGUMENTS]
+            command = [sys.executable, __file__, str(theirs.fileno()), "-" * ROOM_FOR_ARGUMENTS, *self._modules]
             with theirs:
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             atexit.register(_end, self._ours, process)
@@ -113,6 +118,7 @@ def _is_fixed(name: str) -> bool:
 
 
 NURSERY = Nursery()
+SMALL_NURSERY = Nursery(*SMALL)
 _started_as_always = subprocess.Popen._execute_child
 _parameters = inspect.signature(_started_as_always)
 _is_on = False
@@ -157,7 +163,9 @@ def run_python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
 def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     asked = _parameters.bind(self, *given).arguments
     environ = dict(os.environ if asked["env"] is None else asked["env"])
-    if not (_is_on and _is_of_the_engine(asked["args"]) and _is_plain(asked) and NURSERY.fits(environ)):
+    nursery = SMALL_NURSERY if _is_small(asked["args"]) else NURSERY
+    is_known = nursery is SMALL_NURSERY or _is_of_the_engine(asked["args"])
+    if not (_is_on and is_known and _is_plain(asked) and nursery.fits(environ)):
         _started_as_always(self, *given)
         return
     pipes = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
@@ -170,7 +178,7 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
         "is_session": bool(asked["start_new_session"]),
         "files": [0, 1, 2, *files[3:]],
     }
-    self.pid = NURSERY.fork(request, files) if not _forked else _fork_here(request, files)
+    self.pid = nursery.fork(request, files) if not _forked else _fork_here(request, files)
     self._child_created = True
     self._close_pipe_fds(*(asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
 
@@ -180,6 +188,10 @@ def _is_of_the_engine(command: Any) -> bool:
         return False
     first, *rest = [str(each) for each in command[1:] if each != "-P"]
     return (first == "-m" and rest[0] in MODULES) or (first == "-c" and _also_code) or first.endswith(SCRIPTS)
+
+
+def _is_small(command: Any) -> bool:
+    return not _forked and isinstance(command, list | tuple) and list(command[1:]) in [["-P", "-m", name] for name in SMALL]
 
 
 def _is_plain(asked: Mapping[str, Any]) -> bool:
@@ -205,9 +217,9 @@ def _read(link: socket.socket, size: int) -> bytes:
     return found
 
 
-def _nurse(link: socket.socket) -> None:
+def _nurse(link: socket.socket, modules: Sequence[str]) -> None:
     NURSERY._environ = dict(os.environ)
-    _import_all()
+    _import_all(modules)
     gc.collect()
     gc.freeze()
     while True:
@@ -231,12 +243,13 @@ def _nurse(link: socket.socket) -> None:
             os.close(number)
 
 
-def _import_all() -> None:
+def _import_all(modules: Sequence[str]) -> None:
+    """modules: these and no others, if there are any."""
     _own_path[:] = [entry for entry in sys.path[1:] if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path.remove(str(_HERE))
-    for name in IMPORTED:
+    for name in modules or IMPORTED:
         importlib.import_module(name)
-    for entry in importlib.metadata.entry_points(group="enginery"):
+    for entry in () if modules else importlib.metadata.entry_points(group="enginery"):
         with contextlib.suppress(Exception):  # who asks for it is told
             importlib.import_module(entry.module)
 
@@ -262,6 +275,7 @@ def _become(request: Mapping[str, Any], files: Sequence[int], *, mask: Any = ())
     try:
         _forked = _is_on = True
         _leave_behind(mask)
+        gc.unfreeze = _nothing  # what was imported is nobody's garbage, and a look at it copies all of its memory: 0.2 s
         if request["is_session"]:
             os.setsid()
         _place(files, request["files"])
@@ -275,6 +289,10 @@ def _become(request: Mapping[str, Any], files: Sequence[int], *, mask: Any = ())
     except BaseException:
         traceback.print_exc()
     os._exit(code)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _leave_behind(mask: Any) -> None:
@@ -339,6 +357,10 @@ def _run(words: Sequence[str], *, is_safe: bool) -> int:
     extra = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [*([] if is_safe else [first]), *extra, *_own_path]
     importlib.invalidate_caches()
+    sys.orig_argv[:] = [sys.executable, *words]
+    for file in [Path(entry, "sitecustomize.py") for entry in extra]:
+        if file.exists():
+            runpy.run_path(str(file))
     code = 0
     try:
         if what == "-m":
@@ -374,4 +396,4 @@ def _run(words: Sequence[str], *, is_safe: bool) -> int:
 if __name__ == "__main__":
     import quick_processes  # under its own name, as in the processes that are forked
 
-    quick_processes._nurse(socket.socket(fileno=int(sys.argv[1])))
+    quick_processes._nurse(socket.socket(fileno=int(sys.argv[1])), sys.argv[3:])

@@ -19,6 +19,7 @@ from enginery.schedule.scheduler import Scheduler
 from enginery.serve.engine.process import run
 from enginery.worker.runner import NO_CUTS, Launched, Runner, RunningStep
 from enginery.worker.sampling import mark_nan
+from enginery_grammar_llguidance import compiler
 
 OUT_OF_MEMORY, NAN, RAISES, WRONG_SHAPE, WEDGE, BROKEN = range(70_001, 70_007)
 WEDGE_S = 4.0
@@ -64,6 +65,9 @@ class FaultyRunner(Runner):
 
 def _is_due(request: Request, item: Item) -> bool:
     return item.start + item.num_tokens - request.num_prompt_tokens == AFTER
+
+
+compiler.TRIAL_S = float(os.environ.get("CHAOS_TRIAL_S", compiler.TRIAL_S))  # what an evil grammar takes at the most
 
 
 def build(options: EngineOptions, registry: Registry, report: ReportProgress) -> Engine:

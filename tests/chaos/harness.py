@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import noise
 import psutil
+from pairwise import EVERYTHING
 from prometheus_client.parser import text_string_to_metric_families
 
 HERE = Path(__file__).parent
@@ -37,6 +38,7 @@ OPTIONS = {
 }
 SETTINGS = {"watchdog_s": 1.5, "drain_s": 40.0, "limits": {"receive_s": 2.0, "send_s": 2.0}}
 STEP_S = 0.004
+TRIALS = {} if EVERYTHING else {"CHAOS_TRIAL_S": "1.0"}  # of evil grammars, which all take as long as they may
 CONTROL = {"prompt": "The quick brown fox jumps over", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 
@@ -132,7 +134,7 @@ def started(
     key: that the client sends. options: over `OPTIONS`; settings: over `SETTINGS`. prefix: a command that runs it.
     """
     arguments = [json.dumps(OPTIONS | (options or {})), json.dumps(SETTINGS | settings)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CHAOS_STEP_S": str(step_s)}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CHAOS_STEP_S": str(step_s), **TRIALS}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
         with log.open("w") as stderr:

@@ -148,7 +148,6 @@ def test_a_rank_that_raises_is_the_cause(pairs: list[Pair], tmp_path: Path) -> N
     assert "rank 1: ValueError: rank 1 has had enough" in err
 
 
-@pytest.mark.usefixtures("own_processes")
 def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(pairs: list[Pair], tmp_path: Path) -> None:
     pairs.append(Pair(path=broken(tmp_path, "import time; time.sleep(1000)")))
     pairs[-1].until("ready")

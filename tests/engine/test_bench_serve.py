@@ -13,7 +13,7 @@ from pathlib import Path
 from enginery.bench.serve_load import Load
 from enginery.cli.bench_serve import _warm_up
 
-COMMAND = [sys.executable, "-c", "from enginery.cli.main import main; main()", "bench", "serve", "--device", "cpu"]
+COMMAND = [sys.executable, "-m", "enginery", "bench", "serve", "--device", "cpu"]
 COMMAND += ["--input-len", "8:16", "--output-len", "4"]
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -110,3 +111,16 @@ def test_what_is_not_the_engines_or_needs_more_is_started_as_always(
     monkeypatch.setattr(quick_processes.Nursery, "fork", None)
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, **changes)
     assert "True" not in done.stdout
+
+
+def test_what_renders_templates_is_forked_from_a_process_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_processes.SMALL_NURSERY.fits(os.environ)  # starts it
+    monkeypatch.setattr(quick_processes, "_started_as_always", None)
+    command = [sys.executable, "-P", "-m", *quick_processes.SMALL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        end_s = time.monotonic() + 60
+        while list(filter(None, psutil.Process(process.pid).cmdline())) != command:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        assert psutil.Process(process.pid).memory_info().vms < 1 << 28, "of the 1 GiB that it may have"
+    assert process.returncode == 0

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import anthropic
 import noise
 import openai
 import pydantic
 import pytest
 from pairwise import EVERYTHING
 from running import PATIENCE_S, serving
+
+if TYPE_CHECKING:  # it takes a second, and each worker collects all tests
+    import anthropic
 
 ASK = [{"role": "user", "content": "x"}]
 CALL = '[call add {"a": 1}]'
@@ -37,6 +39,8 @@ def noisy() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def claude(noisy: str) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=noisy, api_key="none", max_retries=0) as client:
         yield client
 
@@ -51,6 +55,8 @@ def gpt(noisy: str) -> Iterator[openai.OpenAI]:
 
 
 def test_anthropic_messages_parse(claude):
+    import anthropic
+
     asked = {"model": "noise", "max_tokens": 1000, "messages": ASK, "output_format": Weather}
     message = claude.messages.parse(**asked)
     assert isinstance(message.parsed_output, Weather)
@@ -71,6 +77,8 @@ def test_anthropic_messages_stream_with_a_schema(claude):
 
 
 def test_anthropic_tool_runner_runs_a_tool_that_the_model_calls(claude):
+    import anthropic
+
     ran = []
 
     @anthropic.beta_tool

@@ -30,8 +30,7 @@ def no_reads(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
     before = torch.cuda.get_sync_debug_mode()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        with warnings.catch_warnings(action="ignore"):  # torch says that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
@@ -54,6 +53,8 @@ class _Methods(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    _should_skip_dynamo = classmethod(lambda cls: False)  # torch would import it for that, 2 s
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 NEEDED = ("enginery_weights_tiny", "enginery_model_llama", "enginery_attn_torch")
-COMMAND = [sys.executable, "-c", "from enginery.cli.main import main; main()", "serve", "--device", "cpu"]
+COMMAND = [sys.executable, "-m", "enginery", "serve", "--device", "cpu"]
 SETTINGS = {"Temperature": "0.7", "Top P": "0.9", "Top K": "40", "Maximum of tokens": "20", "Seed": "3", "System prompt": "Short."}
 
 

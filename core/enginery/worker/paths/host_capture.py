@@ -92,6 +92,8 @@ class _Addresses(TorchFunctionMode):
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends what does the same again to `calls`, for each of torch's operators."""
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # which torch would import for that: 2 s of a server's start
+
     def __init__(self, calls: HostCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = calls
@@ -164,8 +166,7 @@ def _is_made_of_others(func: OpOverload) -> bool:
 
 
 def _refuse(func: OpOverload, args: tuple[object, ...], given: Mapping[str, object]) -> None:
-    places = (torch.int64, torch.int32)
-    if func is _aten.index.Tensor and all(each.dtype in places for each in _tensors(args[1])):
+    if func is _aten.index.Tensor and all(each.dtype in (torch.int64, torch.int32) for each in _tensors(args[1])):
         return  # it is marked for the sake of masks
     for tag, why in _REFUSED.items():
         if tag in func.tags:
@@ -191,8 +192,7 @@ def _look(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _shares(found: Sequence[torch.Tensor], given: object) -> bool:

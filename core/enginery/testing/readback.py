@@ -59,8 +59,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         name = func.overloadpacket.__name__
-        by_mask = name == "index" and _has_mask(args[1])
-        if name in _OPERATIONS or by_mask:
+        if (by_mask := name == "index" and _has_mask(args[1])) or name in _OPERATIONS:
             raise _seen(f"torch.{name}" + (" with a mask" if by_mask else ""))
         return func(*args, **(kwargs or {}))
 

@@ -81,9 +81,7 @@ def guesses_of(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatc
         told = [token for output in engine.step() for token in output.token_ids]
         tokens += told
         if told and engine.has_work:
-            made = engine._made._by_key["a"]
-            assert made.num_tokens == len(tokens)
-            found.append((list(tokens), list(made.read()), list(looked_at)))
+            found.append((list(tokens), list(engine._made.of("a", len(tokens), most=99, reads=True)), list(looked_at)))
     return found
 
 

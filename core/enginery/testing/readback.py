@@ -11,9 +11,9 @@ from typing import Final
 import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from enginery.testing.rules import BrokenRule
+from enginery.worker.paths.host_capture import OperatorMode
 
 # Methods of a tensor, and operations, whose results are values on the host or have a shape that depends on values.
 _METHODS: Final = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
@@ -30,7 +30,8 @@ def no_reads(device: torch.device) -> Iterator[None]:
     torch.cuda.synchronize(device)
     before = torch.cuda.get_sync_debug_mode()
     try:
-        with warnings.catch_warnings(action="ignore"):  # torch says that the mode is a prototype
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
@@ -52,14 +53,13 @@ class _Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    _should_skip_dynamo = classmethod(lambda cls: False)  # torch would import it for that, 2 s
-
+class _Operations(OperatorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         name = func.overloadpacket.__name__
-        if (by_mask := name == "index" and _has_mask(args[1])) or name in _OPERATIONS:
+        by_mask = name == "index" and _has_mask(args[1])
+        if name in _OPERATIONS or by_mask:
             raise _seen(f"torch.{name}" + (" with a mask" if by_mask else ""))
         return func(*args, **(kwargs or {}))
 

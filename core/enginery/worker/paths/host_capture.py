@@ -89,10 +89,14 @@ class _Addresses(TorchFunctionMode):
         return result
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Appends what does the same again to `calls`, for each of torch's operators."""
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees torch's operators without torch's compiler, which it would import for that: 2 s of a server's start."""
 
-    _should_skip_dynamo = classmethod(lambda cls: False)  # which torch would import for that: 2 s of a server's start
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
+
+class _Operators(OperatorMode):
+    """Appends what does the same again to `calls`, for each of torch's operators."""
 
     def __init__(self, calls: HostCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

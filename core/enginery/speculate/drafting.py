@@ -97,12 +97,14 @@ class Drafting:
         self._stopped |= {request.request_id: request for request in requests}
 
     def _made(self, made: MadeDrafts, request: Request) -> Sequence[int]:
-        most = min(self._length.most, _room(request))
-        return made.of(request.request_id, len(request.token_ids), most=most, reads=request.reads_tokens)
+        return made.of(request.request_id, len(request.token_ids), most=self._most(request), reads=request.reads_tokens)
 
     def _ask(self, request: Request) -> DraftAsk:
         self._asked[request.request_id] = request
-        return DraftAsk(request.request_id, request.token_ids, min(self._length.most, _room(request)), request.asked.cache_salt)
+        return DraftAsk(request.request_id, request.token_ids, self._most(request), request.asked.cache_salt)
+
+    def _most(self, request: Request) -> int:
+        return min(self._length.most, _room(request))
 
     def _may_draft(self, request: Request) -> bool:
         """Whether it decodes, wants drafts and has room, and its grammar, if it has one, can go back behind a wrong one."""

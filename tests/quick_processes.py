@@ -70,9 +70,9 @@ _HERE = Path(__file__).resolve().parent
 class Nursery:
     """The process that forks, as the one that asks it holds it. Started when it is first needed."""
 
-    def __init__(self, *modules: str) -> None:
-        """modules: that it imports and no others; by default what engines and servers import."""
-        self._modules = modules
+    def __init__(self, kind: str) -> None:
+        """kind: whether it imports `SMALL` or what engines and servers import. Tests find processes by the modules they run."""
+        self._kind = kind
         self._ours: socket.socket | None = None
         self._environ: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -101,16 +101,11 @@ class Nursery:
         if self._ours is None:
             self._environ = dict(os.environ)
             self._ours, theirs = socket.socketpair()
-            command = [sys.executable, __file__, str(theirs.fileno()), "-" * ROOM_FOR_ARGUMENTS, *map(_spelt, self._modules)]
+            command = [sys.executable, __file__, str(theirs.fileno()), "-" * ROOM_FOR_ARGUMENTS, self._kind]
             with theirs:
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             atexit.register(_end, self._ours, process)
         return self._ours
-
-
-def _spelt(module: str) -> str:
-    """Tests find processes by the modules that they run: the nursery runs none of these."""
-    return module.replace(".", "/").replace("_", " ")
 
 
 def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -122,8 +117,8 @@ def _is_fixed(name: str) -> bool:
     return name.startswith(FIXED) and not name.startswith(BUT)
 
 
-NURSERY = Nursery()
-SMALL_NURSERY = Nursery(*SMALL)
+NURSERY = Nursery("whole")
+SMALL_NURSERY = Nursery("small")
 _started_as_always = subprocess.Popen._execute_child
 _parameters = inspect.signature(_started_as_always)
 _is_on = False
@@ -401,6 +396,4 @@ def _run(words: Sequence[str], *, is_safe: bool) -> int:
 if __name__ == "__main__":
     import quick_processes  # under its own name, as in the processes that are forked
 
-    quick_processes._nurse(
-        socket.socket(fileno=int(sys.argv[1])), [name.replace("/", ".").replace(" ", "_") for name in sys.argv[3:]]
-    )
+    quick_processes._nurse(socket.socket(fileno=int(sys.argv[1])), SMALL if sys.argv[3] == "small" else ())

@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # their imports take seconds, which the tests that need none 
     from parity.oracle import Oracle
     from transformers import PretrainedConfig
 
+    from enginery.plugin.registry import Registry
+
 pytest.register_assert_rewrite("parity.engine_driver")
 
 
@@ -35,3 +37,18 @@ def write_oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Pre
         return made[name]
 
     return write
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    """Of all that is installed."""
+    from enginery.plugin.registry import Registry
+
+    return Registry.load()
+
+
+@pytest.fixture
+def llama(write_oracle: Callable[[str, PretrainedConfig], Oracle]) -> Oracle:
+    from parity.oracle import FAMILIES
+
+    return write_oracle("llama", FAMILIES["llama"])

@@ -13,7 +13,7 @@ import torch
 from core.testing.graph_backend import GraphBackend, NeverRefreshes
 from pairwise import in_turn
 from parity.engine_driver import assert_greedy, generate, greedy, options
-from parity.oracle import FAMILIES, Oracle
+from parity.oracle import Oracle
 
 from enginery.attention.relay import BackendRelay
 from enginery.config.schema import EngineOptions
@@ -57,16 +57,6 @@ class AgainAndAgain:
                     run()
 
         return Again()
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture
-def llama(write_oracle: Callable[..., Oracle]) -> Oracle:
-    return write_oracle("llama", FAMILIES["llama"])
 
 
 def with_graphs(

@@ -27,16 +27,6 @@ compiled = pytest.importorskip("enginery_attn_cpu.native_part", reason="the plug
 pytestmark = pytest.mark.skipif(compiled is None, reason="its compiled part was not built")
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture
-def llama(write_oracle: Callable[..., Oracle]) -> Oracle:
-    return write_oracle("llama", FAMILIES["llama"])
-
-
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -13,16 +13,6 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture
-def llama(write_oracle: Callable[..., Oracle]) -> Oracle:
-    return write_oracle("llama", FAMILIES["llama"])
-
-
 @in_turn(
     ("changes", [{}, {"max_batch_tokens": 16}, {"num_pages": 14}, {"prefix_cache": False}]), ("family", ["llama", "deepseek-v2"])
 )

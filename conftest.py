@@ -39,8 +39,9 @@ quick_loading.install()
 if not EVERYTHING:
     quick_processes.install()
 
-# Under nohup servers that the tests start would ignore it too, and tests of signals wait for nothing.
+# What nohup or a shell's background ignores, servers that tests start would ignore too: tests of signals would wait for nothing.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each client reads all certificates of this machine anew, 0.1 s of processor time; the tests make thousands.
 for name in ("httpx", "httpx2"):

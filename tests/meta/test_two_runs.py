@@ -1,4 +1,4 @@
-"""`make test` runs pytest twice: with work stealing, and then the tests of real processes, whose servers a file shares."""
+"""`make test` runs pytest twice at once: with work stealing, and the tests of real processes, whose servers a file shares."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from make_lines import ROOT, would_run
 
 FAKE = """#!/bin/sh
-echo "$@" >>"$0.asked"
-case "$*" in *--ignore*) exit $ALONE;; *) exit $PROCESSES;; esac
+case "$*" in *--ignore*) code=$ALONE run=others;; *) code=$PROCESSES run=processes;; esac
+echo "$(nice) $@" >"$0.$run"
+echo "printed by $run"
+exit $code
 """
 
 
@@ -38,10 +40,13 @@ def test_a_failure_of_either_run_is_one_of_both_and_no_test_at_all_too(
     command += ["make", f"VENV={tmp_path}", "test", "JOBS=2", "ARGS=-k 'one or two'"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
-    first, second = (tmp_path / "bin/pytest.asked").read_text().splitlines()
-    assert "-n 2 --dist worksteal --ignore=tests/chaos --ignore=tests/serve" in first
-    assert "-n 3 --dist loadfile tests/chaos tests/serve" in second
-    assert first.endswith("-k one or two")
+    assert done.stdout.splitlines()[:2] == ["printed by others", "printed by processes"]
+    asked = {run: (tmp_path / f"bin/pytest.{run}").read_text() for run in ("others", "processes")}
+    assert "-n 2 --dist worksteal --ignore=tests/chaos --ignore=tests/serve" in asked["others"]
+    assert "-n 3 --dist loadfile tests/chaos tests/serve" in asked["processes"]
+    assert all(words.endswith("-k one or two\n") for words in asked.values())
+    niceness = {run: int(words.split()[0]) for run, words in asked.items()}
+    assert niceness["others"] == min(19, niceness["processes"] + 19)
 
 
 def test_named_files_are_run_at_once(tmp_path: Path) -> None:

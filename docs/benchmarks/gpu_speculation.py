@@ -2,6 +2,9 @@
 
 Llama-3.1-8B's shape in bfloat16, Triton attention, 128 tokens in and 512 out. Guesses are right by chance, at 2.8 to 2.9 told
 tokens a verification; see `enginery.bench.forced`. Of each load the first pass does not count.
+
+With --auto: what `--drafter auto` makes of it, which chooses how much to guess, where guesses are as seldom right as those of a
+random head are, and where each is right three times of four. Then the embedded model, in text.
 """
 
 from __future__ import annotations
@@ -9,14 +12,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from enginery import LLM, SamplingParams
 from enginery.bench.forced import _one_pass
 from enginery.bench.offline import free_memory
 from enginery.bench.workloads import equal_requests, shapes, write_shape
@@ -25,6 +31,7 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
 SHAPE, RATES, DRAFT_VOCABULARY = "llama-3.1-8b", (0.7655,) * 3, 32000
+PROMPT = "Tell me a story about a fox named Mia."
 
 
 def options(folder: Path, device: str) -> EngineOptions:
@@ -50,14 +57,14 @@ def options(folder: Path, device: str) -> EngineOptions:
 
 
 def measured(
-    name: str, asked: EngineOptions, streams: list[int], *, rates: tuple[float, ...], repeats: int
+    name: str, asked: EngineOptions, loads: argparse.Namespace, *, rates: tuple[float, ...] = ()
 ) -> Iterator[dict[str, Any]]:
     """A row for each number of streams."""
     free_memory()
-    engine = Engine.build(asked, Registry.load(), forced_rates=rates)
+    engine, repeats = Engine.build(asked, Registry.load(), forced_rates=rates), loads.repeats
     try:
-        for count in streams:
-            workload = equal_requests(count, input_len=128, output_len=512)
+        for count in loads.streams:
+            workload = equal_requests(count, input_len=128, output_len=loads.output_len)
             _one_pass(engine, workload, seed=1)
             before = engine.meter.stats()
             runs = sorted(_one_pass(engine, workload, seed=2 + repeat) for repeat in range(repeats))
@@ -68,6 +75,7 @@ def measured(
                 "streams": count,
                 "output_tokens_per_s": middle.output_tokens / middle.total_s,
                 "told_a_verification": (after.drafts.told - before.drafts.told) / verified if verified else None,
+                "drafted_a_verification": (after.drafts.drafted - before.drafts.drafted) / verified if verified else None,
                 "step_ms": 1e3 * sum(run.total_s for run in runs) / steps,
                 "host_ms": 1e3 * (after.host_s - before.host_s) / steps,
                 "seconds": [run.total_s for run in runs],
@@ -76,19 +84,57 @@ def measured(
         engine.close()
 
 
+def embedded(drafter: str, loads: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The embedded model, which comes with draft models that were trained: greedy text, each stream another prompt."""
+    llm = LLM(drafter=drafter, device="cuda", attention_backend="triton")
+    params = SamplingParams(max_tokens=loads.output_len, temperature=0, ignore_eos=True)
+    for count in loads.streams:
+        prompts = [f"{PROMPT} She is {index} years old." for index in range(count)]
+        llm.generate(prompts, params, progress=False)
+        seconds = []
+        for _ in range(loads.repeats):
+            began = time.perf_counter()
+            answers = llm.generate(prompts, params, progress=False)
+            seconds.append(time.perf_counter() - began)
+        told = sum(len(answer.token_ids) for answer in answers)
+        yield {
+            "run": f"embedded, {drafter}",
+            "streams": count,
+            "output_tokens_per_s": told / statistics.median(seconds),
+            "seconds": sorted(seconds),
+        }
+    llm.close()
+
+
+def rows_of(loads: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """One engine after the other."""
+    drafting = options(folder, "cuda")
+    plain = {"drafter": "off", "draft_model": None, "draft_length": "auto"}
+    if not loads.auto:
+        yield from measured("forced", drafting, loads, rates=RATES)
+        yield from measured("plain", dataclasses.replace(drafting, **plain), loads)
+        return
+    auto = dataclasses.replace(drafting, drafter="auto", draft_length="auto")
+    yield from measured("plain", dataclasses.replace(auto, **plain), loads)
+    yield from measured("auto, seldom right", auto, loads)
+    yield from measured("auto, right three times of four", auto, loads, rates=(RATES[0],) * 7)
+    for drafter in ("off", "auto"):
+        yield from embedded(drafter, loads)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--auto", action="store_true")
     asked = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        drafting = options(Path(folder), "cuda")
-        plain = dataclasses.replace(drafting, drafter="off", draft_model=None, draft_length="auto")
-        rows = [
-            *measured("forced", drafting, asked.streams, rates=RATES, repeats=asked.repeats),
-            *measured("plain", plain, asked.streams, rates=(), repeats=asked.repeats),
-        ]
+        for row in rows_of(asked, Path(folder)):
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            rows.append(row)
     about = {
         "command": " ".join(sys.argv),
         "commit": asked.commit,

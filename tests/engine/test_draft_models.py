@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 
 from enginery.config.resolve import DeviceFacts
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import Phase
 from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.build import build_parts
@@ -415,6 +416,26 @@ def test_a_gpu_gets_no_chain_of_modules_yet(registry: Registry) -> None:
     chained = dataclasses.replace(target, drafter=dataclasses.replace(target.drafter, spec=spec))
     with pytest.raises(ConfigError, match=r"a chain of several modules, and such models draft on the CPU only so far"):
         choose_draft_model(asked, registry, chained)
+
+
+def test_auto_guesses_nothing_where_attention_would_have_to_change(registry: Registry) -> None:
+    """Of the best backend for plain decoding, and of one that is asked for, which a drafter that is named does without."""
+    chosen = choose(embedded(drafter="auto"), registry)
+    assert (chosen.drafter is not None, chosen.attention.name) == (True, "cpu")
+    spec = next(offer.spec for offer in registry.attn_backends if offer.name == "cpu")
+    blind = dataclasses.replace(
+        spec, capabilities=dataclasses.replace(spec.capabilities, phases=spec.capabilities.phases - {Phase.VERIFY})
+    )
+    offers = tuple(dataclasses.replace(offer, spec=blind) if offer.name == "cpu" else offer for offer in registry.attn_backends)
+    registry = dataclasses.replace(registry, attn_backends=offers)
+    for backend in ("auto", "cpu"):
+        chosen = choose(embedded(drafter="auto", attention_backend=backend), registry)
+        assert (chosen.drafter, chosen.attention.name) == (None, "cpu")
+        (why,) = (made.reason for made in chosen.decisions if made.setting == "drafter")
+        assert why == "auto: cpu, the attention backend, verifies no guesses"
+    assert choose(embedded(drafter="eagle"), registry).attention.name == "cpu+torch"
+    with pytest.raises(Unsupported, match="phase verify"):
+        choose(embedded(drafter="eagle", attention_backend="cpu"), registry)
 
 
 def test_more_guesses_than_a_drafter_is_good_for_are_refused(registry: Registry) -> None:

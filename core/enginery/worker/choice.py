@@ -29,8 +29,8 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
 from enginery.worker.device import device_facts, of_one_rank, torch_device
-from enginery.worker.drafts.choice import choose_drafter, drafter_decisions
-from enginery.worker.needs import attn_needs, by_phase
+from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter, drafter_decisions
+from enginery.worker.needs import attn_needs, by_phase, verifying
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 from enginery.worker.weights.shares import stage_of
@@ -150,8 +150,11 @@ def choose(
     shipped = shipped_drafters(checkpoint, registry)
     config, folder = checkpoint.config, checkpoint.folder
     drafter = choose_drafter(asked, registry, device=device.kind, shipped=shipped, config=config, folder=folder)
-    layers, verifies = stage_of(facts, parallel).memory, drafter.offer is not None
-    softmax, recurrent = (attn_needs(layers, settings, device, recurrent=each, verifies=verifies) for each in (False, True))
+    layers = stage_of(facts, parallel).memory
+    needs = [attn_needs(layers, settings, device, recurrent=each) for each in (False, True)]
+    if asked.drafter == "auto" and drafter.offer is not None:
+        drafter = unless_attention_changes(drafter, asked, registry, *needs)
+    softmax, recurrent = map(verifying, needs) if drafter.offer is not None else needs
     attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)
@@ -243,6 +246,21 @@ def choose_attention(
     for line in considered:
         log.debug("attention backend, %s", line)
     return AttentionChoice(**{role: chosen.get(role) for role in ROLES}, considered=tuple(considered)), tuple(decisions)
+
+
+def unless_attention_changes(
+    drafter: ChosenDrafter, asked: EngineOptions, registry: Registry, softmax: AttnNeeds, recurrent: AttnNeeds
+) -> ChosenDrafter:
+    """The drafter, or none where plain decoding would have other attention backends: then guesses might cost more than they tell.
+
+    softmax, recurrent: needs without a drafter.
+    """
+    plain, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
+    try:
+        same = choose_attention(asked, registry, softmax=verifying(softmax), recurrent=verifying(recurrent))[0].name == plain.name
+    except Unsupported:
+        same = False
+    return drafter if same else ChosenDrafter(None, 0, f"auto: {plain.name}, the attention backend, verifies no guesses")
 
 
 def op_decisions(offers: Sequence[Offer[OpSpec]]) -> list[Decision]:

@@ -10,12 +10,10 @@ from enginery.contracts.attention import AttnLayerFacts, AttnNeeds
 from enginery.contracts.batch import Phase
 
 
-def attn_needs(
-    layers: Iterable[AttnLayerFacts], settings: Settings, device: DeviceFacts, *, recurrent: bool = False, verifies: bool = False
-) -> AttnNeeds:
+def attn_needs(layers: Iterable[AttnLayerFacts], settings: Settings, device: DeviceFacts, *, recurrent: bool = False) -> AttnNeeds:
     """The needs of these layers, run with these settings: of those with softmax, or of the recurrent ones.
 
-    layers: with the heads that a backend is given. verifies: whether steps verify drafts.
+    layers: with the heads that a backend is given.
     """
     return AttnNeeds(
         device=device.kind,
@@ -24,8 +22,13 @@ def attn_needs(
         page_size=settings.page_size,
         layers=tuple(layer for layer in layers if (layer.recurrent is not None) == recurrent),
         compute_capability=device.compute_capability,
-        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, *((Phase.VERIFY,) if verifies else ())}),
+        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED}),
     )
+
+
+def verifying(needs: AttnNeeds) -> AttnNeeds:
+    """The same where steps verify drafts too."""
+    return dataclasses.replace(needs, phases=needs.phases | {Phase.VERIFY})
 
 
 def by_phase(needs: AttnNeeds) -> dict[str, AttnNeeds]:

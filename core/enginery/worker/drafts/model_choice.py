@@ -16,7 +16,8 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import AttentionChoice, Choice, choose_attention, shipped_drafters
-from enginery.worker.needs import attn_needs
+from enginery.worker.drafts.choice import needs_a_cpu
+from enginery.worker.needs import attn_needs, verifying
 from enginery.worker.weights.formats import stated_quantization
 
 
@@ -58,10 +59,8 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
 
 
 def _refuse_what_needs_a_cpu(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> None:
-    """Raises `ConfigError` for what has to know how many guesses were right before it is launched."""
-    several = offer.spec.modules is not None and offer.spec.modules(config) > 1
-    if several or offer.spec.reads is not None:
-        what = "is a chain of several modules" if several else "reads the target's keys and values"
+    if needs_a_cpu(offer.spec, config):
+        what = "reads the target's keys and values" if offer.spec.reads is not None else "is a chain of several modules"
         raise ConfigError(
             f"--drafter is {offer.name}, which {what}, and such models draft on the CPU only so far; leave --drafter out, or name "
             "another"
@@ -103,7 +102,7 @@ def _choose_attention(
     if reads:
         return target.attention
     softmax, recurrent = (
-        attn_needs(facts.layers, target.settings, target.device_facts, recurrent=each, verifies=True) for each in (False, True)
+        verifying(attn_needs(facts.layers, target.settings, target.device_facts, recurrent=each)) for each in (False, True)
     )
     softmax = dataclasses.replace(softmax, device_lengths=target.device_facts.kind != "cpu")
     return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]

@@ -346,7 +346,9 @@ def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, ma
     if parts.draft_model is None:
         return Drafting.of_host(offer, registry, length=DraftLength(most, fixed=most), vocab_size=vocab_size)
     fixed = None if asked.draft_length == "auto" else most
-    length = DraftLength(most, fixed=fixed, device=parts.choice.device.type)
+    settings = parts.choice.settings
+    most_rows = min(settings.max_batch_requests, settings.max_batch_tokens)
+    length = DraftLength(most, fixed=fixed, device=parts.choice.device.type, most_rows=most_rows)
     return Drafting(made, offer, length=length, vocab_size=vocab_size)
 
 

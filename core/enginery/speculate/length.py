@@ -8,29 +8,31 @@ plain decoding, which may be faster than a length whose neighbours are both slow
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
 trials have lost, by what they told in their time, may be a hundredth of the time that there was; a longer length that was never
-tried is taken to lose two steps in each of its own. Guesses that become seldom right are given up without a trial.
+tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 LENGTHS: Final = (0, 1, 2, 3, 5, 7)
-# Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do (SGLang's table).
-FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (8, 3), (32, 1))}
+# Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do.
+FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
 _MOST_STEPS: Final = 256
-_STEPS_OF_A_TRIAL: Final = 3
+_STEPS_OF_A_TRIAL: Final = 2
+_STEPS_AROUND_IT: Final = 3  # that verify what steps of another length made, or wait for what is captured
 _MOST_LOST: Final = 0.01
-_LOST_BY_A_STEP: Final = 2.0
 _GAIN_OF_MORE: Final = 1.08
 _GAIN_OF_FEWER: Final = 1.02
 _WEIGHT_OF_A_TIME: Final = 0.2
+_LONGEST_TIME: Final = 1.25  # times what was measured: more is something else, as a graph that is captured
 _WEIGHT_OF_A_GUESS: Final = 0.02  # at least; the first ones have more
 _GUESSES_AT_FIRST: Final = 4  # that the share below is worth
 _ACCEPTED_AT_FIRST: Final = 0.7
@@ -43,8 +45,10 @@ def told_on_average(rates: Sequence[float]) -> float:
 
 @dataclass
 class _Load:
-    """What is known of a number of requests, up to the next power of two. seconds: of a step, by length."""
+    """What is known of a number of requests, up to the next power of two. lengths: those there may be. seconds: of a step, by
+    length."""
 
+    lengths: list[int]
     length: int
     seconds: dict[int, float] = field(default_factory=dict)
     trial: int | None = None
@@ -56,10 +60,13 @@ class _Load:
 
 
 class DraftLength:
-    """most: no longer than that. fixed: always so many, whatever is measured. device: its kind, for what to begin with."""
+    """most: no longer than that. fixed: always so many, whatever is measured. device: its kind, for what to begin with.
 
-    def __init__(self, most: int, *, fixed: int | None = None, device: str = "cpu") -> None:
-        self.fixed, self._first = fixed, FIRST_ON[device]
+    most_rows: of a step that verifies, in which each request has a row more than guesses: more would be made for nothing.
+    """
+
+    def __init__(self, most: int, *, fixed: int | None = None, device: str = "cpu", most_rows: int = sys.maxsize) -> None:
+        self.fixed, self._first, self._most_rows = fixed, FIRST_ON[device], most_rows
         self._lengths = [length for length in LENGTHS if length <= most] if fixed is None else [fixed]
         self._accepted = [_ACCEPTED_AT_FIRST] * max(self._lengths)
         self._num_guesses = [_GUESSES_AT_FIRST] * len(self._accepted)
@@ -72,8 +79,10 @@ class DraftLength:
 
     def of(self, num_requests: int) -> int:
         """For the next step of so many requests."""
-        if self.fixed is not None or not num_requests:
+        if not num_requests:
             return self.most
+        if self.fixed is not None:
+            return max(0, min(self.fixed, self._most_rows // num_requests - 1))
         load = self._load(num_requests)
         return load.length if load.trial is None else load.trial
 
@@ -90,7 +99,10 @@ class DraftLength:
             return
         load = self._load(num_requests)
         was = load.seconds.get(length)
-        load.seconds[length] = seconds if was is None else was + _WEIGHT_OF_A_TIME * (min(seconds, 4 * was) - was)
+        if was is None or 2 * seconds < was:  # then what was measured was something else
+            load.seconds[length] = seconds
+        else:
+            load.seconds[length] += _WEIGHT_OF_A_TIME * (min(seconds, _LONGEST_TIME * was) - was)
         load.steps, load.spent_s = load.steps + 1, load.spent_s + seconds
         if load.trial is None and {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
             load.length = 0  # guesses are seldomer right than they were
@@ -107,27 +119,27 @@ class DraftLength:
         size = (num_requests - 1).bit_length()
         if size not in self._loads:
             wanted = next((length for most, length in self._first if num_requests <= most), 0)
-            length = max(each for each in self._lengths if each <= wanted)
-            self._loads[size] = _Load(length)
+            lengths = [length for length in self._lengths if length == 0 or (1 + length) << size <= self._most_rows]
+            self._loads[size] = _Load(lengths, max(length for length in lengths if length <= wanted))
         return self._loads[size]
 
     def _begin_trial(self, load: _Load) -> None:
-        """Of none, the next longer one and the next shorter one in turn, if there is time to lose for it."""
-        at = self._lengths.index(load.length)
+        """Of none, the next longer one and the next shorter one in turn, if there is time to lose for it: else that is saved."""
+        at = load.lengths.index(load.length)
         tried = (0, at + 1, at - 1)[load.turn % 3]
         load.steps = 0
-        if not 0 <= tried < len(self._lengths) or tried == at:
+        if not 0 <= tried < len(load.lengths) or tried == at:
             load.turn += 1
-        elif tried < at or load.lost_s + self._lost_by(load, self._lengths[tried]) <= _MOST_LOST * load.spent_s:
-            load.turn, load.trial = load.turn + 1, self._lengths[tried]
+        elif tried < at or load.lost_s + self._lost_by(load, load.lengths[tried]) <= _MOST_LOST * load.spent_s:
+            load.turn, load.trial = load.turn + 1, load.lengths[tried]
 
     def _lost_by(self, load: _Load, length: int) -> float:
         """Seconds that a trial of this length loses: what its tokens take at the length that was found best is not lost."""
-        usual_s = load.seconds[load.length]
+        usual_s, steps = load.seconds[load.length], _STEPS_OF_A_TRIAL + _STEPS_AROUND_IT
         if length not in load.seconds:
-            return _STEPS_OF_A_TRIAL * _LOST_BY_A_STEP * usual_s
+            return steps * usual_s
         told = self.told_each_step(length) / self.told_each_step(load.length)
-        return _STEPS_OF_A_TRIAL * max(0.0, load.seconds[length] - told * usual_s)
+        return steps * max(0.0, load.seconds[length] - told * usual_s)
 
     def _gains(self, load: _Load, length: int) -> bool:
         """Whether this length tells clearly more tokens a second than the one that is taken."""

@@ -86,7 +86,7 @@ def test_guesses_that_pay_are_made_with_many_requests_too() -> None:
 
 
 def test_a_gpu_begins_with_guesses_where_rows_cost_little() -> None:
-    assert [DraftLength(7, device="cuda").of(count) for count in (1, 8, 32, 64)] == [5, 3, 1, 0]
+    assert [DraftLength(7, device="cuda").of(count) for count in (1, 8, 32, 64, 256)] == [5, 3, 3, 1, 0]
     assert [DraftLength(7).of(count) for count in (1, 4, 8, 64)] == [5, 2, 0, 0]
 
 
@@ -96,6 +96,32 @@ def test_one_slow_step_changes_nothing() -> None:
     before = length.of(1)
     length.took(1, before, 50.0)
     assert share(lengths_over(length, lambda length: 1 + 0.02 * length, chances=[0.95] * 7, num_requests=1, steps=400), 7) > 0.7
+
+
+def test_a_slow_step_before_a_trial_decides_nothing() -> None:
+    """As where what the trial runs is captured while a plain step is still in flight."""
+    length, taken = DraftLength(7), []
+    for _ in range(1500):
+        before, now = taken[-1] if taken else 0, length.of(16)
+        taken.append(now)
+        if before != now:
+            length.took(16, before, 80.0)
+            continue
+        for _ in range(16 * (now > 0)):
+            length.told(now, 0)
+        length.took(16, now, 1 + 0.4 * (now > 0))
+    assert taken.count(0) > 0.98 * len(taken)
+    assert set(taken) > {0}
+
+
+def test_no_guess_is_made_that_cannot_be_verified() -> None:
+    """The rows of a step are limited: 256 requests with a guess each would have 512."""
+    for length in (DraftLength(7, most_rows=256, device="cuda"), DraftLength(7, most_rows=256, fixed=7)):
+        for count in (1, 3, 31, 64, 85, 100, 128, 200, 256, 300):
+            taken = lengths_over(length, lambda length: 1.0, chances=[1.0] * 7, num_requests=count, steps=300)
+            assert max(taken) == max(0, min(7, 256 // count - 1)) or length.fixed is None
+            assert count * (1 + max(taken)) <= max(256, count)
+    assert DraftLength(7, most_rows=8, fixed=7).of(9) == 0
 
 
 def test_loads_are_told_apart() -> None:

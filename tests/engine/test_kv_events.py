@@ -311,7 +311,7 @@ def test_a_router_knows_where_requests_go_on(
     engine = Engine.build(options(model=str(tmp_path), load_format="dummy", **changes, **addresses), registry)
     router, chance, found = Router(*addresses.values()), random.Random(3), []
     router.groups = dict(groups)
-    for turn in range(60 if EVERYTHING else 36):
+    for turn in range(60 if EVERYTHING else 24):
         prompt = (5, 6, 7, 8) * chance.randrange(1, 6) + tuple(chance.choices(range(9, 11), k=chance.randrange(1, 12)))
         salt = chance.choice(["", "", "one"])
         settled(router, engine)
@@ -319,7 +319,7 @@ def test_a_router_knows_where_requests_go_on(
         engine.submit(asked(str(turn), prompt, salt, num_tokens=chance.choice([1, 1, 2, 9])))
         (cached_tokens,) = {output.num_cached_tokens for output in stepped(engine) if output.finish_reason is not None}
         found.append((cached_tokens, expected))
-        if turn in (20, 30):
+        if turn in (12, 30):
             evict_everything(engine)
         engine._scheduler.check_idle()
     router.catch_up()
@@ -327,7 +327,7 @@ def test_a_router_knows_where_requests_go_on(
     assert all(told <= expected for told, expected in found)
     if (1, "mamba") in [(group, kind) for group, (kind, _) in groups.items()]:
         assert all(told == expected for told, expected in found)
-    assert sum(told > 0 for told, _ in found) > 10
+    assert sum(told > 0 for told, _ in found) > 5
     engine.close()
     router.close()
 

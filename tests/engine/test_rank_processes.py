@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import noise
@@ -13,6 +13,8 @@ import pytest
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
 from engine.test_ranks import CONFIGS
 from pairwise import EVERYTHING
+from parity import engine_driver, test_hybrids, test_mamba
+from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
@@ -82,6 +84,21 @@ def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path,
         assert_equal(serve(engine, requests), one)
         if mesh == "pp":  # batches of several requests are put together otherwise
             assert serve(engine, [last])["last"].logprobs == alone["last"].logprobs
+
+
+READ = test_mamba.FAMILIES | test_hybrids.HYBRIDS
+
+
+@pytest.mark.parametrize("name", sorted(READ) if EVERYTHING else ["bamba", "qwen3_next"])
+def test_ranks_read_their_slices_and_tell_what_transformers_tells(
+    name: str, write_oracle: Callable[..., Oracle], registry: Registry, kept: KeptRanks
+) -> None:
+    """Of packed projections and convolutions, from a file."""
+    oracle = write_oracle(name, READ[name])
+    asked = engine_driver.options(oracle, tp=2, num_threads=1, step_deadline=20.0)
+    with running(asked, registry, kept) as engine:
+        prompts = oracle.prompts[:3]
+        engine_driver.assert_greedy(oracle, engine_driver.generate(engine, prompts), prompts)
 
 
 ASKED = {

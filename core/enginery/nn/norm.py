@@ -37,8 +37,8 @@ class GroupedNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, I] float32 -> the same, normed but for the weight."""
         pieces = x.view(len(x), -1, self.piece)
-        squares = pieces.square().sum(-1)  # [T, I / piece]
+        means = pieces.square().mean(-1)  # [T, I / piece]
         if self.is_cut:
-            of_groups = squares.new_zeros(len(x), self.num_groups).index_add_(1, self.group_of, squares)
-            squares = self.comm.sum(of_groups)[:, self.group_of]
-        return (pieces * torch.rsqrt(squares[..., None] / self.group_size + self.eps)).view_as(x)
+            of_groups = means.new_zeros(len(x), self.num_groups).index_add_(1, self.group_of, means)
+            means = self.comm.sum(of_groups)[:, self.group_of] / (self.group_size // self.piece)
+        return (pieces * torch.rsqrt(means[..., None] + self.eps)).view_as(x)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import examples
+from pairwise import EVERYTHING, examples
 
 from enginery.errors import QueueFull, RequestError
 from enginery.kv.kinds import most_window_pages, reach_of
@@ -149,7 +149,7 @@ class RandomKinds:
         SEEN.update(self.device.seen)
 
 
-@pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2)] + [(4, 4)] * EVERYTHING)
 def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, stages, monkeypatch):
     SEEN.clear()
 

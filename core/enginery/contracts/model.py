@@ -132,7 +132,7 @@ class WeightSource(Protocol):
         ...
 
     def linear(self, shape: LinearShape) -> Linear:
-        """A product bound to its weights. Raises `CheckpointError` for sizes that the ranks cannot share."""
+        """A product bound to its weights. Raises `Unsupported` for sizes that the ranks cannot share."""
         ...
 
     def experts(self, shape: ExpertsShape) -> Experts:

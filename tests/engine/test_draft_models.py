@@ -34,7 +34,7 @@ from enginery.errors import CheckpointError, ConfigError, EnginError, Unsupporte
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.model_choice import choose_draft_model
-from enginery.worker.needed_weights import needed_weights
+from enginery.worker.weights.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS, FOLDER
 
 TOKENS = 40

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from engine.random_use import RandomUse
+from engine.rank_pair import KeptRanks, running
 from pairwise import EVERYTHING
 from parity.engine_driver import drain, greedy, options
 from parity.oracle import Oracle, shape
@@ -18,6 +19,7 @@ from transformers import Gemma2Config
 
 from enginery.contracts.batch import STATE, WINDOW
 from enginery.contracts.request import GenerationRequest
+from enginery.contracts.step import StepInput
 from enginery.engine import build
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -32,6 +34,7 @@ CONFIGS = {
     "qwen3_next": HYBRIDS["qwen3_next"],
     **{name: MAMBA[name] for name in ("mamba2", "falcon_h1", "lfm2", "jamba")},
 }
+Answers = dict[tuple[int, ...], list[int]]  # by prompt
 LONGEST = 40 if EVERYTHING else 24  # tokens of an answer
 
 
@@ -58,7 +61,7 @@ def prompts_of(oracle: Oracle) -> list[list[int]]:
     return [[*long[:first], *short[:then]] for first, then in cuts]
 
 
-def alone(registry: Registry, oracle: Oracle) -> dict[tuple[int, ...], list[int]]:
+def alone(registry: Registry, oracle: Oracle) -> Answers:
     """What each prompt gets from an engine that keeps nothing, whole and one after the other."""
     engine = Engine.build(options(oracle, prefix_cache=False, overlap=False), registry)
     answers = {}
@@ -76,20 +79,8 @@ def evict_everything(engine: Engine) -> None:
     kv.cache.evict(kv.cache.num_evictable)
 
 
-CASES = [*((name, index % 2) for index, name in enumerate(CONFIGS)), ("gemma2", 1), ("qwen3_next", 1)]
-SOME = [("gemma2", 0), ("gpt-oss", 1), ("kimi_linear", 0), ("mamba2", 1), ("lfm2", 1)]
-
-
-@pytest.mark.parametrize(("name", "seed"), CASES if EVERYTHING else SOME)
-def test_whatever_happens_to_the_others_each_gets_the_tokens_it_gets_alone(
-    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
-) -> None:
-    oracle, chance = write_oracle(f"random {name}", CONFIGS[name]), random.Random(seed)
-    expected = alone(registry, oracle)
-    small_memory(monkeypatch, windows=(16, 9)[seed])
-    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
-    changes = {"page_size": (4, 16)[seed], "num_pages": (32, 9)[seed], "max_batch_tokens": (24, 64)[seed], "overlap": not seed}
-    engine = Engine.build(options(oracle, max_batch_requests=4, max_model_len=120, **changes), registry)
+def assert_whatever_happens(engine: Engine, chance: random.Random, expected: Answers, *, turns: int) -> None:
+    """Each request is told what it is told alone, whoever else comes, is aborted or makes it wait, and whatever is evicted."""
 
     def ask(name: str) -> GenerationRequest:
         prompt = chance.choice(list(expected))
@@ -97,7 +88,7 @@ def test_whatever_happens_to_the_others_each_gets_the_tokens_it_gets_alone(
 
     use = RandomUse(engine, chance, ask)
     told: dict[str, tuple[GenerationRequest, list[int]]] = {}
-    for turn in range(110 if EVERYTHING else 70):
+    for turn in range(turns):
         if chance.random() < 0.3:
             use.submit()
         if use.alive and chance.random() < 0.06:
@@ -119,3 +110,58 @@ def test_whatever_happens_to_the_others_each_gets_the_tokens_it_gets_alone(
     assert {WINDOW, STATE} & set(stats.pages)
     assert all(pages.free + pages.cached == pages.total for pages in stats.pages.values())
     engine._scheduler.check_idle()
+
+
+CASES = [*((name, index % 2) for index, name in enumerate(CONFIGS)), ("gemma2", 1), ("qwen3_next", 1)]
+SOME = [("gemma2", 0), ("gpt-oss", 1), ("kimi_linear", 0), ("mamba2", 1), ("lfm2", 1)]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES if EVERYTHING else SOME)
+def test_whatever_happens_to_the_others_each_gets_the_tokens_it_gets_alone(
+    write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str, seed: int
+) -> None:
+    oracle, chance = write_oracle(f"random {name}", CONFIGS[name]), random.Random(seed)
+    expected = alone(registry, oracle)
+    small_memory(monkeypatch, windows=(16, 9)[seed])
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    changes = {"page_size": (4, 16)[seed], "num_pages": (32, 9)[seed], "max_batch_tokens": (24, 64)[seed], "overlap": not seed}
+    engine = Engine.build(options(oracle, max_batch_requests=4, max_model_len=120, **changes), registry)
+    assert_whatever_happens(engine, chance, expected, turns=110 if EVERYTHING else 70)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[KeptRanks]:
+    ranks = KeptRanks(1)
+    yield ranks
+    ranks.stop()
+
+
+STAGED = [("gemma2", 1), ("falcon_h1", 0), ("gpt-oss", 0), ("qwen3_next", 1), ("jamba", 0)]
+
+
+@pytest.mark.parametrize(("name", "seed"), STAGED if EVERYTHING else STAGED[:2])
+def test_with_as_many_steps_on_their_way_as_stages_too(
+    write_oracle: Callable[..., Oracle],
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: KeptRanks,
+    name: str,
+    seed: int,
+) -> None:
+    """Two processes. A stage may be told to write to a page before it has read it for a step on its way: it does so in order."""
+    oracle, chance = write_oracle(f"random {name}", CONFIGS[name]), random.Random(seed)
+    expected = alone(registry, oracle)
+    small_memory(monkeypatch, windows=(16, 9)[seed])
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    changes = {"page_size": (4, 16)[seed], "num_pages": (32, 9)[seed], "max_batch_tokens": (24, 64)[seed]}
+    asked = options(oracle, max_batch_requests=4, max_model_len=120, pp=2, num_threads=1, step_deadline=20.0, **changes)
+    with running(asked, registry, kept) as engine:
+        most, send = [0], engine._ranks.send
+
+        def noted(step: StepInput) -> None:
+            most.append(len(engine._sent))
+            send(step)
+
+        monkeypatch.setattr(engine._ranks, "send", noted)
+        assert_whatever_happens(engine, chance, expected, turns=160 if EVERYTHING else 100)
+    assert max(most) == 2

@@ -6,6 +6,7 @@ The subscriber is written from vLLM's schema (vllm/distributed/kv_events.py sinc
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import socket
 import time
@@ -18,17 +19,23 @@ import noise
 import pytest
 import zmq
 from engine.random_use import RandomUse
+from engine.test_kinds_at_random import evict_everything, small_memory
+from engine.test_ranks import CONFIGS
+from pairwise import EVERYTHING, spread
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.batch import STATE, WINDOW
+from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.engine.kv_events import publisher
+from enginery.engine.kv_events.blocks import groups_of
 from enginery.engine.kv_events.publisher import KVEvents, address_of
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 
 PAGE_SIZE = 4
 PATIENCE_MS = 20_000
+ONE_KIND = groups_of(has_latents=False, window=None, has_states=False)
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -51,6 +58,8 @@ class BlockStored(KVCacheEvent):
     lora_name: str | None
     extra_keys: list[tuple[object, ...] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(KVCacheEvent):
@@ -85,6 +94,8 @@ class Router:
         self.blocks: dict[int, Prefix] = {}
         self.topic = topic.encode()
         self.last = -1
+        self.groups: dict[int, tuple[str, int | None]] = {}
+        self.others: dict[int, set[int]] = {}  # of groups beside the first, the blocks that are there
         self.kinds: set[str] = set()
         self.salts: set[str] = set()
 
@@ -117,13 +128,51 @@ class Router:
         for event in told.events:
             self.kinds.add(type(event).__name__)
             match event:
+                case BlockStored(group_idx=int(group)) if group:
+                    self.store_other(event)
                 case BlockStored():
                     self.store(event)
+                case BlockRemoved(group_idx=int(group)) if group:
+                    assert self.others[group] >= set(event.block_hashes)
+                    self.others[group] -= set(event.block_hashes)
                 case BlockRemoved():
                     for removed in event.block_hashes:
                         del self.blocks[removed]
                 case AllBlocksCleared():
                     self.blocks.clear()
+                    self.others.clear()
+
+    def store_other(self, event: BlockStored) -> None:
+        """Of a window, or of states: blocks that the first group has too."""
+        self.groups[event.group_idx] = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+        own, parent = self.others.setdefault(event.group_idx, set()), event.parent_block_hash
+        salt, before = (event.extra_keys[0][0] if event.extra_keys else "", ()) if parent is None else self.blocks[parent]
+        for place, name in enumerate(event.block_hashes):
+            before += tuple(event.token_ids[place * PAGE_SIZE : (place + 1) * PAGE_SIZE])
+            assert self.blocks[name] == (salt, before)
+            assert name not in own
+            own.add(name)
+
+    def known_others(self) -> dict[str, set[Prefix]]:
+        kinds = {group: STATE if kind == "mamba" else WINDOW for group, (kind, _) in self.groups.items()}
+        return {kinds[group]: {self.blocks[name] for name in own} for group, own in self.others.items() if own}
+
+    def goes_on_from(self, prompt: tuple[int, ...], salt: str) -> int:
+        """How many tokens of a prompt are there in all groups, as vLLM's coordinator finds them."""
+        names = {prefix: name for name, prefix in self.blocks.items()}
+        path = list[int]()
+        for stop in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
+            if (salt, prompt[:stop]) not in names:
+                break
+            path.append(names[salt, prompt[:stop]])
+        return next((count for count in range(len(path), 0, -1) if self.has_others(path[:count])), 0) * PAGE_SIZE
+
+    def has_others(self, path: list[int]) -> bool:
+        for group, (kind, window) in self.groups.items():
+            reach = 1 if kind == "mamba" else -(-(window - 1) // PAGE_SIZE)
+            if not self.others.get(group, set()) >= set(path[-reach:]):
+                return False
+        return True
 
     def store(self, event: BlockStored) -> None:
         assert event.block_size == PAGE_SIZE
@@ -153,11 +202,27 @@ def cached(engine: Engine) -> set[Prefix]:
     return found
 
 
+def resumable(engine: Engine) -> dict[str, set[Prefix]]:
+    """By kind of memory beside the first, the blocks that resume points have: their prefixes."""
+    found: dict[str, set[Prefix]] = {}
+    for node in engine._cache.root.descendants():
+        if node.point is not None and not node.point.is_dropped:
+            path, top = node.tokens, node
+            while top.parent is not engine._cache.root:
+                top = top.parent
+                path = top.tokens + path
+            salt, tokens = top.branch[: -4 * PAGE_SIZE].decode(), tuple(array("i", path))
+            for kind, pages in node.point.pages.items():
+                ends = range(len(tokens), len(tokens) - PAGE_SIZE * len(pages), -PAGE_SIZE)
+                found.setdefault(kind, set()).update((salt, tokens[:end]) for end in ends)
+    return found
+
+
 def settled(router: Router, engine: Engine) -> None:
     """Until the router knows what the engine's cache has."""
     engine.prepare()  # as a server does between steps
-    content, deadline_s = cached(engine), time.monotonic() + PATIENCE_MS / 1000
-    while set(router.blocks.values()) != content:
+    content, deadline_s = (cached(engine), resumable(engine)), time.monotonic() + PATIENCE_MS / 1000
+    while (set(router.blocks.values()), router.known_others()) != content:
         assert time.monotonic() < deadline_s
         router.listen(50)
         router.catch_up()  # what was sent before the subscription had arrived
@@ -228,6 +293,50 @@ def test_a_router_s_view_is_the_cache_s_content_under_random_use(engine: Engine,
     router.close()
 
 
+HYBRIDS = {  # groups beside the first, and options
+    "gemma2": ({1: ("sliding_window", 16)}, {"num_pages": 40}),
+    "jamba": ({1: ("mamba", None)}, {"num_pages": 40}),
+    "qwen3_next": ({1: ("mamba", None)}, {"num_pages": 24}),
+}
+
+
+@pytest.mark.parametrize("name", spread(HYBRIDS, 2))
+def test_a_router_knows_where_requests_go_on(
+    name: str, registry: Registry, addresses: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens of a prompt are found as the events say. A window may be whole where no resume point ends: they say more."""
+    groups, changes = HYBRIDS[name]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    small_memory(monkeypatch, windows=14, states=6)
+    engine = Engine.build(options(model=str(tmp_path), load_format="dummy", **changes, **addresses), registry)
+    router, chance, found = Router(*addresses.values()), random.Random(3), []
+    router.groups = dict(groups)
+    for turn in range(60 if EVERYTHING else 24):
+        prompt = (5, 6, 7, 8) * chance.randrange(1, 6) + tuple(chance.choices(range(9, 11), k=chance.randrange(1, 12)))
+        salt = chance.choice(["", "", "one"])
+        settled(router, engine)
+        expected = router.goes_on_from(prompt, salt)
+        engine.submit(asked(str(turn), prompt, salt, num_tokens=chance.choice([1, 1, 2, 9])))
+        (cached_tokens,) = {output.num_cached_tokens for output in stepped(engine) if output.finish_reason is not None}
+        found.append((cached_tokens, expected))
+        if turn in (12, 30):
+            evict_everything(engine)
+        engine._scheduler.check_idle()
+    router.catch_up()
+    assert router.groups == groups
+    assert all(told <= expected for told, expected in found)
+    if (1, "mamba") in [(group, kind) for group, (kind, _) in groups.items()]:
+        assert all(told == expected for told, expected in found)
+    assert sum(told > 0 for told, _ in found) > 5
+    engine.close()
+    router.close()
+
+
+def stepped(engine: Engine) -> Iterator[RequestOutput]:
+    while engine.has_work:
+        yield from engine.step()
+
+
 def test_a_late_subscriber_gets_what_it_missed(engine: Engine, addresses: dict[str, str]) -> None:
     run(engine, asked("a", (1,) * 20), asked("b", (1,) * 8 + (2,) * 9, "salt"))
     run(engine, asked("c", (3,) * 40))
@@ -276,7 +385,7 @@ def test_a_step_waits_for_nobody_and_too_much_is_told_as_cleared(
     """Of changes behind what was dropped nothing is told, or a router would not know where they belong."""
     monkeypatch.setattr(publisher, "_LOOK_S", 0.01)
     gate = HeldThread(monkeypatch)
-    events = KVEvents(options(**addresses), medium="CPU", most_waiting=3)
+    events = KVEvents(options(**addresses), medium="CPU", groups=ONE_KIND, most_waiting=3)
     block = array("i", (1, 2, 3, 4)).tobytes()
     events.publish()
     for page in range(4):
@@ -361,4 +470,6 @@ def test_an_address_that_is_taken_is_named(addresses: dict[str, str], tmp_path: 
     with zmq.Context() as context, context.socket(zmq.REP) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(ConfigError, match=f"cannot be published at .*:{port}.*in use"):
-            KVEvents(dataclasses.replace(options(**addresses), kv_events_replay=f"tcp://127.0.0.1:{port}"), medium="CPU")
+            KVEvents(
+                dataclasses.replace(options(**addresses), kv_events_replay=f"tcp://127.0.0.1:{port}"), medium="CPU", groups=ONE_KIND
+            )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import noise
 import pytest
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
-from engine.test_ranks import CONFIGS, stated
-from pairwise import in_turn, spread
-from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
+from engine.test_ranks import CONFIGS
+from pairwise import EVERYTHING
+from parity import engine_driver, test_hybrids, test_mamba
+from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
@@ -23,15 +24,11 @@ from enginery.errors import ConfigError, EnginError, Unsupported
 from enginery.plugin.registry import Registry
 
 PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20, [5, 77, 200, 31] * 9 + [99, 101]]
-OTHERS = test_hybrids.HYBRIDS | test_mamba.FAMILIES | test_gemma.GEMMAS
-OTHERS |= {"gpt-oss": test_gpt_oss.CONFIG, "mimo": test_mimo.CONFIG}
 SERVED = {name: config for name, config in CONFIGS.items() if not name.startswith("hybrid")}  # that one is no plugin's
-for name, config in OTHERS.items():
-    own = stated(config)
-    SERVED["minimax_01" if name == "minimax" else name] = own | {
-        "architectures": [own["architectures"][0].replace("TextFor", "For")]
-    }
-UNDIVIDED = ("bamba", "falcon", "granite", "jamba", "kimi", "lfm2", "mamba2", "minimax_01", "nemotron", "qwen3_5", "qwen3_next")
+KINDS = {  # of memory, and of what ranks exchange: in turn tensor ranks and stages
+    "tp": ["bamba_one_group", "jamba", "kimi_linear", "lfm2", "llama-odd-vocabulary", "minimax", "qwen3_next"],
+    "pp": ["deepseek-v3", "falcon_h1", "gpt-oss", "longcat-flash", "mimo", "nemotron_h_moe", "ring"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +68,37 @@ def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> Non
         assert told.embedding == pytest.approx(expected[name].embedding, abs=1e-4)
 
 
-@in_turn(("name", spread(sorted(SERVED), 12)), ("mesh", ["tp", "pp"]))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [(name, mesh) for mesh, kinds in KINDS.items() for name in (sorted(SERVED) if EVERYTHING else kinds)],
+)
 def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
     """Tensor ranks within rounding, stages bit for bit."""
     asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128, num_threads=1)
     requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
     last = request("last", PROMPTS[0][::-1], logprobs=1)
     several = dataclasses.replace(asked, **{mesh: 2})
-    if mesh == "tp" and name.startswith(UNDIVIDED):
-        with pytest.raises(Unsupported, match=r"not divided among ranks|ranks cannot share"), running(several, registry, kept):
-            pass
-        return
     with running(asked, registry, kept) as engine:
         one, alone = serve(engine, requests), serve(engine, [last])
     with running(several, registry, kept) as engine:
         assert_equal(serve(engine, requests), one)
         if mesh == "pp":  # batches of several requests are put together otherwise
             assert serve(engine, [last])["last"].logprobs == alone["last"].logprobs
+
+
+READ = test_mamba.FAMILIES | test_hybrids.HYBRIDS
+
+
+@pytest.mark.parametrize("name", sorted(READ) if EVERYTHING else ["bamba", "qwen3_next"])
+def test_ranks_read_their_slices_and_tell_what_transformers_tells(
+    name: str, write_oracle: Callable[..., Oracle], registry: Registry, kept: KeptRanks
+) -> None:
+    """Of packed projections and convolutions, from a file."""
+    oracle = write_oracle(name, READ[name])
+    asked = engine_driver.options(oracle, tp=2, num_threads=1, step_deadline=20.0)
+    with running(asked, registry, kept) as engine:
+        prompts = oracle.prompts[:3]
+        engine_driver.assert_greedy(oracle, engine_driver.generate(engine, prompts), prompts)
 
 
 ASKED = {

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from engine import hybrid_model
 from engine.hybrid_reference import SIZES
 from pairwise import in_turn
+from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, grouped_expert_shape, latent_shape, shape
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
@@ -40,7 +42,48 @@ def stated(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]:
     return {**config.to_dict(), "architectures": [f"{name}ForCausalLM"]}
 
 
-CONFIGS = {name: stated(config) for name, config in (FAMILIES | EXPERT_FAMILIES | HYBRIDS).items()}
+def served(config: PretrainedConfig) -> dict[str, Any]:
+    """Of a text model beside one for images, and of MiniMax-Text-01, the names that the engine knows."""
+    own = stated(config)
+    return own | {"architectures": [own["architectures"][0].replace("TextFor", "For")]}
+
+
+RING = dict(  # transformers has no such model
+    architectures=["BailingMoeV2_5ForCausalLM"],
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    layer_group_size=4,
+    group_norm_size=2,
+    partial_rotary_factor=0.5,
+    rope_theta=600000.0,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    first_k_dense_replace=1,
+    moe_intermediate_size=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    num_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    max_position_embeddings=512,
+    vocab_size=256,
+)
+RECURRENT = {name: served(config) for name, config in (test_hybrids.HYBRIDS | test_mamba.FAMILIES).items()}
+TWO_KEY_HEADS = RECURRENT["qwen3_next"]
+for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    RECURRENT[name] = RECURRENT[name] | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+RECURRENT["bamba_one_group"] = RECURRENT["bamba"] | {"mamba_n_groups": 1}
+OTHERS = test_gemma.GEMMAS | {"gpt-oss": test_gpt_oss.CONFIG, "mimo": test_mimo.CONFIG}
+CONFIGS = {name: stated(config) for name, config in (FAMILIES | EXPERT_FAMILIES | HYBRIDS).items()} | RECURRENT
+CONFIGS |= {name: served(config) for name, config in OTHERS.items()} | {"ring": RING}
 CONFIGS["llama-odd-vocabulary"] = {**CONFIGS["llama"], "vocab_size": 251}
 CONFIGS["llama-tied-odd"] = {**CONFIGS["llama-tied"], "vocab_size": 251}
 
@@ -48,6 +91,20 @@ CONFIGS["llama-tied-odd"] = {**CONFIGS["llama-tied"], "vocab_size": 251}
 @pytest.fixture(scope="module")
 def registry() -> Registry:
     return Registry.load()
+
+
+@pytest.fixture(autouse=True)
+def grouped_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has no grouped products of float64, which is the truth here."""
+    grouped = F.grouped_mm
+
+    def product(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        if rows.dtype is not torch.float64:
+            return grouped(rows, weights, offs=offs)
+        parts = rows.tensor_split(offs[:-1].tolist())
+        return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+    monkeypatch.setattr(F, "grouped_mm", product)
 
 
 def family_of(registry: Registry, config: dict[str, Any]) -> ModelSpec:
@@ -169,7 +226,23 @@ REFUSED = {
         "the attention's KV heads has 3 in units of 1, which 4 ranks cannot share",
     ),
     "heads of MLA": (CONFIGS["deepseek-v2"], 8, "the attention's query heads has 4"),
-    "heads of a recurrence": (CONFIGS["hybrid"] | {"num_attention_heads": 6}, 4, "query heads has 6 in units of 1, which 4 ranks"),
+    "heads of a recurrence": (CONFIGS["hybrid"] | {"num_attention_heads": 6}, 4, "value heads has 6 in units of 1, which 4 ranks"),
+    "key heads of a delta rule": (TWO_KEY_HEADS, 4, "key heads has 2 in units of 1, which 4 ranks cannot share; 2 ranks can"),
+    "heads of Mamba2": (
+        CONFIGS["bamba"],
+        16,
+        "value heads has 8 in units of 1, which 16 ranks cannot share; 2 or 4 or 8 ranks can",
+    ),
+    "groups of Mamba2": (
+        CONFIGS["bamba"] | {"mamba_n_heads": 24, "mamba_n_groups": 3, "hidden_size": 192},
+        4,
+        "key heads has 3 in units of 1, which 4 ranks cannot share",
+    ),
+    "channels": (
+        CONFIGS["lfm2"] | {"hidden_size": 66, "num_attention_heads": 3, "num_key_value_heads": 3},
+        4,
+        "has 66 in units of 1",
+    ),
     "inner size": (
         CONFIGS["llama"] | {"intermediate_size": 130},
         4,

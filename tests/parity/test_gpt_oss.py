@@ -23,6 +23,7 @@ from enginery.nn import reference_experts
 from enginery.nn.stored import widen
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.model_ranks import FolderModel
+from enginery.testing.rules import SkippedCheck
 
 YARN = dict(
     rope_type="yarn",
@@ -169,6 +170,18 @@ def test_ranks_have_whole_blocks_of_them(oracle: Oracle, tmp_path: Path, tensor_
     expected = packed.logits(packed.prompts[4])
     for answer in model.run(packed.prompts[4], torch.float32, tensor_size=tensor_size):
         torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+
+
+def test_ranks_share_blocks_that_do_not_divide(write_oracle: Callable[..., Oracle], tmp_path: Path) -> None:
+    """Of three, the first of two ranks has one, the other two."""
+    odd = GptOssConfig(**{**CONFIG.to_dict(), "intermediate_size": 96})
+    packed = store_mxfp4(write_oracle("gpt_oss_of_three_blocks", odd), tmp_path)
+    model = FolderModel(packed.folder, json.loads((packed.folder / "config.json").read_text()))
+    expected = packed.logits(packed.prompts[4])
+    for answer in model.run(packed.prompts[4], torch.float32, tensor_size=2):
+        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
+    with pytest.raises(SkippedCheck, match="experts has 96 in units of 32, which 4 ranks cannot share; 2 ranks can"):
+        model.run(packed.prompts[4], torch.float32, tensor_size=4)
 
 
 def test_random_weights_in_mxfp4_have_the_size_of_others(oracle: Oracle, tmp_path: Path, registry: Registry) -> None:

@@ -11,14 +11,11 @@ the engine makes plain in memory are counted as they are stored all the same: wh
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
 
-from enginery.checkpoint.files import READABLE, StoredTensor, scan_checkpoint, unstack
+from enginery.checkpoint.files import StoredTensor, scan_checkpoint, unstack
 from enginery.checkpoint.folder import read_config
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry
 from enginery.contracts.engine import EngineFacts
@@ -27,13 +24,8 @@ from enginery.contracts.weights import FormatNeeds
 from enginery.kv.pool import TORCH_DTYPES, page_bytes
 from enginery.kv.states import state_bytes
 from enginery.plugin.registry import Registry
-from enginery.worker.needed_weights import needed_weights
 from enginery.worker.weights.formats import FormatReader, choose_format, stated_quantization
-from enginery.worker.weights.pieces import Slice
-from enginery.worker.weights.store import WeightRecord
-
-EXPERT: Final = re.compile(r"(.*\bexperts)\.(\d+)\.")
-PER_TOKEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+from enginery.worker.weights.needed_weights import ReadTensor, expert_share, needed_weights, tensors_read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +104,7 @@ def family_sizes(
 ) -> ModelSizes | None:
     """Of a family's model. None: it has no weights, or has experts and config.json does not say how many a token uses."""
     facts = family.describe(config)
-    read = tuple(_tensors_read(needed_weights(family, config, TORCH_DTYPES[dtype], reader=reader), facts))
+    read = tuple(tensors_read(needed_weights(family, config, TORCH_DTYPES[dtype], reader=reader), facts))
     dense = [tensor for tensor in read if tensor.expert is None]
     experts = _expert_sizes(read, config)
     if not read or experts is None:
@@ -126,47 +118,16 @@ def family_sizes(
     )
 
 
-class ReadTensor(NamedTuple):
-    """A tensor that products take. num_bytes: as it is stored."""
-
-    name: str
-    num_bytes: int
-    parameters: int
-
-    @property
-    def expert(self) -> tuple[str, str] | None:
-        """What its layer's experts are called, and its own expert's number; None: it is of no expert."""
-        found = EXPERT.match(self.name)
-        return None if found is None else (found[1], found[2])
-
-
-def _tensors_read(record: WeightRecord, facts: ModelFacts) -> Iterator[ReadTensor]:
-    tables = (piece for piece in record.pieces if piece.shape == (facts.vocab_size, facts.hidden_size))
-    embedding = next(tables, None)  # it is asked for first, and a tied one again, as the head
-    for piece in record.pieces:
-        if len(piece.shape) > 1 and (piece is not embedding or record.uses[piece] > 1):
-            itemsize = min(piece.dtype.itemsize, record.dtype.itemsize)  # a float32 router is stored in the model's dtype
-            yield from (ReadTensor(part.name, _stored_bytes(part, itemsize), math.prod(part.shape)) for part in piece.slices)
-
-
-def _stored_bytes(part: Slice, itemsize: int) -> int:
-    if part.scheme is None:
-        return math.prod(part.shape) * itemsize
-    return sum(math.prod(source.shape) * READABLE[source.dtype].itemsize for source in part.sources if source.dtype is not None)
-
-
 def _expert_sizes(read: tuple[ReadTensor, ...], config: Mapping[str, object]) -> tuple[ExpertSizes, ...] | None:
     """By how many experts a layer has. None: nothing says how many a token uses."""
     by_count: dict[int, list[ReadTensor]] = {}
     for tensors in _by_layer(read):
         by_count.setdefault(len({tensor.expert for tensor in tensors}), []).extend(tensors)
-    per_token = _stated(config, PER_TOKEN)
-    if by_count and not per_token:
+    if by_count and expert_share(config, 1) is None:
         return None
-    without_weights = _stated(config, ("zero_expert_num",))  # a token may choose those too
     return tuple(
         ExpertSizes(
-            share=per_token / (count + without_weights),
+            share=expert_share(config, count) or 0.0,
             num_bytes=sum(tensor.num_bytes for tensor in tensors),
             parameters=sum(tensor.parameters for tensor in tensors),
         )
@@ -181,13 +142,6 @@ def _by_layer(read: Iterable[ReadTensor]) -> Iterable[list[ReadTensor]]:
         if tensor.expert is not None:
             layers.setdefault(tensor.expert[0], []).append(tensor)
     return layers.values()
-
-
-def _stated(config: Mapping[str, object], keys: Iterable[str]) -> int:
-    """The first number that config.json has under one of the keys, 0 for none."""
-    text = config.get("text_config")
-    whole = {**config, **text} if isinstance(text, Mapping) else config
-    return next((value for key in keys if isinstance(value := whole.get(key), int) and value), 0)
 
 
 def _context_sizes(facts: ModelFacts, dtype: str) -> Iterator[ContextSizes]:

@@ -132,7 +132,7 @@ class WeightSource(Protocol):
         ...
 
     def linear(self, shape: LinearShape) -> Linear:
-        """A product bound to its weights. Raises `CheckpointError` for sizes that the ranks cannot share."""
+        """A product bound to its weights. Raises `Unsupported` for sizes that the ranks cannot share."""
         ...
 
     def experts(self, shape: ExpertsShape) -> Experts:
@@ -140,13 +140,25 @@ class WeightSource(Protocol):
         ...
 
     def take(
-        self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None, cut: Cut = Cut.NONE, unit: int = 1
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        cut: Cut = Cut.NONE,
+        unit: int | tuple[int, ...] = 1,
+        parts: tuple[int, ...] = (),
     ) -> torch.Tensor:
         """The tensor `name` on the model's device, in `dtype`, or in the model's. For what is no product: norms, tables.
 
-        shape: in the checkpoint. cut, unit: see `LinearShape`; ROWS is the first axis, COLUMNS the last. What is stored in a
-        format comes as plain numbers. An integer `dtype` takes an integer tensor as it is.
+        shape: in the checkpoint. cut, unit: see `LinearShape`; ROWS is the first axis, COLUMNS the last. parts: rows of each part
+        of a packed tensor, which are cut by themselves. What is stored in a format comes as plain numbers. An integer `dtype`
+        takes an integer tensor as it is.
         """
+        ...
+
+    def share(self, size: int, *, unit: int = 1) -> range:
+        """Which of `size` rows this rank has of what is cut, in multiples of `unit`: for what is computed, as decays of heads."""
         ...
 
     def has(self, name: str) -> bool:

@@ -30,7 +30,8 @@ class ParallelFacts:
     """Where this process stands. Model plugins never see it: they are given `StageLayers`, `Collectives` and their rank's weights.
 
     tensor_rank: among the ranks that have a part of each layer. lane: among groups that have requests of their own. stage: among
-    the pipeline's stages, each with layers of its own. layers_by_stage: how many decoder layers each has; empty: evenly divided.
+    the pipeline's stages, each with layers of its own. layers_by_stage: how many decoder layers each has; empty: evenly divided,
+    or, before weights are read, by what they cost.
     """
 
     tensor_rank: int = 0

@@ -65,13 +65,15 @@ class LinearShape:
 
         LinearShape(names=("q_proj", "k_proj", "v_proj"), rows=(H * D, K * D, K * D), columns=C, cut=Cut.ROWS, unit=D)
         LinearShape(names=("gate_up_proj",), rows=(I, I), columns=C, cut=Cut.ROWS)    # packed: each part is cut by itself
+        LinearShape(names=("qkv", "qkv", "qkv", "z"), rows=(K, K, V, V), columns=C, cut=Cut.ROWS)    # packed, beside another
         LinearShape(names=("o_proj",), rows=(C,), columns=H * D, cut=Cut.COLUMNS, unit=D)
 
-    names: without ".weight". rows: of each part, whole. cut: which axis ranks may share; ROWS gives each rank some of the outputs,
-    COLUMNS a partial sum of all. unit: a rank has a multiple of so many rows (or columns); where there are fewer units than ranks,
-    as of KV heads, several ranks have the same one. complete: of COLUMNS, whether the sum over ranks is taken here; if not, the
-    caller takes it, with `Collectives.add_rms_norm`. padded: rows that the ranks cannot share evenly are filled up with zeros,
-    for a head whose columns `Collectives.gather_columns` cuts off again. cut, unit, bias, order: one for all parts, or one each.
+    names: without ".weight"; parts of a packed matrix follow each other under its name. rows: of each part, whole. cut: which axis
+    ranks may share; ROWS gives each rank some of the outputs, COLUMNS a partial sum of all. unit: a rank has a multiple of so many
+    rows (or columns); where there are fewer units than ranks, as of KV heads, several ranks have the same one. complete: of
+    COLUMNS, whether the sum over ranks is taken here; if not, the caller takes it, with `Collectives.add_rms_norm`. padded: rows
+    that the ranks cannot share evenly are filled up with zeros, for a head whose columns `Collectives.gather_columns` cuts off
+    again. cut, unit, bias, order: one for all parts, or one each.
     """
 
     names: tuple[str, ...]
@@ -97,13 +99,15 @@ class LinearShape:
     @property
     def parts(self) -> tuple[LinearPart, ...]:
         """One for each of `rows`."""
-        count, packed = len(self.rows), len(self.names) == 1
+        count = len(self.rows)
+        names = self.names * count if len(self.names) == 1 else self.names
+        sizes = [(name, rows) for name, rows in zip(names, self.rows, strict=True)]
         return tuple(
             LinearPart(
-                name=self.names[0 if packed else index],
+                name=names[index],
                 rows=rows,
-                first_row=sum(self.rows[:index]) if packed else 0,
-                packed_rows=sum(self.rows) if packed else rows,
+                first_row=sum(each for name, each in sizes[:index] if name == names[index]),
+                packed_rows=sum(each for name, each in sizes if name == names[index]),
                 cut=_each(self.cut, count)[index],
                 unit=_each(self.unit, count)[index],
                 bias=_each(self.bias, count)[index],

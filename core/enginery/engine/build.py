@@ -343,15 +343,19 @@ def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[Prefi
         states = others[STATE] = PageAllocator(memory.state_pages)
     cache: PrefixCache = NoPrefixCache()
     if settings.prefix_cache:
-        cache = RadixPrefixCache(memory.page_size, allocator, ResumePoints(others) if others else None, watcher)
+        points = ResumePoints(others, None if watcher is None else watcher.given_up) if others else None
+        cache = RadixPrefixCache(memory.page_size, allocator, points, watcher)
     finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
     return cache, allocator, finite
 
 
-def kv_events_of(asked: EngineOptions, device: torch.device) -> PrefixEvents:
+def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:
     """Who tells routers what is cached. Where nobody asked for it, nothing is imported for it."""
     if asked.kv_events is None:
         return NoEvents()
+    from enginery.engine.kv_events.blocks import groups_of
     from enginery.engine.kv_events.publisher import KVEvents
 
-    return KVEvents(asked, medium="CPU" if device.type == "cpu" else "GPU")
+    choice, memory = parts.choice, parts.memory
+    groups = groups_of(has_latents=choice.facts.has_latents, window=memory.window, has_states=memory.state_pages > 0)
+    return KVEvents(asked, medium="CPU" if choice.device.type == "cpu" else "GPU", groups=groups)

@@ -83,7 +83,7 @@ class Engine:
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = facts_of(parts)
         self._seeds = random.Random(asked.seed + asked.dp_rank)
-        self._kv_events = kv_events_of(asked, choice.device)
+        self._kv_events = kv_events_of(asked, parts)
         self._cache, allocator, finite = page_owners(parts, self._kv_events.watcher)
         self._made = MadeDrafts()
         self._drafting = _drafting_of(asked, parts, registry, self._made)

@@ -115,6 +115,14 @@ class PrefixWatcher(Protocol):
 
     def removed(self, pages: Sequence[int]) -> None: ...
 
+    def resumable(self, point: ResumePoint, tokens: bytes, pages: Sequence[int], salt: str) -> None:
+        """Sequences can go on from `point`, behind these tokens and the tree's pages of them, from the first on."""
+        ...
+
+    def given_up(self, point: ResumePoint) -> None:
+        """They cannot any more, if they could."""
+        ...
+
 
 class RadixPrefixCache:
     """Prefixes of requests by their tokens, whole pages only. Requests share them only among equal salts."""
@@ -189,6 +197,8 @@ class RadixPrefixCache:
             return False
         if node.point is None or node.point.is_dropped:
             node.point = point
+            if self._watcher is not None:
+                self._watcher.resumable(point, tokens, found, salt)
             return True
         if node.point.passing and not point.passing:
             self.points.keep(node.point)

@@ -11,7 +11,7 @@ on from it has its own share. Before the step that computed it has completed it 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
@@ -39,8 +39,12 @@ class ResumePoint:
 class ResumePoints:
     """All of them, in the order in which they are given up. A hit refreshes the one point that was used, none on the way to it."""
 
-    def __init__(self, allocators: Mapping[MemoryKind, PageAllocator]) -> None:
+    def __init__(
+        self, allocators: Mapping[MemoryKind, PageAllocator], given_up: Callable[[ResumePoint], None] | None = None
+    ) -> None:
+        """given_up: is told of each point that is."""
         self.allocators: Final = allocators
+        self._given_up = given_up
         self._passing: OrderedDict[ResumePoint, None] = OrderedDict()
         self._lasting: OrderedDict[ResumePoint, None] = OrderedDict()
 
@@ -74,6 +78,8 @@ class ResumePoints:
             return
         point.is_dropped = True
         del self._order(point)[point]
+        if self._given_up is not None:
+            self._given_up(point)
         for kind, pages in point.pages.items():
             self.allocators[kind].give_back(pages, cached=True)
 

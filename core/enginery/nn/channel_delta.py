@@ -15,7 +15,7 @@ from enginery.contracts.memory import RecurrentWeights
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Linear, LinearShape
-from enginery.nn.recurrent import undivided
+from enginery.nn.recurrent import recurrent_facts
 
 
 class KimiDeltaAttention:
@@ -35,44 +35,53 @@ class KimiDeltaAttention:
         decay_shape: tuple[int, ...],
         out_name: str = "o_proj",
     ) -> None:
-        """spec: without `recurrent`, which is taken here. rank: of decay and gate, None for full. decay_shape: of `A_log`.
-
-        Raises `Unsupported` on several ranks.
-        """
-        why = "Kimi delta attention is not divided among ranks: its checkpoints have A_log in a shape that is not cut"
-        facts = undivided(context, spec, why)
-        heads, hidden = facts.value_heads, context.facts.hidden_size
-        self.width, self.num_heads = heads * facts.value_dim, heads
-        self._take_projections(weights, hidden, rank)
-        taps = (self.width, 1, facts.conv_kernel)
+        """spec: without `recurrent`, which is taken here. rank: of decay and gate, None for full. decay_shape: of `A_log`."""
+        of, facts = recurrent_facts(context, spec)
+        hidden, dim = context.facts.hidden_size, facts.value_dim
+        whole, self.num_heads = of.value_heads * dim, facts.value_heads
+        self._take_projections(weights, hidden, whole, rank, dim=dim)
+        taps, own = (whole, 1, facts.conv_kernel), weights.share(of.value_heads)
+        convs = [weights.take(f"{name}_conv1d.weight", taps, cut=Cut.ROWS, unit=dim).squeeze(1) for name in ("q", "k", "v")]
         recurrent = RecurrentWeights(
-            conv=torch.cat([weights.take(f"{name}_conv1d.weight", taps).squeeze(1) for name in ("q", "k", "v")]),
-            a_log=weights.take("A_log", decay_shape, dtype=torch.float32).view(heads),
-            dt_bias=weights.take("dt_bias", (self.width,), dtype=torch.float32).view(heads, -1),
+            conv=torch.cat(convs),
+            a_log=weights.take("A_log", decay_shape, dtype=torch.float32).flatten()[own.start : own.stop],
+            dt_bias=weights.take("dt_bias", (whole,), dtype=torch.float32, cut=Cut.ROWS, unit=dim).view(-1, dim),
         )
         self.spec, self.norm_eps = dataclasses.replace(spec, recurrent=recurrent), norm_eps
-        self.norm = weights.take("o_norm.weight", (facts.value_dim,))
-        shape = LinearShape(names=(out_name,), rows=(hidden,), columns=self.width, cut=Cut.COLUMNS, complete=False)
+        self.norm = weights.take("o_norm.weight", (dim,))
+        shape = LinearShape(names=(out_name,), rows=(hidden,), columns=whole, cut=Cut.COLUMNS, unit=dim, complete=False)
         self.out = weights.linear(shape)
         self.rms_norm, self.advance = context.ops.rms_norm, context.advance
 
-    def _take_projections(self, weights: WeightSource, hidden: int, rank: int | None) -> None:
-        """One product for all that comes from the hidden state; behind it two more, where decay and gate are of low rank."""
-        low = self.width if rank is None else rank
-        ends = ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
-        self.rows = [3 * self.width, self.num_heads, low, low]
-        names = ("q_proj", "k_proj", "v_proj", "b_proj", *ends)
-        rows = (self.width, self.width, self.width, *self.rows[1:])
-        self.projected = weights.linear(LinearShape(names=names, rows=rows, columns=hidden))
+    def _take_projections(self, weights: WeightSource, hidden: int, whole: int, rank: int | None, *, dim: int) -> None:
+        """One product for all that comes from the hidden state; behind it two more, where decay and gate are of low rank.
+
+        What has low rank is whole on every rank. whole: the dims of all heads, of all ranks.
+        """
+        cut, ends = (Cut.ROWS,) * 4, ("f_proj", "g_proj") if rank is None else ("f_a_proj", "g_a_proj")
+        of_ends = (Cut.ROWS,) * 2 if rank is None else (Cut.NONE,) * 2
+        low, unit = (whole, dim) if rank is None else (rank, 1)
+        self.projected = weights.linear(
+            LinearShape(
+                names=("q_proj", "k_proj", "v_proj", "b_proj", *ends),
+                rows=(whole, whole, whole, whole // dim, low, low),
+                columns=hidden,
+                cut=cut + of_ends,
+                unit=(dim, dim, dim, 1, unit, unit),
+            )
+        )
+        rows = self.projected.rows
+        self.rows = [sum(rows[:3]), *rows[3:]]
         self.widen: tuple[Linear, Linear] | None = None
         if rank is not None:
             decay, gate = (
-                weights.linear(LinearShape(names=(name,), rows=(self.width,), columns=rank)) for name in ("f_b_proj", "g_b_proj")
+                weights.linear(LinearShape(names=(name,), rows=(whole,), columns=rank, cut=Cut.ROWS, unit=dim))
+                for name in ("f_b_proj", "g_b_proj")
             )
             self.widen = decay, gate
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x: [T, C]. Returns [T, C]. It has no positions."""
+        """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
         mixed, beta, decay, gate = torch.split(self.projected(x), self.rows, dim=-1)
         if self.widen is not None:
             decay, gate = (wide(low.contiguous()) for wide, low in zip(self.widen, (decay, gate), strict=True))

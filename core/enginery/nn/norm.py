@@ -1,13 +1,44 @@
-"""Weights of norms."""
+"""Weights of norms, and norms of groups of heads that several ranks may share."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from enginery.contracts.model import WeightSource
+from enginery.contracts.model import ModelContext, WeightSource
+from enginery.contracts.parallel import Cut
 
 
 def take_norm(weights: WeightSource, name: str, size: int, *, offset: float = 0.0) -> torch.Tensor:
     """`name`.weight, [size]. offset: added to it; 1 for checkpoints that store w of a norm that multiplies by 1 + w."""
     weight = weights.take(f"{name}.weight", (size,))
     return weight + offset if offset else weight
+
+
+class GroupedNorm:
+    """The root-mean-square norm of each of G groups of columns, of whose `size` columns this rank has I.
+
+    A group that lies on one rank is normed there. If ranks have parts of one, its squares are summed over them: a small exchange.
+    weight: [I], which the caller multiplies by.
+    """
+
+    def __init__(
+        self, context: ModelContext, weights: WeightSource, name: str, *, size: int, groups: int, unit: int, eps: float
+    ) -> None:
+        """name: of its module. unit: the dims of a head."""
+        own, self.group_size = weights.share(size, unit=unit), size // groups
+        self.weight = weights.take(f"{name}.weight", (size,), cut=Cut.ROWS, unit=unit)
+        self.piece = math.gcd(len(own), self.group_size)  # columns that lie in one group, wherever this rank's begin
+        self.is_cut, self.num_groups, self.eps, self.comm = len(own) % self.group_size > 0, groups, eps, context.comm
+        places = [first // self.group_size for first in range(own.start, own.stop, self.piece)]
+        self.group_of = torch.tensor(places, device=context.device)  # [I / piece]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, I] float32 -> the same, normed but for the weight."""
+        pieces = x.view(len(x), -1, self.piece)
+        means = pieces.square().mean(-1)  # [T, I / piece]
+        if self.is_cut:
+            of_groups = means.new_zeros(len(x), self.num_groups).index_add_(1, self.group_of, means)
+            means = self.comm.sum(of_groups)[:, self.group_of] / (self.group_size // self.piece)
+        return (pieces * torch.rsqrt(means[..., None] + self.eps)).view_as(x)

@@ -17,7 +17,6 @@ from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape, RowOrder
-from enginery.errors import Unsupported
 
 
 def gather_parts(count: int, sizes: Sequence[int]) -> RowOrder:
@@ -33,32 +32,49 @@ def gather_parts(count: int, sizes: Sequence[int]) -> RowOrder:
     )
 
 
-def undivided(context: ModelContext, spec: LayerSpec, why: str) -> RecurrentFacts:
-    """The facts of a recurrent layer that each rank has whole. Raises `Unsupported`, saying `why`, where a rank has some of it."""
-    facts = spec.facts.recurrent
-    assert facts is not None, "the block is for recurrent layers"
-    if facts != context.facts.layers[spec.global_id].recurrent:
-        raise Unsupported(why)
-    return facts
+def recurrent_facts(context: ModelContext, spec: LayerSpec) -> tuple[RecurrentFacts, RecurrentFacts]:
+    """Of a recurrent layer: those of all ranks, whose sizes are the checkpoint's, and this rank's."""
+    of, facts = context.facts.layers[spec.global_id].recurrent, spec.facts.recurrent
+    assert of is not None, "the block is for recurrent layers"
+    assert facts is not None, "a rank's layer is of the same kind"
+    return of, facts
 
 
-def _by_key_head(facts: RecurrentFacts, hidden: int) -> LinearShape:
-    group = facts.value_heads // facts.key_heads
-    qkvz, ba = (facts.key_dim, facts.key_dim, group * facts.value_dim, group * facts.value_dim), (group, group)
+def take_conv(
+    weights: WeightSource, name: str, of: RecurrentFacts, *, bias: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight [C, W] and bias [C] of a convolution of each channel of `mixed`, in module `name`. of: of all ranks."""
+    several = list(zip(of.mixed_widths, (of.key_dim, of.key_dim, of.value_dim), strict=True))
+    parts, units = zip(*((part, unit) for part, unit in (several[::-1] if of.ssm else several) if part), strict=True)
+    width = of.mixed_width
+    weight = weights.take(f"{name}.weight", (width, 1, of.conv_kernel), cut=Cut.ROWS, unit=units, parts=parts)
+    taken = weights.take(f"{name}.bias", (width,), cut=Cut.ROWS, unit=units, parts=parts) if bias else None
+    return weight.squeeze(1), taken
+
+
+def _by_key_head(of: RecurrentFacts, hidden: int, *, key_heads: int) -> LinearShape:
+    """key_heads: of this rank."""
+    group = of.value_heads // of.key_heads
+    qkvz, ba = (of.key_dim, of.key_dim, group * of.value_dim, group * of.value_dim), (group, group)
     return LinearShape(
         names=("in_proj_qkvz", "in_proj_ba"),
-        rows=(facts.key_heads * sum(qkvz), facts.key_heads * sum(ba)),
+        rows=(of.key_heads * sum(qkvz), of.key_heads * sum(ba)),
         columns=hidden,
         cut=Cut.ROWS,
         unit=(sum(qkvz), sum(ba)),
-        order=(gather_parts(facts.key_heads, qkvz), gather_parts(facts.key_heads, ba)),
+        order=(gather_parts(key_heads, qkvz), gather_parts(key_heads, ba)),
     )
 
 
-def _apart(facts: RecurrentFacts, hidden: int) -> LinearShape:
-    heads = facts.value_heads
-    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    return LinearShape(names=names, rows=(facts.mixed_width, heads * facts.value_dim, heads, heads), columns=hidden)
+def _apart(of: RecurrentFacts, hidden: int) -> LinearShape:
+    heads, dim = of.value_heads, of.value_dim
+    return LinearShape(
+        names=("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        rows=(*of.mixed_widths, heads * dim, heads, heads),
+        columns=hidden,
+        cut=Cut.ROWS,
+        unit=(of.key_dim, of.key_dim, dim, dim, 1, 1),
+    )
 
 
 class GatedDeltaNet:
@@ -70,29 +86,22 @@ class GatedDeltaNet:
     def __init__(
         self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, norm_eps: float, apart: bool = False
     ) -> None:
-        """spec: without `recurrent`, which is taken here. apart: q, k and v, z, b and a are modules of their own, as Qwen3.5's.
-
-        Raises `Unsupported` on several ranks.
-        """
-        why = "gated delta nets are not divided among ranks: their convolution's weight has q, k and v in one piece"
-        facts, hidden = undivided(context, spec, why), context.facts.hidden_size
-        self.projected = weights.linear(_apart(facts, hidden) if apart else _by_key_head(facts, hidden))
-        width, heads = facts.mixed_width, facts.value_heads
-        recurrent = RecurrentWeights(
-            conv=weights.take("conv1d.weight", (width, 1, facts.conv_kernel)).view(width, facts.conv_kernel),
-            a_log=weights.take("A_log", (heads,), dtype=torch.float32),
-            dt_bias=weights.take("dt_bias", (heads,), dtype=torch.float32),
-        )
+        """spec: without `recurrent`, which is taken here. apart: q, k and v, z, b and a are modules of their own, as Qwen3.5's."""
+        (of, facts), hidden = recurrent_facts(context, spec), context.facts.hidden_size
+        shape = _apart(of, hidden) if apart else _by_key_head(of, hidden, key_heads=facts.key_heads)
+        self.projected = weights.linear(shape)
+        a_log, dt_bias = (weights.take(name, (of.value_heads,), dtype=torch.float32, cut=Cut.ROWS) for name in ("A_log", "dt_bias"))
+        recurrent = RecurrentWeights(conv=take_conv(weights, "conv1d", of)[0], a_log=a_log, dt_bias=dt_bias)
         self.spec, self.facts, self.norm_eps = dataclasses.replace(spec, recurrent=recurrent), facts, norm_eps
         self.norm = weights.take("norm.weight", (facts.value_dim,))
-        columns = heads * facts.value_dim
+        columns = of.value_heads * facts.value_dim
         self.out = weights.linear(
             LinearShape(names=("out_proj",), rows=(hidden,), columns=columns, cut=Cut.COLUMNS, unit=facts.value_dim, complete=False)
         )
         self.rms_norm, self.advance = context.ops.rms_norm, context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x: [T, C]. Returns [T, C]. It has no positions."""
+        """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
         facts: RecurrentFacts = self.facts
         sizes = [facts.mixed_width, facts.value_heads * facts.value_dim, facts.gates_width]
         mixed, z, gates = torch.split(self.projected(x), sizes, dim=-1)

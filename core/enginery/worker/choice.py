@@ -34,6 +34,7 @@ from enginery.worker.needs import attn_needs, by_phase, verifying
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 from enginery.worker.weights.shares import stage_of
+from enginery.worker.weights.stage_costs import divide_stages
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +148,14 @@ def choose(
         facts = family.spec.describe(checkpoint.config)
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel)
     settings = resolve(asked, device, facts, config=checkpoint.config)
-    shipped = shipped_drafters(checkpoint, registry)
-    config, folder = checkpoint.config, checkpoint.folder
+    config, folder, shipped = checkpoint.config, checkpoint.folder, shipped_drafters(checkpoint, registry)
     drafter = choose_drafter(asked, registry, device=device.kind, shipped=shipped, config=config, folder=folder)
+    op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
+    ops = registry.select_ops(op_needs)
+    weight_format, format_decisions = _weight_format(config, registry, op_needs, ops)
+    parallel, stage_decisions = divide_stages(
+        parallel, family, facts, config, TORCH_DTYPES[settings.dtype], weight_format=weight_format, kept=kept_schemes(ops)
+    )
     layers = stage_of(facts, parallel).memory
     needs = [attn_needs(layers, settings, device, recurrent=each) for each in (False, True)]
     if asked.drafter == "auto" and drafter.offer is not None:
@@ -161,9 +167,6 @@ def choose(
     coordinator = None if asked.sparse_coordinator == "off" else registry.sparse_coordinator(asked.sparse_coordinator)
     if coordinator is not None:
         refuse_idle_coordinator(coordinator, attention)
-    op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
-    ops = registry.select_ops(op_needs)
-    weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
     return Choice(
         checkpoint=checkpoint,
         family=family,
@@ -186,6 +189,7 @@ def choose(
             Decision(setting="model", value=checkpoint.name, reason=checkpoint.note or str(checkpoint.folder)),
             Decision(setting="family", value=family.name, reason=f"{family_reason}, from {family.source}", source=family.source),
             *settings.decisions,
+            *stage_decisions,
             *attention_decisions,
             *first_decisions,
             *format_decisions,
@@ -384,9 +388,8 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
     """The checkpoint asked for, or the best that is installed."""
     model = registry.default_checkpoint().name if asked.model is None else asked.model
     folder = find_folder(model, registry, revision=asked.revision)
-    offer = registry.checkpoint(model)
+    offer, config = registry.checkpoint(model), read_config(folder)
     shipped = offer.spec if offer and offer.spec.folder == folder else None
-    config = read_config(folder)
     return Checkpoint(
         folder=folder,
         tokenizer_folder=find_tokenizer_folder(asked, registry, folder),

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import examples
+from pairwise import EVERYTHING, examples
 
 from enginery.errors import QueueFull, RequestError
 from enginery.kv.kinds import most_window_pages, reach_of
@@ -20,9 +20,9 @@ STOP = 1
 
 
 class RandomKinds:
-    """Random use of one scheduler over random kinds. depth: steps in flight."""
+    """Random use of one scheduler over random kinds. depth: steps in flight. stages: of a pipeline, then as many."""
 
-    def __init__(self, seed, depth):
+    def __init__(self, seed, depth, stages=1):
         self.random, self.depth = random.Random(seed), depth
         pick = self.random.choice
         self.page_size = pick([1, 2, 4])
@@ -34,6 +34,7 @@ class RandomKinds:
             max_batch_requests=self.random.randint(1, 6),
             prefill_fraction=pick([0.1, 1.0]),
             prefix_cache=pick([True, True, True, False]),
+            stages=stages,
         )
         self.window = pick([None, 1, 3, 7, 12])
         has_states = self.window is None or pick([True, False])
@@ -58,6 +59,8 @@ class RandomKinds:
             self.random.choice([self.abort, self.fail_step])()
         elif self.random.random() < 0.25:
             self.submit()
+        elif self.random.random() < self.chaos / 3:
+            self.evict()
         elif len(self.launched) < self.depth and self.random.random() < 0.7:
             self.launch()
         elif self.launched:
@@ -84,6 +87,14 @@ class RandomKinds:
     def abort(self):
         self.scheduler.abort(self.random.choice(list(self.requests)))
 
+    def evict(self):
+        """All that the prefix cache may give up."""
+        cache = self.scheduler._kv.cache
+        for point in list(cache.points or ()):
+            cache.points.drop(point)
+            SEEN["evicted with all steps in flight"] += len(self.launched) == self.depth
+        cache.evict(cache.num_evictable)
+
     def fail_step(self):
         """What it wrote, and what was computed from that, is spoilt."""
         if not self.launched:
@@ -97,6 +108,8 @@ class RandomKinds:
     def launch(self):
         step = self.scheduler.next_step()
         SEEN["preempted"] += len(step.preempted)
+        SEEN["preempted with all other steps in flight"] += len(step.preempted) * (len(self.launched) == self.depth - 1)
+        assert self.settings.stages == 1 or not any(item.input_pending for item in step.items), "a stage reads what is not known"
         for item in step.items:
             SEEN["resumed"] += 0 < item.start == item.request.num_cached_tokens and not item.request.num_preemptions
         if step.items:
@@ -136,19 +149,22 @@ class RandomKinds:
         SEEN.update(self.device.seen)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, monkeypatch):
+@pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2)] + [(4, 4)] * EVERYTHING)
+def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, stages, monkeypatch):
+    SEEN.clear()
+
     @settings(max_examples=examples(80), deadline=None)
     @given(seed=st.integers(0, 2**32), headroom=st.sampled_from([0, 4]))
     def run(seed, headroom):
         monkeypatch.setattr(planner, "HEADROOM_TOKENS", headroom)
         monkeypatch.setattr(planner, "MIN_PREFILL_TOKENS", 2)
-        use = RandomKinds(seed, depth)
+        use = RandomKinds(seed, depth, stages)
         for _ in range(120):
             use.act()
         use.finish()
 
-    seldom = ["preempted", "resumed", "points", "a state moved", "failed"]
+    seldom = ["preempted", "resumed", "points", "a state moved", "failed", "evicted with all steps in flight"]
+    seldom += ["preempted with all other steps in flight"] if depth > 1 else []
     for _ in range(4):  # chance may leave one of them out
         run()
         if all(SEEN[what] for what in seldom):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from enginery.contracts.model import ModelFacts
 from enginery.contracts.parallel import Channel, Cut, ParallelFacts
 from enginery.contracts.weights import LinearShape, RowOrder
 from enginery.errors import Unsupported
-from enginery.worker.weights.shares import rank_layer, stage_of
+from enginery.worker.weights.shares import rank_layer, share_unevenly, stage_of
 
 ATTENTION = AttnLayerFacts(num_heads=8, num_kv_heads=2, head_dim=16)
 RULE = RecurrentFacts(rule="linear", decay="head", key_heads=8, value_heads=8, key_dim=16, value_dim=16)
@@ -77,6 +78,53 @@ def test_a_rank_has_its_heads(layer: AttnLayerFacts, ranks: int, heads: tuple[in
     assert (mine.num_heads, mine.num_kv_heads) == heads
 
 
+@pytest.mark.parametrize(
+    ("rule", "ranks", "heads"),
+    [
+        ({"ssm": True, "key_heads": 2}, 2, (1, 4)),
+        ({"ssm": True, "key_heads": 2}, 8, (1, 1)),  # four ranks have the same B and C
+        ({"rule": "conv", "key_heads": 1, "value_heads": 96}, 4, (1, 24)),
+        ({"rule": "scan", "key_heads": 1, "value_heads": 96}, 4, (1, 24)),
+        ({"rule": "delta", "key_heads": 4}, 4, (1, 2)),
+    ],
+)
+def test_a_rank_has_its_heads_of_a_recurrence_and_their_keys(rule: dict[str, Any], ranks: int, heads: tuple[int, int]) -> None:
+    mine = rank_layer(dataclasses.replace(RECURRENT, recurrent=dataclasses.replace(RULE, **rule)), ParallelFacts(tensor_size=ranks))
+    assert mine.recurrent is not None
+    assert (mine.recurrent.key_heads, mine.recurrent.value_heads) == heads
+    assert mine.num_heads == mine.num_kv_heads == heads[0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"rule": "delta", "key_heads": 2}, "key heads has 2 in units of 1, which 4 ranks cannot share; 2 ranks can"),
+        ({"ssm": True, "key_heads": 3, "value_heads": 12}, "key heads has 3 in units of 1, which 4 ranks cannot share"),
+        (
+            {"ssm": True, "key_heads": 1, "value_heads": 6},
+            "value heads has 6 in units of 1, which 4 ranks cannot share; 2 ranks can",
+        ),
+    ],
+)
+def test_heads_of_a_recurrence_that_ranks_cannot_share_are_refused(rule: dict[str, Any], said: str) -> None:
+    layer = dataclasses.replace(RECURRENT, recurrent=dataclasses.replace(RULE, **rule))
+    with pytest.raises(Unsupported, match=said):
+        rank_layer(layer, ParallelFacts(tensor_size=4))
+
+
+@pytest.mark.parametrize(("size", "unit", "ranks"), [(2880, 32, 8), (96, 32, 2), (96, 32, 3), (128, 32, 4)])
+def test_blocks_that_do_not_divide_are_shared_unevenly(size: int, unit: int, ranks: int) -> None:
+    parts = [
+        share_unevenly(size, unit=unit, parallel=ParallelFacts(tensor_rank=rank, tensor_size=ranks), what="x")
+        for rank in range(ranks)
+    ]
+    assert [start for start, _ in parts] == [sum(length for _, length in parts[:rank]) for rank in range(ranks)]
+    assert sum(length for _, length in parts) == size
+    lengths = {length for _, length in parts}
+    assert max(lengths) - min(lengths) <= unit
+    assert all(length % unit == 0 for length in lengths)
+
+
 def test_a_family_without_a_boundary_has_one_stage() -> None:
     whole = facts_of((ATTENTION, 0), (ATTENTION, 1), boundary=())
     assert stage_of(whole, ParallelFacts()).layers == range(2)
@@ -94,6 +142,12 @@ def test_a_product_has_a_value_for_all_parts_or_one_for_each() -> None:
     ]
     packed = LinearShape(names=("both",), rows=(8, 4), columns=6)
     assert [(part.name, part.first_row, part.packed_rows) for part in packed.parts] == [("both", 0, 12), ("both", 8, 12)]
+    beside = LinearShape(names=("alone", "both", "both"), rows=(2, 8, 4), columns=6)
+    assert [(part.name, part.first_row, part.packed_rows) for part in beside.parts] == [
+        ("alone", 0, 2),
+        ("both", 0, 12),
+        ("both", 8, 12),
+    ]
 
 
 @pytest.mark.parametrize(

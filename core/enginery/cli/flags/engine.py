@@ -85,7 +85,9 @@ _FLAGS: Final = {
     "num_threads": _Flag(_PARTS, "Threads of a CPU engine, of all its ranks together."),
     "tp": _Flag(_PARTS, "Tensor parallelism: processes that have a part of each layer.", metavar="N"),
     "pp": _Flag(_PARTS, "Pipeline parallelism: stages that have some of the layers.", metavar="N"),
-    "pp_layers": _Flag(_PARTS, "Decoder layers of each stage of --pp; without it they are divided evenly.", metavar="N,N"),
+    "pp_layers": _Flag(
+        _PARTS, "Decoder layers of each stage of --pp; without it they are divided by what they cost.", metavar="N,N"
+    ),
     "executor": _Flag(
         _PARTS, "What places the processes of --tp and --pp: local, or a plugin's.", metavar="NAME", complete=completion.executors
     ),

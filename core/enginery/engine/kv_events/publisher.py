@@ -1,31 +1,31 @@
 """Publishes which prefixes are cached: a thread makes the messages and sends them, so that a step waits for nobody.
 
-    step ── changes, by page ──> queue, bounded ──> thread: hashes, numbers ──> PUB      topic | number, 8 bytes | batch
-                                                          └── the last batches ──> ROUTER   number? -> number | batch, .. -1 | empty
-
-A page of the tree holds one block, so hashes are kept by page.
+step ── changes, by page ──> queue, bounded ──> thread: hashes, numbers ──> PUB      topic | number, 8 bytes | batch
+                                                      └── the last batches ──> ROUTER   number? -> number | batch, .. -1 | empty
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
 import logging
 import queue
 import threading
 import time
-from array import array
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 import zmq
 
 from enginery.config.schema import EngineOptions
-from enginery.engine.kv_events.schema import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from enginery.contracts.batch import MemoryKind
+from enginery.engine.kv_events.blocks import Blocks, Change, Cleared, GivenUp, Group, Removed, Resumable, Stored
+from enginery.engine.kv_events.schema import END_OF_REPLAY, KVEventBatch
 from enginery.errors import ConfigError
-from enginery.kv.prefix import TOKEN_TYPECODE
+from enginery.kv.prefix import TOKEN_BYTES
+from enginery.kv.resume import ResumePoint
 
 MOST_WAITING: Final = 10_000  # steps
 MOST_KEPT: Final = 10_000  # batches, for replay
@@ -35,33 +35,16 @@ _END_S: Final = 1.0
 _log: Final = logging.getLogger(__name__)
 
 
-class Stored(NamedTuple):
-    """Pages that joined the tree behind page `parent`; None: at its root. tokens: as the tree has them."""
-
-    parent: int | None
-    tokens: bytes
-    pages: tuple[int, ...]
-    salt: str
-
-
-class Removed(NamedTuple):
-    """Pages that left it."""
-
-    pages: tuple[int, ...]
-
-
-class Cleared(NamedTuple):
-    """All pages have left it, or nobody knows which."""
-
-
-Change = Stored | Removed | Cleared
-
-
 class KVEvents:
     """Implements `PrefixEvents`, and `kv.prefix.PrefixWatcher`. Used by the engine's thread."""
 
-    def __init__(self, asked: EngineOptions, *, medium: str, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self, asked: EngineOptions, *, medium: str, groups: Mapping[MemoryKind, Group], most_waiting: int = MOST_WAITING
+    ) -> None:
         """medium: as vLLM names where the pages are. Raises `ConfigError` for an address that cannot be used."""
+        self._page_bytes = asked.page_size * TOKEN_BYTES
+        self._numbers = itertools.count()
+        self._points: dict[ResumePoint, int] = {}
         self._changes: list[Change] = [Cleared()]  # for subscribers of the engine that was here before
         self._waiting: queue.Queue[tuple[float, list[Change]] | None] = queue.Queue(most_waiting)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -77,7 +60,7 @@ class KVEvents:
             self._context.destroy(linger=0)
             addresses = " and ".join(address_of(each, asked.dp_rank) for each in (asked.kv_events, asked.kv_events_replay) if each)
             raise ConfigError(f"KV events cannot be published at {addresses}: {error}; name another port or path") from error
-        publisher = _Publisher(events, replay, asked, medium=medium)
+        publisher = _Publisher(events, replay, asked, medium=medium, groups=groups)
         self._thread = threading.Thread(target=publisher.run, args=(self._waiting,), name="kv-events", daemon=True)
         self._thread.start()
 
@@ -92,9 +75,21 @@ class KVEvents:
     def removed(self, pages: Sequence[int]) -> None:
         self._changes.append(Removed(tuple(pages)))
 
+    def resumable(self, point: ResumePoint, tokens: bytes, pages: Sequence[int], salt: str) -> None:
+        counts = {kind: len(own) for kind, own in point.pages.items()}
+        first = max(0, len(pages) - max(counts.values()) - 1)
+        number = self._points[point] = next(self._numbers)
+        some = tokens[first * self._page_bytes :]
+        self._changes.append(Resumable(number, counts, some, tuple(pages[first:]), salt))
+
+    def given_up(self, point: ResumePoint) -> None:
+        if (number := self._points.pop(point, None)) is not None:
+            self._changes.append(GivenUp(number))
+
     def cleared(self) -> None:
         """Nothing is cached any more."""
         self._changes = [Cleared()]
+        self._points.clear()
 
     def publish(self) -> None:
         """Hand over what has changed since the last call. Waits for nobody."""
@@ -122,12 +117,20 @@ class KVEvents:
 
 
 class _Publisher:
-    """Of the thread: what is cached by page, and the last batches."""
+    """Of the thread: the sockets, and the last batches."""
 
-    def __init__(self, events: zmq.Socket[bytes], replay: zmq.Socket[bytes], asked: EngineOptions, *, medium: str) -> None:
+    def __init__(
+        self,
+        events: zmq.Socket[bytes],
+        replay: zmq.Socket[bytes],
+        asked: EngineOptions,
+        *,
+        medium: str,
+        groups: Mapping[MemoryKind, Group],
+    ) -> None:
         self._events, self._replay, self._topic = events, replay, asked.kv_events_topic.encode()
-        self._page_size, self._medium, self._rank = asked.page_size, medium, asked.dp_rank
-        self._hashes: dict[int, int] = {}
+        self._rank = asked.dp_rank
+        self._blocks = Blocks(groups, page_size=asked.page_size, medium=medium)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_KEPT)
         self._next = 0
 
@@ -146,47 +149,12 @@ class _Publisher:
                 return waiting.get(timeout=_LOOK_S)
 
     def _publish(self, at_s: float, changes: Sequence[Change]) -> None:
-        if events := [event for change in changes if (event := self._event(change)) is not None]:
+        if events := [event for change in changes for event in self._blocks.events(change)]:
             batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
             number = self._next.to_bytes(8, "big")
             self._events.send_multipart((self._topic, number, batch))
             self._kept.append((number, batch))
             self._next += 1
-
-    def _event(self, change: Change) -> BlockStored | BlockRemoved | AllBlocksCleared | None:
-        """None where nothing is known of what it follows: that was dropped with too much else."""
-        match change:
-            case Stored():
-                return self._stored(change)
-            case Removed(pages):
-                hashes = [self._hashes.pop(page) for page in reversed(pages) if page in self._hashes]
-                return BlockRemoved(block_hashes=hashes, medium=self._medium) if hashes else None
-            case Cleared():
-                self._hashes.clear()
-                return AllBlocksCleared()
-
-    def _stored(self, change: Stored) -> BlockStored | None:
-        parent = None if change.parent is None else self._hashes.get(change.parent)
-        if parent is None and change.parent is not None:
-            return None
-        made, before, size = list[int](), parent, len(change.tokens) // len(change.pages)
-        for place, page in enumerate(change.pages):
-            before = _hash(before, change.tokens[place * size : (place + 1) * size], change.salt)
-            made.append(before)
-            self._hashes[page] = before
-        salts: list[list[str] | None] | None = None
-        if change.salt and parent is None:  # as vLLM has it, on the first block: the others follow it
-            salts = [[change.salt], *[None] * (len(made) - 1)]
-        return BlockStored(
-            block_hashes=made,
-            parent_block_hash=parent,
-            token_ids=array(TOKEN_TYPECODE, change.tokens).tolist(),
-            block_size=self._page_size,
-            lora_id=None,
-            lora_name=None,
-            medium=self._medium,
-            extra_keys=salts,
-        )
 
     def _answer(self, frames: list[bytes]) -> None:
         """To a request [who, empty, number]: what is kept from this number on, a message each, and the end."""
@@ -198,14 +166,6 @@ class _Publisher:
             if number >= first:
                 self._replay.send_multipart((who, b"", number, batch))
         self._replay.send_multipart((who, b"", END_OF_REPLAY, b""))
-
-
-def _hash(before: int | None, tokens: bytes, salt: str) -> int:
-    """Of a block behind others: the same in every process, for the same tokens from the beginning on and the same salt."""
-    begin = salt.encode() if before is None else before.to_bytes(8, "big")
-    return int.from_bytes(
-        hashlib.blake2b(tokens, digest_size=8, key=hashlib.blake2b(begin, digest_size=8).digest()).digest(), "big"
-    )
 
 
 def address_of(address: str, rank: int) -> str:

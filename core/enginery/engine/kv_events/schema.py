@@ -21,7 +21,8 @@ class _Event(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True, tag=
 class BlockStored(_Event, frozen=True, kw_only=True):
     """Blocks that follow each other, and the one before them. token_ids: of all of them. extra_keys: of each block, its salt.
 
-    lora_id, lora_name: there are none here. medium: where they are, GPU or CPU.
+    lora_id, lora_name: there are none here. medium: where they are, GPU or CPU. group_idx and what follows: of a model with several
+    kinds of memory, of which, as vLLM calls them: full_attention or mla_attention, sliding_window, mamba for states of any rule.
     """
 
     block_hashes: list[int]
@@ -32,13 +33,17 @@ class BlockStored(_Event, frozen=True, kw_only=True):
     medium: str
     lora_name: None
     extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(_Event, frozen=True, kw_only=True):
-    """Blocks that are no longer cached."""
+    """Blocks that are no longer cached, in the memory of that group."""
 
     block_hashes: list[int]
     medium: str
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(_Event, frozen=True, kw_only=True):

@@ -132,7 +132,7 @@ class RankProcesses:
         meeting = self._folder / "meeting"
         for rank in range(1, self._parallel.num_ranks):
             boot = messages.Boot(
-                parallel=self._parallel.of_rank(rank),
+                parallel=choice.parallel.of_rank(rank),
                 options=options,
                 manifest=self._manifest,
                 steps=f"ipc://{self._folder / str(rank)}",

@@ -18,8 +18,8 @@ from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import RankAnswer, RankThreads
 from enginery.testing.kits.weights import WholeTensors
 from enginery.testing.rules import BrokenRule, Fault, SkippedCheck
-from enginery.worker.needed_weights import needed_weights
 from enginery.worker.weights.formats import FormatReader, choose_format, stated_quantization
+from enginery.worker.weights.needed_weights import needed_weights
 from enginery.worker.weights.pieces import Slice
 
 WORST: Final = 1.25  # of one rank's distance from float64

@@ -18,7 +18,7 @@ from enginery.errors import CheckpointError, ConfigError
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
-from enginery.worker.needed_weights import needed_weights
+from enginery.worker.weights.needed_weights import needed_weights
 
 USUAL_DRAFTS: Final = 4
 MOST_BY_A_MODEL: Final = 7  # measured while the engine runs, see `enginery.speculate.length`

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from enginery.checkpoint.files import READABLE
+from enginery.checkpoint.files import PLAIN, READABLE
 from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import Collectives, ParallelFacts
+from enginery.contracts.parallel import Collectives, Cut, ParallelFacts
 from enginery.contracts.weights import Scheme, StoredPart, StoredWeight
 from enginery.worker.weights.formats import FormatReader
 from enginery.worker.weights.pieces import Piece, Slice
-from enginery.worker.weights.shares import share
+from enginery.worker.weights.shares import share, share_unevenly
 from enginery.worker.weights.store import PieceStore
 
+NAMES = {dtype: name for name, dtype in READABLE.items()}
 Range = tuple[int, int]  # start, length
 
 
@@ -40,6 +41,33 @@ class Matrices:
 
     def share(self, size: int, *, unit: int, what: str, repeats: bool) -> Range:
         return share(size, unit=unit, parallel=self.setting.parallel, what=what, repeats=repeats)
+
+    def share_blocks(self, size: int, *, block: int, what: str) -> Range:
+        """Of what is stored in blocks along this axis, whole ones; evenly where nothing is."""
+        if block == 1:
+            return self.share(size, unit=1, what=what, repeats=False)
+        return share_unevenly(size, unit=block, parallel=self.setting.parallel, what=what)
+
+    def slices(
+        self, name: str, whole: tuple[int, ...], dtype: torch.dtype, *, cut: Cut, parts: Sequence[tuple[int, int]]
+    ) -> tuple[Slice, ...]:
+        """What this rank has of the tensor `name`, one range of rows after the other. parts: (rows, unit) of each part."""
+        what, rows, rest = f"tensor {name!r}", [(0, whole[0])], [(0, size) for size in whole[1:]]
+        if cut is Cut.ROWS:
+            sizes = [size for size, _ in parts]
+            assert sum(sizes) == whole[0], f"{name!r} has {whole[0]} rows, and its parts {sizes}"
+            places = [self.share(size, unit=unit, what=what, repeats=True) for size, unit in parts]
+            rows = [(sum(sizes[:index]) + start, length) for index, (start, length) in enumerate(places)]
+        elif cut is Cut.COLUMNS:
+            rest[-1] = self.share(whole[-1], unit=parts[0][1], what=what, repeats=False)
+        return tuple(self._slice(name, whole, (each, *rest), dtype) for _, each in merged([(name, each) for each in rows]))
+
+    def _slice(self, name: str, whole: tuple[int, ...], ranges: Sequence[Range], dtype: torch.dtype) -> Slice:
+        module, is_plain = name.removesuffix(".weight"), dtype in PLAIN.values()
+        if module != name and len(whole) == 2 and is_plain:
+            return self.matrix(module, whole, *ranges)
+        starts, lengths = zip(*ranges, strict=True)
+        return Slice(name=name, whole=whole, starts=starts, shape=lengths, dtype=None if is_plain else NAMES.get(dtype))
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module, by its full name, is stored."""
@@ -89,6 +117,17 @@ class Matrices:
     def _reader(self) -> FormatReader:
         assert self.setting.reader is not None, "something is stored in a scheme that no format told"
         return self.setting.reader
+
+
+def merged(places: Sequence[tuple[str, Range]]) -> list[tuple[str, Range]]:
+    """Rows of modules, with those of one that follow each other as one range: packed, and not cut between the parts."""
+    joined: list[tuple[str, Range]] = []
+    for name, (start, length) in places:
+        if joined and (last := joined[-1])[0] == name and sum(last[1]) == start:
+            joined[-1] = name, (last[1][0], last[1][1] + length)
+        else:
+            joined.append((name, (start, length)))
+    return joined
 
 
 def _stored(part: StoredPart, module: str, whole: Sequence[int], *, starts: Sequence[int], ends: Sequence[int]) -> Slice:

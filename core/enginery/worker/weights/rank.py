@@ -15,15 +15,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from enginery.checkpoint.files import PLAIN, READABLE
 from enginery.contracts.ops import ExpertBiases, LinearFn
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Experts, ExpertsShape, Linear, LinearPart, LinearShape, Scheme, StoredWeight
 from enginery.nn.moe import BoundExperts, JoinedExperts
-from enginery.worker.weights.matrices import Matrices, Range
+from enginery.worker.weights.matrices import Matrices, Range, merged
 from enginery.worker.weights.pieces import Piece, Slice
-
-NAMES = {dtype: name for name, dtype in READABLE.items()}
 
 
 class BoundLinear:
@@ -52,23 +49,26 @@ class RankWeights:
         return replace(self, prefix=f"{self.prefix}{prefix}.")
 
     def take(
-        self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None, cut: Cut = Cut.NONE, unit: int = 1
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        cut: Cut = Cut.NONE,
+        unit: int | tuple[int, ...] = 1,
+        parts: tuple[int, ...] = (),
     ) -> torch.Tensor:
         """This rank's part of one tensor."""
-        whole, full = tuple(shape), self.prefix + name
-        ranges: list[Range] = [(0, size) for size in whole]
-        if cut is not Cut.NONE:
-            axis = 0 if cut is Cut.ROWS else len(whole) - 1
-            repeats = cut is Cut.ROWS
-            ranges[axis] = self.matrices.share(whole[axis], unit=unit, what=f"tensor {full!r}", repeats=repeats)
-        dtype = dtype or self.matrices.store.dtype
-        module = full.removesuffix(".weight")
-        if module != full and len(whole) == 2 and dtype in PLAIN.values():
-            return self.matrices.store.tensor(Piece((self.matrices.matrix(module, whole, *ranges),), dtype))
-        starts, lengths = zip(*ranges, strict=True) if ranges else ((), ())
-        narrow = NAMES.get(dtype) if dtype not in PLAIN.values() else None
-        part = Slice(name=full, whole=whole, starts=starts, shape=lengths, dtype=narrow)
-        return self.matrices.store.tensor(Piece((part,), dtype))
+        whole = tuple(shape)
+        sizes, dtype = parts or whole[:1], dtype or self.matrices.store.dtype
+        units = unit if isinstance(unit, tuple) else (unit,) * len(sizes)
+        slices = self.matrices.slices(self.prefix + name, whole, dtype, cut=cut, parts=tuple(zip(sizes, units, strict=True)))
+        return self.matrices.store.tensor(Piece(slices, dtype))
+
+    def share(self, size: int, *, unit: int = 1) -> range:
+        """A range, which may be another rank's too."""
+        start, length = self.matrices.share(size, unit=unit, what=f"what {self.prefix.removesuffix('.')} computes", repeats=True)
+        return range(start, start + length)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has it, by its name below the prefix."""
@@ -92,7 +92,8 @@ class RankWeights:
         """Bind this rank's columns of every expert: partial sums where there are several ranks."""
         stays = self._kept_experts(shape)
         unit = 1 if stays is None else math.lcm(*(size or 1 for size in stays.block))
-        inner = self.matrices.share(shape.inner, unit=unit, what=f"the inner size of {self.prefix}experts", repeats=False)
+        what = f"the inner size of {self.prefix}experts"
+        inner = self.matrices.share_blocks(shape.inner, block=unit, what=what)
         count = shape.count + shape.joined
         gate_up = _by_expert(self.matrices.stack(self._gate_rows(shape, inner), stays=stays), count)
         down = _by_expert(self.matrices.stack(self._down_columns(shape, inner), stays=stays), count)
@@ -140,13 +141,10 @@ class RankWeights:
     def _product_weight(self, shape: LinearShape, ranges: Sequence[Range]) -> torch.Tensor | StoredWeight:
         """[sum of rows, columns]; only plain numbers are padded or put in another order."""
         modules, columns = [self.prefix + part.name for part in shape.parts], self._columns(shape)
-        slices = [
-            self.matrices.matrix(module, (part.packed_rows, shape.columns), (part.first_row + start, length), columns)
-            for module, part, (start, length) in zip(modules, shape.parts, ranges, strict=True)
-        ]
-        whole = slices[0].whole
-        if len(shape.names) == 1 and sum(part.shape[0] for part in slices) == whole[0]:
-            slices = [self.matrices.matrix(modules[0], whole, (0, whole[0]), columns)]  # packed, and not cut
+        places = [(part.first_row + start, length) for part, (start, length) in zip(shape.parts, ranges, strict=True)]
+        whole = {module: (part.packed_rows, shape.columns) for module, part in zip(modules, shape.parts, strict=True)}
+        joined = merged(list(zip(modules, places, strict=True)))
+        slices = [self.matrices.matrix(module, whole[module], rows, columns) for module, rows in joined]
         scheme = self.matrices.common_scheme(modules)
         moved = shape.padded or any(part.order is not None for part in shape.parts)
         stays = not moved and scheme in self.matrices.setting.kept.get("bind_linear", ())

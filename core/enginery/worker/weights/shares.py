@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
 from enginery.contracts.attention import AttnLayerFacts
 from enginery.contracts.model import ModelFacts, StageLayers
 from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import Unsupported
+
+_ASKED: Final = (2, 4, 8, 16, 32)  # ranks
 
 
 def share(size: int, *, unit: int, parallel: ParallelFacts, what: str, repeats: bool) -> tuple[int, int]:
@@ -26,13 +29,24 @@ def share(size: int, *, unit: int, parallel: ParallelFacts, what: str, repeats: 
         return rank * length, length
     if not rest and repeats and ranks % units == 0:
         return rank * units // ranks * unit, unit
-    raise Unsupported(f"{what} has {size} in units of {unit}, which {ranks} ranks cannot share; {_that_do(size, unit)}")
+    raise _unshared(size, unit, ranks, what=what, able=[each for each in _ASKED if not rest and units % each == 0])
 
 
-def _that_do(size: int, unit: int) -> str:
+def share_unevenly(size: int, *, unit: int, parallel: ParallelFacts, what: str) -> tuple[int, int]:
+    """The same for what may be of another size on each rank: some have a unit more."""
+    ranks, rank = parallel.tensor_size, parallel.tensor_rank
     units, rest = divmod(size, unit)
-    able = [str(ranks) for ranks in (2, 4, 8, 16, 32) if not rest and units % ranks == 0]
-    return f"{' or '.join(able)} ranks can" if able else "it is not for several ranks"
+    if ranks == 1:
+        return 0, size
+    if rest or ranks > units:
+        raise _unshared(size, unit, ranks, what=what, able=[each for each in _ASKED if not rest and each <= units])
+    start = rank * units // ranks
+    return start * unit, ((rank + 1) * units // ranks - start) * unit
+
+
+def _unshared(size: int, unit: int, ranks: int, *, what: str, able: Sequence[int]) -> Unsupported:
+    that_do = f"{' or '.join(map(str, able))} ranks can" if able else "it is not for several ranks"
+    return Unsupported(f"{what} has {size} in units of {unit}, which {ranks} ranks cannot share; {that_do}")
 
 
 def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts:
@@ -40,16 +54,18 @@ def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts
     ranks = parallel.tensor_size
     if ranks == 1:
         return layer
+    if (rule := layer.recurrent) is not None:
+        _, values = share(rule.value_heads, unit=1, parallel=parallel, what="a recurrent layer's value heads", repeats=False)
+        shared = rule.ssm or rule.rule in (
+            "conv",
+            "scan",
+        )  # a group of heads has its keys in common, as with KV heads; or there are none
+        _, keys = share(rule.key_heads, unit=1, parallel=parallel, what="a recurrent layer's key heads", repeats=shared)
+        rule = dataclasses.replace(rule, key_heads=keys, value_heads=values)
+        return dataclasses.replace(layer, num_heads=keys, num_kv_heads=keys, recurrent=rule)
     _, heads = share(layer.num_heads, unit=1, parallel=parallel, what="the attention's query heads", repeats=False)
     if layer.latent is not None:
         return dataclasses.replace(layer, num_heads=heads)  # each rank keeps whole latents
-    if layer.recurrent is not None:
-        what = "a recurrent layer's heads"
-        keys, values = layer.recurrent.key_heads, layer.recurrent.value_heads
-        _, key_heads = share(keys, unit=1, parallel=parallel, what=what, repeats=False)
-        _, value_heads = share(values, unit=1, parallel=parallel, what=what, repeats=False)
-        recurrent = dataclasses.replace(layer.recurrent, key_heads=key_heads, value_heads=value_heads)
-        return dataclasses.replace(layer, num_heads=key_heads, num_kv_heads=key_heads, recurrent=recurrent)
     _, kv_heads = share(layer.num_kv_heads, unit=1, parallel=parallel, what="the attention's KV heads", repeats=True)
     return dataclasses.replace(layer, num_heads=heads, num_kv_heads=kv_heads)
 

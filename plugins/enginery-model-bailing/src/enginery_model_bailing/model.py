@@ -25,7 +25,8 @@ from enginery.api import (
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
 from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.nn.moe import layer_mlp
-from enginery.nn.recurrent import undivided
+from enginery.nn.norm import GroupedNorm
+from enginery.nn.recurrent import recurrent_facts
 from enginery_model_bailing.spec import RingShape
 from enginery_model_bailing.spec import shape as read_shape
 
@@ -64,29 +65,29 @@ class RotatedLightningAttention:
     """
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, ring: RingShape, layer: int) -> None:
-        """spec: without `recurrent`, which is made here. Raises `Unsupported` on several ranks."""
-        facts = undivided(context, spec, "lightning attention is not divided among ranks: its output is normed over several heads")
-        heads, dim, hidden = facts.value_heads, facts.value_dim, context.facts.hidden_size
-        width = heads * dim
-        self.projected = weights.linear(LinearShape(names=("query_key_value", "g_proj"), rows=(3 * width, width), columns=hidden))
-        norms = [weights.take(f"{name}_layernorm.weight", (dim,)).expand(heads, dim) for name in ("query", "key")]
+        """spec: with this rank's heads, without `recurrent`, which is made here."""
+        of, facts = recurrent_facts(context, spec)
+        dim, hidden, width = facts.value_dim, context.facts.hidden_size, of.value_heads * facts.value_dim
+        names = ("query_key_value",) * 3 + ("g_proj",)
+        self.projected = weights.linear(LinearShape(names=names, rows=(width,) * 4, columns=hidden, cut=Cut.ROWS, unit=dim))
+        norms = [weights.take(f"{name}_layernorm.weight", (dim,)).expand(facts.value_heads, dim) for name in ("query", "key")]
         self.head_norms, self.eps = torch.cat(norms), ring.decoder.rms_eps  # [2 H, D]
-        self.norm, self.num_groups = weights.take("g_norm.weight", (width,)), ring.num_groups
+        self.norm = GroupedNorm(context, weights, "g_norm", size=width, groups=ring.num_groups, unit=dim, eps=self.eps)
         self.out = weights.linear(
             LinearShape(names=("dense",), rows=(hidden,), columns=width, cut=Cut.COLUMNS, unit=dim, complete=False)
         )
-        decays = torch.tensor(ring.log_decay(layer), dtype=torch.float32, device=context.device)
+        own = weights.share(of.value_heads)
+        decays = torch.tensor(ring.log_decay(layer)[own.start : own.stop], dtype=torch.float32, device=context.device)
         self.spec, self.facts = dataclasses.replace(spec, recurrent=RecurrentWeights(log_decay=decays)), facts
         self.qk_norm_rotary, self.advance = context.ops.qk_norm_rotary, context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x: [T, C], cos_sin: [T, R]. Returns [T, C]."""
+        """x: [T, C], cos_sin: [T, R]. Returns [T, C]: with several ranks a partial sum."""
         heads, dim = self.facts.value_heads, self.facts.value_dim
         mixed, gate = torch.split(self.projected(x), [3 * heads * dim, heads * dim], dim=-1)
         qkv = mixed.contiguous().view(len(x), -1, dim)  # [T, 3 H, D]
         self.qk_norm_rotary(qkv[:, : 2 * heads], self.head_norms, self.eps, cos_sin)
         out = torch.empty((len(x), heads, dim), dtype=x.dtype, device=x.device)  # [T, H, D]
         self.advance(qkv.view(len(x), -1), x[:, :0], self.spec, batch, out)
-        wide = out.float().view(len(x), self.num_groups, -1)  # [T, G, H D / G]
-        normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return self.out(normed.view(len(x), -1).to(x.dtype) * self.norm * gate.sigmoid())
+        normed = self.norm(out.float().view(len(x), -1)).to(x.dtype)
+        return self.out(normed * self.norm.weight * gate.sigmoid())

@@ -21,12 +21,12 @@ from enginery.api import (
     Linear,
     LinearShape,
     ModelContext,
-    RecurrentFacts,
     RecurrentWeights,
     WeightSource,
 )
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, LayerFactory
-from enginery.nn.recurrent import undivided
+from enginery.nn.norm import GroupedNorm
+from enginery.nn.recurrent import recurrent_facts, take_conv
 from enginery_model_mamba.mixers import MixerShape
 
 
@@ -54,10 +54,21 @@ class Renamed:
         return self._weights.experts(shape)
 
     def take(
-        self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None, cut: Cut = Cut.NONE, unit: int = 1
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        cut: Cut = Cut.NONE,
+        unit: int | tuple[int, ...] = 1,
+        parts: tuple[int, ...] = (),
     ) -> torch.Tensor:
         """See `WeightSource`."""
-        return self._weights.take(self._own(name), shape, dtype=dtype, cut=cut, unit=unit)
+        return self._weights.take(self._own(name), shape, dtype=dtype, cut=cut, unit=unit, parts=parts)
+
+    def share(self, size: int, *, unit: int = 1) -> range:
+        """See `WeightSource`."""
+        return self._weights.share(size, unit=unit)
 
     def has(self, name: str) -> bool:
         """See `WeightSource`."""
@@ -89,44 +100,52 @@ class HybridDecoder(Decoder):
         return made if self.logit_scale == 1.0 else made * self.logit_scale
 
 
-def take_conv(weights: WeightSource, name: str, facts: RecurrentFacts, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight [channels, W] and bias of a convolution of each channel of `mixed`, in module `name`."""
-    width = facts.mixed_width
-    weight = weights.take(f"{name}.weight", (width, 1, facts.conv_kernel)).view(width, facts.conv_kernel)
-    return weight, weights.take(f"{name}.bias", (width,)) if bias else None
-
-
-def check_undivided(context: ModelContext, spec: LayerSpec, *, what: str) -> RecurrentFacts:
-    """The layer's facts. Raises `Unsupported` where a rank has some of its heads."""
-    return undivided(context, spec, f"{what} are not divided among ranks: their projections have parts in one piece")
-
-
 class Mamba2Mixer:
     """A Mamba2 layer (arXiv:2405.21060): z, x, B, C and dt are one product, and a norm of each group is gated by SiLU(z)."""
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, shape: MixerShape) -> None:
-        """spec: without `recurrent`, which is taken here. Raises `Unsupported` on several ranks."""
-        facts, hidden, inner = check_undivided(context, spec, what="Mamba2 mixers"), context.facts.hidden_size, shape.inner_size
-        self.sizes = (inner, facts.mixed_width, facts.gates_width)
+        """spec: with this rank's heads, without `recurrent`, which is taken here."""
+        (of, facts), hidden, inner = recurrent_facts(context, spec), context.facts.hidden_size, shape.inner_size
         self.projected = weights.linear(
-            LinearShape(names=("in_proj",), rows=self.sizes, columns=hidden, cut=Cut.ROWS, bias=shape.bias)
+            LinearShape(
+                names=("in_proj",),
+                rows=(inner, *of.mixed_widths[::-1], of.gates_width),
+                columns=hidden,
+                cut=Cut.ROWS,
+                unit=(of.value_dim, of.value_dim, of.key_dim, of.key_dim, 1),
+                bias=shape.bias,
+            )
         )
+        self.sizes = (facts.value_heads * facts.value_dim, facts.mixed_width, facts.gates_width)
         self.out = weights.linear(
-            LinearShape(names=("out_proj",), rows=(hidden,), columns=inner, cut=Cut.COLUMNS, bias=shape.out_bias, complete=False)
+            LinearShape(
+                names=("out_proj",),
+                rows=(hidden,),
+                columns=inner,
+                cut=Cut.COLUMNS,
+                unit=of.value_dim,
+                bias=shape.out_bias,
+                complete=False,
+            )
         )
-        conv, conv_bias = take_conv(weights, "conv1d", facts, bias=shape.conv_bias)
-        a_log, dt_bias, skip = (weights.take(name, (facts.value_heads,), dtype=torch.float32) for name in ("A_log", "dt_bias", "D"))
+        conv, conv_bias = take_conv(weights, "conv1d", of, bias=shape.conv_bias)
+        a_log, dt_bias, skip = (
+            weights.take(name, (of.value_heads,), dtype=torch.float32, cut=Cut.ROWS) for name in ("A_log", "dt_bias", "D")
+        )
         recurrent = RecurrentWeights(conv=conv, conv_bias=conv_bias, a_log=a_log, dt_bias=dt_bias, skip=skip)
         self.spec, self.shape, self.facts = dataclasses.replace(spec, recurrent=recurrent), shape, facts
-        self.norm = weights.take("norm.weight", (inner,)) if shape.has_norm else None
+        self.norm: GroupedNorm | None = None
+        if shape.has_norm:
+            sizes = {"size": inner, "groups": of.key_heads, "unit": of.value_dim}
+            self.norm = GroupedNorm(context, weights, "norm", **sizes, eps=shape.eps)
         self.multipliers: torch.Tensor | None = None
         if shape.multipliers is not None:
-            widths = torch.tensor((inner, *facts.mixed_widths[::-1], facts.gates_width))
+            widths = torch.tensor(self.projected.rows)
             self.multipliers = torch.tensor(shape.multipliers).repeat_interleave(widths).to(context.device, context.dtype)
         self.advance = context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x: [T, C]. Returns [T, C]. It has no positions."""
+        """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
         projected = self.projected(x)
         if self.multipliers is not None:
             projected = projected * self.multipliers
@@ -141,9 +160,7 @@ class Mamba2Mixer:
         if self.shape.gate_first or self.norm is None:
             wide = wide * gate
         if self.norm is not None:
-            groups = wide.view(len(wide), self.facts.key_heads, -1)  # [T, G, I / G]
-            normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.shape.eps)
-            wide = (self.norm * normed.flatten(1).to(y.dtype)).float()
+            wide = (self.norm.weight * self.norm(wide).to(y.dtype)).float()
             if not self.shape.gate_first:
                 wide = wide * gate
         return wide.to(y.dtype)

@@ -26,7 +26,8 @@ from enginery.api import (
 from enginery.nn.attention import SelfAttention
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, layer_attention
 from enginery.nn.moe import layer_mlp
-from enginery.nn.recurrent import gather_parts, undivided
+from enginery.nn.norm import GroupedNorm
+from enginery.nn.recurrent import gather_parts, recurrent_facts
 from enginery_model_minimax.spec import Residual, TextShape, m2_shape, text_shape
 
 LIGHTNING_NORM_EPS: Final = 1e-6  # `rms_norm_eps` is for the others (modeling_minimax.py)
@@ -110,9 +111,9 @@ class LightningAttention:
     """
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, spec: LayerSpec, log_decay: tuple[float, ...]) -> None:
-        """spec: without `recurrent`, which is made here. log_decay: of each head. Raises `Unsupported` on several ranks."""
-        facts = undivided(context, spec, "lightning attention is not divided among ranks: its output is normed over all heads")
-        heads, dim, hidden = facts.value_heads, facts.value_dim, context.facts.hidden_size
+        """spec: with this rank's heads, without `recurrent`, which is made here. log_decay: of each head of all ranks."""
+        of, facts = recurrent_facts(context, spec)
+        heads, dim, hidden = of.value_heads, facts.value_dim, context.facts.hidden_size
         self.projected = weights.linear(
             LinearShape(
                 names=("qkv_proj", "output_gate"),
@@ -120,24 +121,29 @@ class LightningAttention:
                 columns=hidden,
                 cut=Cut.ROWS,
                 unit=(3 * dim, dim),
-                order=(gather_parts(heads, (dim, dim, dim)), None),
+                order=(gather_parts(facts.value_heads, (dim, dim, dim)), None),
             )
         )
-        self.norm = weights.take("norm.weight", (heads * dim,))
+        self.norm = GroupedNorm(context, weights, "norm", size=heads * dim, groups=1, unit=dim, eps=LIGHTNING_NORM_EPS)
         self.out = weights.linear(
             LinearShape(names=("out_proj",), rows=(hidden,), columns=heads * dim, cut=Cut.COLUMNS, unit=dim, complete=False)
         )
-        decays = torch.tensor(log_decay, dtype=torch.float32, device=context.device)
+        own = weights.share(heads)
+        decays = torch.tensor(log_decay[own.start : own.stop], dtype=torch.float32, device=context.device)
         self.spec, self.facts = dataclasses.replace(spec, recurrent=RecurrentWeights(log_decay=decays)), facts
         self.rms_norm, self.advance = context.ops.rms_norm, context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x: [T, C]. Returns [T, C]. It has no positions."""
+        """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
         facts = self.facts
         mixed, gate = torch.split(self.projected(x), [facts.mixed_width, facts.value_heads * facts.value_dim], dim=-1)
         out = torch.empty((len(x), facts.value_heads, facts.value_dim), dtype=x.dtype, device=x.device)  # [T, H, D]
         self.advance(F.silu(mixed), x[:, :0], self.spec, batch, out)
-        normed = self.rms_norm(out.view(len(x), -1), self.norm, LIGHTNING_NORM_EPS)
+        wide = out.view(len(x), -1)
+        if self.norm.is_cut:
+            normed = self.norm(wide.float()).to(x.dtype) * self.norm.weight
+        else:  # one kernel
+            normed = self.rms_norm(wide, self.norm.weight, LIGHTNING_NORM_EPS)
         return self.out(normed * gate.sigmoid())
 
 

@@ -151,7 +151,10 @@ def test_it_stays_right_when_requests_are_preempted(
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
     small_memory(monkeypatch, windows=16)
     engine = Engine.build(
-        by_itself(oracle, page_size=4, num_pages=28, max_batch_tokens=32, max_batch_requests=4, max_model_len=100), registry
+        by_itself(
+            oracle, draft_length="2", page_size=4, num_pages=28, max_batch_tokens=32, max_batch_requests=4, max_model_len=100
+        ),
+        registry,
     )
     assert_told(answers_of(engine, requests), expected)
     assert engine.meter.stats().num_preempted > 0

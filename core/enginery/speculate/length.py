@@ -58,11 +58,20 @@ class _Load:
     spent_s: float = 0.0
     lost_s: float = 0.0
 
+    def note(self, length: int, seconds: float) -> None:
+        """What a step of that length took. One slow step says little, and less than half of what was measured says it was wrong."""
+        was = self.seconds.get(length)
+        if was is None or 2 * seconds < was:
+            self.seconds[length] = seconds
+        else:
+            self.seconds[length] += _WEIGHT_OF_A_TIME * (min(seconds, _LONGEST_TIME * was) - was)
+
 
 class DraftLength:
     """most: no longer than that. fixed: always so many, whatever is measured. device: its kind, for what to begin with.
 
-    most_rows: of a step that verifies, in which each request has a row more than guesses: more would be made for nothing.
+    most_rows: of a step that verifies, in which each request has a row more than guesses; of lengths that are measured none is
+    longer, as it would be made for nothing.
     """
 
     def __init__(self, most: int, *, fixed: int | None = None, device: str = "cpu", most_rows: int = sys.maxsize) -> None:
@@ -79,10 +88,8 @@ class DraftLength:
 
     def of(self, num_requests: int) -> int:
         """For the next step of so many requests."""
-        if not num_requests:
+        if self.fixed is not None or not num_requests:
             return self.most
-        if self.fixed is not None:
-            return max(0, min(self.fixed, self._most_rows // num_requests - 1))
         load = self._load(num_requests)
         return load.length if load.trial is None else load.trial
 
@@ -98,11 +105,7 @@ class DraftLength:
         if self.fixed is not None:
             return
         load = self._load(num_requests)
-        was = load.seconds.get(length)
-        if was is None or 2 * seconds < was:  # then what was measured was something else
-            load.seconds[length] = seconds
-        else:
-            load.seconds[length] += _WEIGHT_OF_A_TIME * (min(seconds, _LONGEST_TIME * was) - was)
+        load.note(length, seconds)
         load.steps, load.spent_s = load.steps + 1, load.spent_s + seconds
         if load.trial is None and {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
             load.length = 0  # guesses are seldomer right than they were

@@ -24,7 +24,8 @@ from enginery.kv.pool import PagedKVPool
 from enginery.kv.states import RecurrentStatePool
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
-from enginery.worker.choice import AttentionChoice, Choice
+from enginery.worker.attention_choice import AttentionChoice
+from enginery.worker.choice import Choice
 
 CORE: Final = "the core"
 _numbers: Final = itertools.count()  # of all backends that live in this process: the plan of one is never taken for another's

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -15,22 +14,30 @@ from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, read_
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
-from enginery.contracts.attention import AttnBackendSpec, AttnNeeds, SparseCoordinatorSpec
+from enginery.contracts.attention import AttnNeeds, SparseCoordinatorSpec
 from enginery.contracts.drafting import DrafterSpec
-from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.model import Feature, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
-from enginery.errors import CheckpointError, Unsupported
+from enginery.errors import CheckpointError
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
+from enginery.worker.attention_choice import (
+    AttentionChoice,
+    KernelWish,
+    choose_attention,
+    choose_first,
+    missing_kernels,
+    refuse_idle_coordinator,
+    unless_attention_changes,
+)
 from enginery.worker.device import device_facts, of_one_rank, torch_device
 from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter, drafter_decisions
-from enginery.worker.needs import attn_needs, by_phase, verifying
+from enginery.worker.needs import attn_needs, verifying
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 from enginery.worker.weights.shares import stage_of
@@ -55,42 +62,6 @@ class Checkpoint:
     def name(self) -> str:
         """The first of the names that it is served as."""
         return self.names[0]
-
-
-ROLES: Final = ("softmax", "prefill", "decode", "recurrent")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionChoice:
-    """The leaves, by what they are for. One backend for prefills and decoding, unless the user asked for two; None: not needed.
-
-    considered: every candidate of each role, with why it was refused.
-    """
-
-    softmax: Offer[AttnBackendSpec] | None
-    prefill: Offer[AttnBackendSpec] | None
-    decode: Offer[AttnBackendSpec] | None
-    recurrent: Offer[AttnBackendSpec] | None
-    considered: tuple[str, ...] = ()
-
-    @property
-    def by_role(self) -> dict[str, Offer[AttnBackendSpec]]:
-        """Those that there are."""
-        return {role: offer for role in ROLES if (offer := vars(self)[role]) is not None}
-
-    @property
-    def name(self) -> str:
-        """The names, for people and metrics."""
-        return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelWish:
-    """A chosen backend whose kernels are not all compiled, and what it was chosen for. missing: their names."""
-
-    backend: str
-    needs: AttnNeeds
-    missing: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,25 +119,20 @@ def choose(
         facts = family.spec.describe(checkpoint.config)
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel)
     settings = resolve(asked, device, facts, config=checkpoint.config)
-    config, folder, shipped = checkpoint.config, checkpoint.folder, shipped_drafters(checkpoint, registry)
-    drafter = choose_drafter(asked, registry, device=device.kind, shipped=shipped, config=config, folder=folder)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
     ops = registry.select_ops(op_needs)
-    weight_format, format_decisions = _weight_format(config, registry, op_needs, ops)
+    weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
+    dtype, kept = TORCH_DTYPES[settings.dtype], kept_schemes(ops)
     parallel, stage_decisions = divide_stages(
-        parallel, family, facts, config, TORCH_DTYPES[settings.dtype], weight_format=weight_format, kept=kept_schemes(ops)
+        parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept
     )
     layers = stage_of(facts, parallel).memory
     needs = [attn_needs(layers, settings, device, recurrent=each) for each in (False, True)]
-    if asked.drafter == "auto" and drafter.offer is not None:
-        drafter = unless_attention_changes(drafter, asked, registry, *needs)
+    drafter = _drafter_beside(checkpoint, asked, registry, needs)
     softmax, recurrent = map(verifying, needs) if drafter.offer is not None else needs
     attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)
-    coordinator = None if asked.sparse_coordinator == "off" else registry.sparse_coordinator(asked.sparse_coordinator)
-    if coordinator is not None:
-        refuse_idle_coordinator(coordinator, attention)
     return Choice(
         checkpoint=checkpoint,
         family=family,
@@ -177,7 +143,7 @@ def choose(
         attention=attention,
         first_attention=first_attention,
         to_compile=to_compile,
-        coordinator=coordinator,
+        coordinator=_coordinator(asked, registry, attention),
         drafter=drafter.offer,
         draft_length=drafter.length,
         op_needs=op_needs,
@@ -198,6 +164,23 @@ def choose(
             *drafter_decisions(drafter),
         ),
     )
+
+
+def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Registry, needs: Sequence[AttnNeeds]) -> ChosenDrafter:
+    """needs: of attention without a drafter."""
+    device, shipped = needs[0].device, shipped_drafters(checkpoint, registry)
+    drafter = choose_drafter(asked, registry, device=device, shipped=shipped, config=checkpoint.config, folder=checkpoint.folder)
+    if asked.drafter != "auto" or drafter.offer is None:
+        return drafter
+    return unless_attention_changes(drafter, asked, registry, *needs)
+
+
+def _coordinator(asked: EngineOptions, registry: Registry, attention: AttentionChoice) -> Offer[SparseCoordinatorSpec] | None:
+    if asked.sparse_coordinator == "off":
+        return None
+    coordinator = registry.sparse_coordinator(asked.sparse_coordinator)
+    refuse_idle_coordinator(coordinator, attention)
+    return coordinator
 
 
 def _considered_ops(needs: OpNeeds, registry: Registry) -> list[str]:
@@ -222,51 +205,6 @@ def _weight_format(
     return offer, (decision,)
 
 
-def choose_attention(
-    asked: EngineOptions,
-    registry: Registry,
-    *,
-    softmax: AttnNeeds,
-    recurrent: AttnNeeds,
-    leave_out: Collection[str] = (),
-) -> tuple[AttentionChoice, tuple[Decision, ...]]:
-    """A backend for each role that the model has work for. softmax, recurrent: needs of those layers.
-
-    Left to choose, it takes two for the softmax layers where the best one for prefills is not the best one for decoding.
-    leave_out: backends that are no candidates.
-    """
-    softmax = _needing_ragged(softmax, asked.mla_prefill)
-    chosen: dict[str, Offer[AttnBackendSpec]] = {}
-    decisions: list[Decision] = []
-    considered: list[str] = []
-    for role, (name, needs) in _wanted(asked, registry, softmax=softmax, recurrent=recurrent, leave_out=leave_out).items():
-        selection = registry.select_attn_backend(name, needs, leave_out=leave_out)
-        considered += [f"{role}: {candidate}" for candidate in selection.candidates]
-        chosen[role] = selection.winner
-        reason = "asked for" if name != "auto" else "highest priority that refuses nothing"
-        setting = "attention" if role == "softmax" else f"{role} attention"
-        source = selection.winner.source
-        decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {source}", source=source))
-    for line in considered:
-        log.debug("attention backend, %s", line)
-    return AttentionChoice(**{role: chosen.get(role) for role in ROLES}, considered=tuple(considered)), tuple(decisions)
-
-
-def unless_attention_changes(
-    drafter: ChosenDrafter, asked: EngineOptions, registry: Registry, softmax: AttnNeeds, recurrent: AttnNeeds
-) -> ChosenDrafter:
-    """The drafter, or none where plain decoding would have other attention backends: then guesses might cost more than they tell.
-
-    softmax, recurrent: needs without a drafter.
-    """
-    plain, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
-    try:
-        same = choose_attention(asked, registry, softmax=verifying(softmax), recurrent=verifying(recurrent))[0].name == plain.name
-    except Unsupported:
-        same = False
-    return drafter if same else ChosenDrafter(None, 0, f"auto: {plain.name}, the attention backend, verifies no guesses")
-
-
 def op_decisions(offers: Sequence[Offer[OpSpec]]) -> list[Decision]:
     """One for each set that an operation is taken from. offers: those that refuse nothing, the highest priority first."""
     taken: dict[str, list[str]] = {}
@@ -289,99 +227,6 @@ def policy_decision(asked: EngineOptions, registry: Registry) -> Decision:
     offer = registry.schedule_policy(asked.schedule_policy)
     why = "auto: first come, first served" if asked.schedule_policy == "auto" else "asked for"
     return Decision(setting="schedule policy", value=offer.name, reason=f"{why}, from {offer.source}")
-
-
-def refuse_idle_coordinator(coordinator: Offer[SparseCoordinatorSpec], attention: AttentionChoice) -> None:
-    """Raise `Unsupported` where no chosen backend would ask the coordinator anything."""
-    if not any(offer.spec.capabilities.sparse for offer in attention.by_role.values()):
-        raise Unsupported(
-            f"--sparse-coordinator {coordinator.name}, from {coordinator.source}, would be built and never asked: "
-            f"the attention backend {attention.name} is not sparse; name one that is, or leave --sparse-coordinator out"
-        )
-
-
-def _wanted(
-    asked: EngineOptions, registry: Registry, *, softmax: AttnNeeds, recurrent: AttnNeeds, leave_out: Collection[str]
-) -> dict[str, tuple[str, AttnNeeds]]:
-    """Each role that the model has work for: the name that is asked for, or auto, and what the role needs."""
-    wanted = {"softmax": (asked.attention_backend, softmax)}
-    if _is_split(asked, registry, softmax, leave_out=leave_out):
-        phases = by_phase(softmax)
-        wanted = {
-            "prefill": (asked.prefill_attention_backend or asked.attention_backend, phases["prefill"]),
-            "decode": (asked.decode_attention_backend or asked.attention_backend, phases["decode"]),
-        }
-    wanted["recurrent"] = (asked.linear_attention_backend, recurrent)
-    return {role: (name, needs) for role, (name, needs) in wanted.items() if needs.layers}
-
-
-def _is_split(asked: EngineOptions, registry: Registry, softmax: AttnNeeds, *, leave_out: Collection[str]) -> bool:
-    """Whether prefills and decoding have a backend each: both are named, or the best for one is not the best for the other."""
-    if asked.prefill_attention_backend is not None or asked.decode_attention_backend is not None:
-        return True
-    if not softmax.layers or asked.attention_backend != "auto":
-        return False
-    phases = by_phase(softmax).values()
-    return len({registry.select_attn_backend("auto", needs, leave_out=leave_out).winner.name for needs in phases}) > 1
-
-
-def missing_kernels(
-    chosen: AttentionChoice, registry: Registry, *, softmax: AttnNeeds, recurrent: AttnNeeds
-) -> tuple[KernelWish, ...]:
-    """What the chosen backends have to compile before they can run."""
-    needs_of = {"softmax": softmax, "recurrent": recurrent, **by_phase(softmax)}
-    wishes = []
-    for role, offer in chosen.by_role.items():
-        store, needs = offer.spec.kernel_store, needs_of[role]
-        if store is None:
-            continue
-        with inside(offer, f"look for the compiled kernels of {offer.name!r}"):
-            missing = tuple(store.missing(needs, registry.options_for(offer.name)))
-        if missing:
-            wishes.append(KernelWish(backend=offer.name, needs=needs, missing=missing))
-    return tuple(wishes)
-
-
-def choose_first(
-    asked: EngineOptions,
-    registry: Registry,
-    to_compile: Sequence[KernelWish],
-    *,
-    softmax: AttnNeeds,
-    recurrent: AttnNeeds,
-) -> tuple[AttentionChoice | None, tuple[Decision, ...]]:
-    """The best backends that need nothing compiled. None where nothing is missing, or nothing else serves: then the start waits.
-
-    A backend that was asked for by name is waited for too, and all are where that was asked for.
-    """
-    late = {wish.backend for wish in to_compile}
-    named = {
-        asked.attention_backend,
-        asked.prefill_attention_backend,
-        asked.decode_attention_backend,
-        asked.linear_attention_backend,
-    }
-    while late and not (asked.wait_for_kernels or late & named):
-        try:
-            chosen, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent, leave_out=late)
-        except Unsupported:
-            break
-        slow = {wish.backend for wish in missing_kernels(chosen, registry, softmax=softmax, recurrent=recurrent)}
-        if not slow:
-            waited_for = " and ".join(dict.fromkeys(wish.backend for wish in to_compile))
-            source = " and ".join(dict.fromkeys(str(offer.source) for offer in chosen.by_role.values()))
-            reason = f"begins, while the kernels of {waited_for} are compiled, from {source}"
-            return chosen, (Decision(setting="attention at first", value=chosen.name, reason=reason, source=source),)
-        late |= slow
-    return None, ()
-
-
-def _needing_ragged(needs: AttnNeeds, strategy: str) -> AttnNeeds:
-    """With what a strategy that was asked for needs, so that a backend without it is refused now, not batch after batch."""
-    if strategy in ("auto", PrefillStrategy.ABSORBED):
-        return needs
-    has_latents = any(layer.latent is not None for layer in needs.layers)
-    return dataclasses.replace(needs, mla_ragged=has_latents, lse=has_latents and strategy == PrefillStrategy.CHUNKED)
 
 
 def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:

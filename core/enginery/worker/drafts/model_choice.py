@@ -15,7 +15,8 @@ from enginery.errors import CheckpointError, ConfigError
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
-from enginery.worker.choice import AttentionChoice, Choice, choose_attention, shipped_drafters
+from enginery.worker.attention_choice import AttentionChoice, choose_attention
+from enginery.worker.choice import Choice, shipped_drafters
 from enginery.worker.drafts.choice import needs_a_cpu
 from enginery.worker.needs import attn_needs, verifying
 from enginery.worker.weights.formats import stated_quantization

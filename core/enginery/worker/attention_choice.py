@@ -1,0 +1,194 @@
+"""Which attention backends run a model: by role, and those that begin while kernels of the chosen ones are compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from enginery.config.schema import Decision, EngineOptions
+from enginery.contracts.attention import AttnBackendSpec, AttnNeeds, SparseCoordinatorSpec
+from enginery.contracts.latent import PrefillStrategy
+from enginery.errors import Unsupported
+from enginery.plugin.boundary import inside
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
+from enginery.worker.drafts.choice import ChosenDrafter
+from enginery.worker.needs import by_phase, verifying
+
+log = logging.getLogger(__name__)
+
+ROLES: Final = ("softmax", "prefill", "decode", "recurrent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """The leaves, by what they are for. One backend for prefills and decoding, unless the user asked for two; None: not needed.
+
+    considered: every candidate of each role, with why it was refused.
+    """
+
+    softmax: Offer[AttnBackendSpec] | None
+    prefill: Offer[AttnBackendSpec] | None
+    decode: Offer[AttnBackendSpec] | None
+    recurrent: Offer[AttnBackendSpec] | None
+    considered: tuple[str, ...] = ()
+
+    @property
+    def by_role(self) -> dict[str, Offer[AttnBackendSpec]]:
+        """Those that there are."""
+        return {role: offer for role in ROLES if (offer := vars(self)[role]) is not None}
+
+    @property
+    def name(self) -> str:
+        """The names, for people and metrics."""
+        return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelWish:
+    """A chosen backend whose kernels are not all compiled, and what it was chosen for. missing: their names."""
+
+    backend: str
+    needs: AttnNeeds
+    missing: tuple[str, ...]
+
+
+def choose_attention(
+    asked: EngineOptions,
+    registry: Registry,
+    *,
+    softmax: AttnNeeds,
+    recurrent: AttnNeeds,
+    leave_out: Collection[str] = (),
+) -> tuple[AttentionChoice, tuple[Decision, ...]]:
+    """A backend for each role that the model has work for. softmax, recurrent: needs of those layers.
+
+    Left to choose, it takes two for the softmax layers where the best one for prefills is not the best one for decoding.
+    leave_out: backends that are no candidates.
+    """
+    softmax = _needing_ragged(softmax, asked.mla_prefill)
+    chosen: dict[str, Offer[AttnBackendSpec]] = {}
+    decisions: list[Decision] = []
+    considered: list[str] = []
+    for role, (name, needs) in _wanted(asked, registry, softmax=softmax, recurrent=recurrent, leave_out=leave_out).items():
+        selection = registry.select_attn_backend(name, needs, leave_out=leave_out)
+        considered += [f"{role}: {candidate}" for candidate in selection.candidates]
+        chosen[role] = selection.winner
+        reason = "asked for" if name != "auto" else "highest priority that refuses nothing"
+        setting = "attention" if role == "softmax" else f"{role} attention"
+        source = selection.winner.source
+        decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {source}", source=source))
+    for line in considered:
+        log.debug("attention backend, %s", line)
+    return AttentionChoice(**{role: chosen.get(role) for role in ROLES}, considered=tuple(considered)), tuple(decisions)
+
+
+def unless_attention_changes(
+    drafter: ChosenDrafter, asked: EngineOptions, registry: Registry, softmax: AttnNeeds, recurrent: AttnNeeds
+) -> ChosenDrafter:
+    """The drafter, or none where plain decoding would have other attention backends: then guesses might cost more than they tell.
+
+    softmax, recurrent: needs without a drafter.
+    """
+    plain, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
+    try:
+        same = choose_attention(asked, registry, softmax=verifying(softmax), recurrent=verifying(recurrent))[0].name == plain.name
+    except Unsupported:
+        same = False
+    return drafter if same else ChosenDrafter(None, 0, f"auto: {plain.name}, the attention backend, verifies no guesses")
+
+
+def refuse_idle_coordinator(coordinator: Offer[SparseCoordinatorSpec], attention: AttentionChoice) -> None:
+    """Raise `Unsupported` where no chosen backend would ask the coordinator anything."""
+    if not any(offer.spec.capabilities.sparse for offer in attention.by_role.values()):
+        raise Unsupported(
+            f"--sparse-coordinator {coordinator.name}, from {coordinator.source}, would be built and never asked: "
+            f"the attention backend {attention.name} is not sparse; name one that is, or leave --sparse-coordinator out"
+        )
+
+
+def _wanted(
+    asked: EngineOptions, registry: Registry, *, softmax: AttnNeeds, recurrent: AttnNeeds, leave_out: Collection[str]
+) -> dict[str, tuple[str, AttnNeeds]]:
+    """Each role that the model has work for: the name that is asked for, or auto, and what the role needs."""
+    wanted = {"softmax": (asked.attention_backend, softmax)}
+    if _is_split(asked, registry, softmax, leave_out=leave_out):
+        phases = by_phase(softmax)
+        wanted = {
+            "prefill": (asked.prefill_attention_backend or asked.attention_backend, phases["prefill"]),
+            "decode": (asked.decode_attention_backend or asked.attention_backend, phases["decode"]),
+        }
+    wanted["recurrent"] = (asked.linear_attention_backend, recurrent)
+    return {role: (name, needs) for role, (name, needs) in wanted.items() if needs.layers}
+
+
+def _is_split(asked: EngineOptions, registry: Registry, softmax: AttnNeeds, *, leave_out: Collection[str]) -> bool:
+    """Whether prefills and decoding have a backend each: both are named, or the best for one is not the best for the other."""
+    if asked.prefill_attention_backend is not None or asked.decode_attention_backend is not None:
+        return True
+    if not softmax.layers or asked.attention_backend != "auto":
+        return False
+    phases = by_phase(softmax).values()
+    return len({registry.select_attn_backend("auto", needs, leave_out=leave_out).winner.name for needs in phases}) > 1
+
+
+def missing_kernels(
+    chosen: AttentionChoice, registry: Registry, *, softmax: AttnNeeds, recurrent: AttnNeeds
+) -> tuple[KernelWish, ...]:
+    """What the chosen backends have to compile before they can run."""
+    needs_of = {"softmax": softmax, "recurrent": recurrent, **by_phase(softmax)}
+    wishes = []
+    for role, offer in chosen.by_role.items():
+        store, needs = offer.spec.kernel_store, needs_of[role]
+        if store is None:
+            continue
+        with inside(offer, f"look for the compiled kernels of {offer.name!r}"):
+            missing = tuple(store.missing(needs, registry.options_for(offer.name)))
+        if missing:
+            wishes.append(KernelWish(backend=offer.name, needs=needs, missing=missing))
+    return tuple(wishes)
+
+
+def choose_first(
+    asked: EngineOptions,
+    registry: Registry,
+    to_compile: Sequence[KernelWish],
+    *,
+    softmax: AttnNeeds,
+    recurrent: AttnNeeds,
+) -> tuple[AttentionChoice | None, tuple[Decision, ...]]:
+    """The best backends that need nothing compiled. None where nothing is missing, or nothing else serves: then the start waits.
+
+    A backend that was asked for by name is waited for too, and all are where that was asked for.
+    """
+    late = {wish.backend for wish in to_compile}
+    named = {
+        asked.attention_backend,
+        asked.prefill_attention_backend,
+        asked.decode_attention_backend,
+        asked.linear_attention_backend,
+    }
+    while late and not (asked.wait_for_kernels or late & named):
+        try:
+            chosen, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent, leave_out=late)
+        except Unsupported:
+            break
+        slow = {wish.backend for wish in missing_kernels(chosen, registry, softmax=softmax, recurrent=recurrent)}
+        if not slow:
+            waited_for = " and ".join(dict.fromkeys(wish.backend for wish in to_compile))
+            source = " and ".join(dict.fromkeys(str(offer.source) for offer in chosen.by_role.values()))
+            reason = f"begins, while the kernels of {waited_for} are compiled, from {source}"
+            return chosen, (Decision(setting="attention at first", value=chosen.name, reason=reason, source=source),)
+        late |= slow
+    return None, ()
+
+
+def _needing_ragged(needs: AttnNeeds, strategy: str) -> AttnNeeds:
+    """With what a strategy that was asked for needs, so that a backend without it is refused now, not batch after batch."""
+    if strategy in ("auto", PrefillStrategy.ABSORBED):
+        return needs
+    has_latents = any(layer.latent is not None for layer in needs.layers)
+    return dataclasses.replace(needs, mla_ragged=has_latents, lse=has_latents and strategy == PrefillStrategy.CHUNKED)

@@ -7,6 +7,7 @@ which kernels run over a few rows; see conftest.py, which calls `install` once T
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -18,6 +19,7 @@ def install(interpreter: Any) -> None:
     _keep_shapes(core)
     _keep_types(interpreter, core)
     _broadcast_only_what_differs(interpreter.TritonSemantic)
+    _look_for_no_overflow(interpreter.interpreter_builder)
     _patch_once(interpreter)
 
 
@@ -84,6 +86,12 @@ def _broadcast_only_what_differs(semantic: Any) -> None:
         return broadcast(self, lhs, rhs)
 
     semantic.broadcast_impl_value = quick
+
+
+def _look_for_no_overflow(builder: Any) -> None:
+    """Of each sum of integers, which is computed again with 64 bits for an assertion that is made with `debug` alone."""
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _patch_once(interpreter: Any) -> None:

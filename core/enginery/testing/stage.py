@@ -33,7 +33,6 @@ from enginery.testing.recurrences import random_rows, random_weights
 _LAYER: Final = LocalLayerId(1)
 _NUM_STATES: Final = 48
 _NUM_SEATS: Final = 64  # seats and pages of states are different numbers
-_NUM_NOISE: Final = 16_381  # so many numbers fill a pool, again and again: a prime, so that neither pages nor heads are alike
 _SOFTMAX: Final = AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=8)
 _RULE: Final = RecurrentFacts(rule="linear", decay="head", key_heads=1, value_heads=1, key_dim=8, value_dim=8)
 _RECURRENT: Final = AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=8, recurrent=_RULE)
@@ -78,9 +77,9 @@ class Stage:
         )
         self.pool, self.states = PagedKVPool(self.geometry, device), RecurrentStatePool(self.geometry, device)
         self._random, noise = (torch.Generator().manual_seed(seed) for seed in (20, 30))
-        for stored in self._stored():
-            some = torch.randn(_NUM_NOISE, generator=noise) * 4
-            stored.copy_(some.repeat(-(-stored.numel() // _NUM_NOISE))[: stored.numel()].view(stored.shape))
+        for stored in self._stored():  # a prime number of values, again and again: no two pages are alike, and it is quick
+            some, size = torch.randn(16_381, generator=noise) * 4, stored.numel()
+            stored.copy_(some.repeat(1 + size // len(some))[:size].view(stored.shape))
         half = num_pages // 2  # in order from the front, shuffled from the back
         self._pages = [*range(half), *(half + torch.randperm(num_pages - half, generator=noise)).tolist()]
         self._states = torch.randperm(_NUM_STATES, generator=noise).tolist()
@@ -133,9 +132,8 @@ class Stage:
         if facts.recurrent is not None:
             return self._placed(random_rows(facts.recurrent, length, self.randn, self.dtype), shared=[])
         q = self.randn(length, facts.num_heads, self.dims[0])
-        k = self.randn(length, facts.num_kv_heads, facts.head_dim)
+        k = self.randn(length, facts.num_kv_heads, facts.head_dim).to(self.dtype)
         v = self.randn(length, facts.num_kv_heads, facts.value_dim)
-        k = k.to(self.dtype)
         v = v.to(self.dtype) if facts.latent is None else k[..., : facts.latent.rank]
         return self._placed((q.to(self.dtype), k, v), shared=[])
 

@@ -132,7 +132,7 @@ SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours."
 @pytest.fixture(scope="module")
 def requests() -> list[GenerationRequest]:
     """Greedy and drawn, and some that read their own tokens."""
-    drawn = [asking(about, prompt_of(SAID[1]), **{"max_tokens": TOKENS, **asked}) for about, asked in ASKS.items()]
+    drawn = [asking(about, prompt_of(SAID[1]), **asked) for about, asked in ASKS.items()]
     return requests_of([prompt_of(said) for said in SAID]) + drawn
 
 

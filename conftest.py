@@ -83,5 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    """From here on the collector looks at what tests made, and at that less often: a look at all modules takes 0.4 s."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
     quick_loading.begin()

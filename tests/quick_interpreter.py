@@ -7,6 +7,7 @@ which kernels run over a few rows; see conftest.py, which calls `install` once T
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -16,8 +17,10 @@ def install(interpreter: Any) -> None:
     """interpreter: the module `triton.runtime.interpreter`."""
     core = interpreter.tl.core
     _keep_shapes(core)
+    _check_sizes_once(interpreter, core)
     _keep_types(interpreter, core)
     _broadcast_only_what_differs(interpreter.TritonSemantic)
+    _look_for_no_overflow(interpreter.interpreter_builder)
     _patch_once(interpreter)
 
 
@@ -36,13 +39,18 @@ def _keep_shapes(core: Any) -> None:
             numel *= size
         return core.constexpr(numel), core.tuple([core.constexpr(size) for size in shape])
 
+    known: dict[int, tuple[Any, int, str]] = {}  # by the identity of the first of them, which is kept
+
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(core._unwrap_if_constexpr(size) for size in getattr(shape, "values", shape))
-        if not sizes:
-            raise TypeError("0d block_type is forbidden")
+        if (kept := known.get(id(shape))) is None:
+            sizes = tuple(core._unwrap_if_constexpr(size) for size in getattr(shape, "values", shape))
+            if not sizes:
+                raise TypeError("0d block_type is forbidden")
+            kept = of_type(sizes)
+            known[id(kept[0])] = kept
         self.element_ty = element_ty
-        self.shape, self.numel, said = of_type(sizes)
-        self.name = f"<{said}, {element_ty}>"
+        self.shape, self.numel, said = kept
+        self.name = f"<{said}, {element_ty.name}>"
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -50,6 +58,19 @@ def _keep_shapes(core: Any) -> None:
 
     core.block_type.__init__ = init_type
     core.tensor.__init__ = init_tensor
+
+
+def _check_sizes_once(interpreter: Any, core: Any) -> None:
+    """Whether numpy's numbers fit their type: for each result once, without the lookups of a dataclass."""
+    handle, pointer = interpreter.TensorHandle, core.pointer_type
+    check = handle.__post_init__
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1 and type(dtype) is not pointer and data.itemsize * 8 > dtype.primitive_bitwidth:
+            check(self)
+
+    handle.__init__ = init
 
 
 def _keep_types(interpreter: Any, core: Any) -> None:
@@ -86,16 +107,27 @@ def _broadcast_only_what_differs(semantic: Any) -> None:
     semantic.broadcast_impl_value = quick
 
 
+def _look_for_no_overflow(builder: Any) -> None:
+    """Of each sum of integers, which is computed again with 64 bits for an assertion that is made with `debug` alone."""
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 def _patch_once(interpreter: Any) -> None:
     """Each launch patches language modules, and so does each function that a kernel calls, though they are patched then."""
     language = interpreter.tl
     originals = {module: module.static_range for module in (language, language.core)}
     semantic = interpreter.TritonSemantic(interpreter.interpreter_builder)
+    looks_for_it = language.core.builtin(_broadcast_only_what_differs).__code__
 
     @functools.cache
     def builtins_of(module: Any) -> list[tuple[str, Any, Any]]:
         found = [(name, member) for name, member in inspect.getmembers(module) if language.core.is_builtin(member)]
-        return [(name, member, _with_semantic(member, semantic)) for name, member in found]
+        return [(name, member, _with_semantic(inner(member), semantic)) for name, member in found]
+
+    def inner(member: Any) -> Any:
+        """The function itself, if around it is only a look whether there is a `_semantic`."""
+        return member.__wrapped__ if getattr(member, "__code__", None) is looks_for_it else member
 
     def patch_builtins(module: Any, builder: Any, scope: Any) -> None:
         for name, member, patched in builtins_of(module):

@@ -2,20 +2,29 @@
 
 What was loaded serves again as long as nothing that it comes from is another: paths, the environment, the plugins wanted, functions
 of the loader, and every name in each plugin's package. Tests that install plugins add a path, and so load them anew. What is absent
-is looked for once, too: choosing a backend asks for the same absent modules dozens of times. And `inspect.getattr_static`, by which
-backends and plugins are checked, looks at each class once, as it does from Python 3.12 on.
+is looked for once, too: choosing a backend asks for the same absent modules dozens of times. `inspect.getattr_static`, by which
+backends and plugins are checked, looks at each class once, as it does from Python 3.12 on. A command's function is asked once what
+flags it has: an app is built for each command line, 50 ms. And pytest, which in each phase of each test looks twice through all
+loggers for those that do not propagate, looks again when there is another one.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 from weakref import WeakKeyDictionary
+
+import _pytest.logging
+import typer.main
 
 from enginery.plugin import discovery, loading, registry
 from enginery.plugin.discovery import Wanted
@@ -31,6 +40,8 @@ def install() -> None:
     """Once, before anything is loaded."""
     _load_once()
     _miss_once()
+    _read_flags_once()
+    _find_loggers_once()
     if sys.version_info < (3, 12):
         _look_once()
 
@@ -96,3 +107,38 @@ def _look_once() -> None:
             return kept.setdefault(kind, find(kind))
 
     inspect._shadowed_dict = quick
+
+
+def _read_flags_once() -> None:
+    read = functools.cache(typer.main.get_params_from_function)
+
+    def quick(function: Callable[..., object]) -> dict[str, object]:
+        return {name: copy.copy(flag) for name, flag in read(function).items()}
+
+    typer.main.get_params_from_function = quick
+
+
+def _find_loggers_once() -> None:
+    kind = _pytest.logging.catching_logs
+    if "attached_loggers" not in getattr(kind, "__slots__", ()):
+        return  # an older pytest, which looks for none
+    known, apart, root = 0, list[logging.Logger](), logging.root
+
+    def enter(self: Any) -> logging.Handler:
+        nonlocal known
+        found = root.manager.loggerDict
+        if known != len(found):
+            known, apart[:] = (
+                len(found),
+                [each for each in found.values() if isinstance(each, logging.Logger) and not each.propagate],
+            )
+        self.attached_loggers += [root, *apart]
+        for logger in self.attached_loggers:
+            logger.addHandler(self.handler)
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(root.level, self.level))
+        return self.handler
+
+    kind.__enter__ = enter

@@ -219,9 +219,11 @@ def _read(link: socket.socket, size: int) -> bytes:
 
 def _nurse(link: socket.socket, modules: Sequence[str]) -> None:
     NURSERY._environ = dict(os.environ)
+    gc.disable()
     _import_all(modules)
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         size, files, _, _ = socket.recv_fds(link, 8, 64)
         if not size:

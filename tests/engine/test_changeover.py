@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import quick_processes
 from typer.testing import CliRunner
 
 from enginery.cli.main import build_app
@@ -211,7 +212,8 @@ def test_killing_the_engine_s_process_ends_its_compilers(plugin: Path) -> None:
         engine = Engine.build(EngineOptions(dtype="float32", num_pages=64), Registry.load())
         time.sleep(600)
     """
-    engine = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    with quick_processes.code_too():
+        engine = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     try:
         wait_for(lambda: (plugin / "child").exists() and bool((plugin / "child").read_text()), seconds=120)
     finally:

@@ -37,7 +37,7 @@ from enginery.worker.drafts.model_choice import choose_draft_model
 from enginery.worker.weights.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS, FOLDER
 
-TOKENS = 40
+TOKENS = 40 if EVERYTHING else 26
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def kept() -> Iterator[KeptRanks]:
 
 
 def options(**changes: object) -> EngineOptions:
-    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 2, "step_deadline": 20.0}
+    given = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 1, "step_deadline": 20.0}
     return EngineOptions(**{**given, **changes})
 
 

@@ -23,7 +23,7 @@ from enginery.engine.engine import Engine
 from enginery.errors import RequestError, Unsupported
 from enginery.plugin.registry import Registry
 
-TOKENS = 40
+TOKENS = 40 if EVERYTHING else 28
 VOCABULARY = 256
 
 

@@ -77,8 +77,9 @@ class Stage:
         )
         self.pool, self.states = PagedKVPool(self.geometry, device), RecurrentStatePool(self.geometry, device)
         self._random, noise = (torch.Generator().manual_seed(seed) for seed in (20, 30))
-        for stored in self._stored():
-            stored.copy_(torch.randn(stored.shape, generator=noise) * 4)
+        for stored in self._stored():  # a prime number of values, again and again: no two pages are alike, and it is quick
+            some, size = torch.randn(16_381, generator=noise) * 4, stored.numel()
+            stored.copy_(some.repeat(1 + size // len(some))[:size].view(stored.shape))
         half = num_pages // 2  # in order from the front, shuffled from the back
         self._pages = [*range(half), *(half + torch.randperm(num_pages - half, generator=noise)).tolist()]
         self._states = torch.randperm(_NUM_STATES, generator=noise).tolist()
@@ -131,9 +132,8 @@ class Stage:
         if facts.recurrent is not None:
             return self._placed(random_rows(facts.recurrent, length, self.randn, self.dtype), shared=[])
         q = self.randn(length, facts.num_heads, self.dims[0])
-        k = self.randn(length, facts.num_kv_heads, facts.head_dim)
+        k = self.randn(length, facts.num_kv_heads, facts.head_dim).to(self.dtype)
         v = self.randn(length, facts.num_kv_heads, facts.value_dim)
-        k = k.to(self.dtype)
         v = v.to(self.dtype) if facts.latent is None else k[..., : facts.latent.rank]
         return self._placed((q.to(self.dtype), k, v), shared=[])
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import quick_processes
 from typer.testing import CliRunner
 
 from enginery.bench.workloads import WORKLOADS, shapes
@@ -75,7 +76,7 @@ def test_what_plugins_offer_is_completed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_completion_installs_itself(name: str, file: str, tmp_path) -> None:
     environ = os.environ | {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     code = "import sys; from enginery.cli.main import main; sys.argv = ['engine', '--install-completion', sys.argv[1]]; main()"
-    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True, env=environ)
+    done = quick_processes.run_python("-c", code, name, capture_output=True, text=True, check=True, env=environ)
     assert f"{name} completion installed" in done.stdout
     assert (tmp_path / file).is_file()
     assert any("_ENGINE_COMPLETE" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())

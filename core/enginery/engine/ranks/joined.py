@@ -214,9 +214,13 @@ class JoinedRanks:
             self._tell_all(self._still_here)
 
     def _tell_all(self, message: messages.ToJoined) -> None:
-        for rank, joined in self._ranks.items():
-            if rank not in self._deaths and not self._is_closed and not self._door.tell(joined.identity, message):
-                self._deaths[rank] = Death(rank, 1, "was lost: its connection is closed", ())
+        if self._is_closed:
+            return
+        left = {rank: joined for rank, joined in self._ranks.items() if rank not in self._deaths}
+        if lost := [rank for rank, joined in left.items() if not self._door.tell(joined.identity, message)]:
+            self._listen(_LOOK_MS)  # its last words may have come meanwhile
+            for rank in lost:
+                self._deaths.setdefault(rank, Death(rank, 1, "was lost: its connection is closed", ()))
 
 
 def _reach_s(message: messages.StillHere) -> float:

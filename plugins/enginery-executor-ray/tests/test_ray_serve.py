@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -23,12 +24,16 @@ FLAGS = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "num_pages
 
 
 @pytest.fixture(scope="module")
-def url(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"), {**TINY_CONFIG, "max_position_embeddings": 2048})
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None, model: Path) -> Iterator[str]:
     from ray import serve
 
     from enginery_executor_ray.serving import application
 
-    model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), {**TINY_CONFIG, "max_position_embeddings": 2048})
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(application({**FLAGS, "model": str(model), "min_replicas": "2", "max_model_len": "1100"}), name="engines")
     yield f"http://127.0.0.1:{PORT}"
@@ -103,6 +108,33 @@ def test_an_engine_that_is_killed_under_load_takes_its_own_streams_alone(url: st
         assert time.monotonic() < end_s
         time.sleep(0.2)
     assert stream(url, prompts[0]) == alone[0]
+
+
+def test_load_brings_a_second_engine(url: str, model: Path) -> None:
+    """By what the first one tells of its running requests: four, where two are meant for one."""
+    from ray import serve
+
+    from enginery_executor_ray.serving import application
+
+    given = {"model": str(model), "target_requests": "2", "max_replicas": "2", "upscale_delay_s": "1"}
+    serve.run(application({**FLAGS, **given, "max_model_len": "1050"}), name="scaled", route_prefix="/scaled")
+    stop = threading.Event()
+
+    def load(index: int) -> None:
+        while not stop.is_set():
+            stream(f"{url}/scaled", [11 * (index + 1)] * 12)
+
+    with ThreadPoolExecutor(4) as threads:
+        loads = [threads.submit(load, index) for index in range(4)]
+        try:
+            end_s = time.monotonic() + 100
+            while serve.status().applications["scaled"].deployments["Engine"].replica_states.get("RUNNING", 0) < 2:
+                assert time.monotonic() < end_s
+                assert not any(each.done() for each in loads)
+                time.sleep(0.5)
+        finally:
+            stop.set()
+    serve.delete("scaled")
 
 
 def test_whatever_the_server_has_is_there(url: str) -> None:

@@ -32,7 +32,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-_OWN: Final = {"min_replicas": 1, "max_replicas": 1, "target_requests": 64}
+_OWN: Final = {"min_replicas": 1, "max_replicas": 1, "target_requests": 64, "upscale_delay_s": 10, "downscale_delay_s": 600}
 _REFUSED: Final = frozenset(
     {"host", "port", "uds", "dp", "api_key", "api_key_file"}
 )  # Ray's proxy and its replicas are in their place
@@ -48,6 +48,8 @@ _FULL: Final = 0.95  # of the KV pages
 _HEALTH_S: Final = 2.0
 _GATHER_S: Final = 0.02
 _TRIES: Final = 3
+_METRICS_S: Final = 2.0
+_LOOK_BACK_S: Final = 10.0
 _MOST_REQUESTS: Final = 100_000  # the engine has its own bounds, and says so
 _HOP_BY_HOP: Final = {"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade"}
 _METRICS: Final = {
@@ -159,7 +161,8 @@ class Front:
     async def __call__(self, request: Request) -> Response:
         """Any request, to the engine that the router chooses."""
         body = await request.body()
-        path = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))  # of an application with a route_prefix
+        path += f"?{request.url.query}" if request.url.query else ""
         prompt = prompt_of(body) or path  # Ray's router divides by its length
         asked = Asked(request.method, path, tuple(request.headers.items()), body, prompt)
         for _ in range(_TRIES):
@@ -197,7 +200,8 @@ def num_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def application(args: Mapping[str, str]) -> serve.Application:
-    """args: options of `engine serve` by name, and of the application: min_replicas, max_replicas, target_requests (of an engine).
+    """args: options of `engine serve` by name, and of the application: min_replicas, max_replicas, target_requests (of an engine),
+    upscale_delay_s and downscale_delay_s (how long as many have to be wanted).
 
     Raises `ValueError` for options whose place Ray takes.
     """
@@ -210,6 +214,10 @@ def application(args: Mapping[str, str]) -> serve.Application:
         max_replicas=max(own["min_replicas"], own["max_replicas"]),
         initial_replicas=own["min_replicas"],
         target_ongoing_requests=own["target_requests"],
+        metrics_interval_s=_METRICS_S,
+        look_back_period_s=_LOOK_BACK_S,
+        upscale_delay_s=own["upscale_delay_s"],
+        downscale_delay_s=own["downscale_delay_s"],
         policy=AutoscalingPolicy(policy_function=num_replicas),
     )
     engines = serve.deployment(

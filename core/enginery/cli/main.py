@@ -24,6 +24,7 @@ from enginery.cli.flags.plugins import blocked_names
 from enginery.cli.generate import generate
 from enginery.cli.list_backends import list_backends
 from enginery.cli.plugins import plugins
+from enginery.cli.rank import rank
 from enginery.cli.replay import replay
 from enginery.cli.serve import serve
 from enginery.cli.usage import UsageError, told
@@ -50,7 +51,7 @@ def build_app() -> typer.Typer:
     """An app with the core's commands and without those of plugins."""
     made = typer.Typer(name="engine", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
     made.callback()(_root)
-    for command in (serve, generate, chat, plugins, list_backends, doctor, replay):
+    for command in (serve, generate, chat, plugins, list_backends, doctor, replay, rank):
         made.command(command.__name__.replace("_", "-"))(command)
     made.command("test-backend")(check_backend)
     made.command("test-op")(check_ops)

@@ -142,6 +142,8 @@ def _check_placing(asked: EngineOptions) -> None:
         raise ConfigError(
             f"executor is {asked.executor!r}, but there is one rank, which nobody places; give --tp or --pp, or leave it out"
         )
+    if asked.tp * asked.pp == 1 and (asked.listen is not None or asked.rank_key_file is not None):
+        raise ConfigError("--listen and --rank-key-file are for other ranks, but there is one; give --tp or --pp, or drop both")
 
 
 def _check_events(asked: EngineOptions) -> None:

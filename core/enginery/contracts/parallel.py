@@ -151,17 +151,40 @@ class RunningRanks(Protocol):
         ...
 
 
+class Joining(Protocol):
+    """How ranks of other hosts come to an engine: each is `engine rank --join ADDRESS --rank-key-file FILE`, under any launcher."""
+
+    @property
+    def address(self) -> str:
+        """tcp://ADDRESS:PORT, of this host."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """What the file has. Who knows it can run code as the engine."""
+        ...
+
+    def wait(self, look: Callable[[], None] = ...) -> RunningRanks:
+        """Until all ranks have joined. look: called several times a second meanwhile; what it raises ends the start.
+
+        Raises `EngineDied` with those that have not come in ten times `--step-deadline`.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """What an executor is to start: ranks 1 .. num_others, each by `command`, with a pipe on stdin.
 
     A frame on stdin is its length in 8 bytes, big-endian, and its bytes. Stdin stays open as long as the rank is to live, and a
-    rank ends when it does. start: runs these commands, one for each rank, as processes of this host.
+    rank ends when it does. start: runs these commands, one for each rank, as processes of this host. joining: for executors with
+    `ExecutorSpec.listen`, which take it in place of `command` and `start`; None for others.
     """
 
     num_others: int
     command: tuple[str, ...]
     start: Callable[[Sequence[Sequence[str]]], RunningRanks]
+    joining: Joining | None = None
 
 
 Launch = Callable[[LaunchPlan], RunningRanks]  # the thread that calls it lives as long as they do
@@ -169,9 +192,14 @@ Launch = Callable[[LaunchPlan], RunningRanks]  # the thread that calls it lives 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSpec:
-    """What places the processes of an engine's ranks: all but the first, which is the engine's own. Chosen with `--executor`."""
+    """What places the processes of an engine's ranks: all but the first, which is the engine's own. Chosen with `--executor`.
+
+    listen: for ranks of other hosts, which join over tcp: makes the address of this host, tcp://ADDRESS:PORT, from what `--listen`
+    says, if it says anything; port 0 is any. None: all ranks are on this host.
+    """
 
     name: str
     api: ApiVersion
     launch: Launch
     summary: str
+    listen: Callable[[str | None], str] | None = None

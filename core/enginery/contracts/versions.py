@@ -29,4 +29,4 @@ class HookGroup(StrEnum):
     EXECUTOR = "executor"
 
 
-CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (2, 0))
+CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (2, 0)) | {HookGroup.EXECUTOR: (2, 1)}

@@ -23,7 +23,7 @@ from enginery.plugin.options import options_problems, options_type
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 _KNOWN: Final = {"devices": ("cpu", "cuda"), "dtypes": _DTYPES, "kv_dtypes": (*_DTYPES, "float8_e4m3fn")}
 _FUNCTIONS: Final = frozenset(
-    {"build", "describe", "features", "key", "launch", "load", "make", "reads", "refuse", "refuse_also", "suits"}
+    {"build", "describe", "features", "key", "launch", "listen", "load", "make", "reads", "refuse", "refuse_also", "suits"}
 )
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enginery.contracts.parallel import ExecutorSpec, LaunchPlan, RunningRanks
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
+from enginery.errors import ConfigError
 from enginery.plugin.hookspecs import hookimpl
 
 
@@ -28,7 +29,21 @@ def _local(plan: LaunchPlan) -> RunningRanks:
     return plan.start([plan.command] * plan.num_others)
 
 
+def _join(plan: LaunchPlan) -> RunningRanks:
+    assert plan.joining is not None, "this executor listens"
+    return plan.joining.wait()
+
+
+def _listen(asked: str | None) -> str:
+    if asked is None:
+        raise ConfigError("--executor join waits for ranks of other hosts; say where, by --listen tcp://ADDRESS:PORT")
+    return asked
+
+
 @hookimpl
 def register_executors() -> list[ExecutorSpec]:
-    """Ranks as processes of this host."""
-    return [ExecutorSpec(name="local", api=(2, 0), launch=_local, summary="processes of this host")]
+    """Ranks as processes of this host, or as those that join from others."""
+    return [
+        ExecutorSpec(name="local", api=(2, 0), launch=_local, summary="processes of this host"),
+        ExecutorSpec(name="join", api=(2, 1), launch=_join, summary="those that join by engine rank --join", listen=_listen),
+    ]

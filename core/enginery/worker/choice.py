@@ -117,7 +117,7 @@ def choose(
     family, family_reason = registry.find_model(checkpoint.config)
     with inside(family, f"describe the model in {checkpoint.folder}"):
         facts = family.spec.describe(checkpoint.config)
-    device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel)
+    device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)
     settings = resolve(asked, device, facts, config=checkpoint.config)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
     ops = registry.select_ops(op_needs)

@@ -43,14 +43,14 @@ def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
     )
 
 
-def of_one_rank(device: DeviceFacts, parallel: ParallelFacts) -> DeviceFacts:
-    """The part of a host that one of its ranks may take. Raises `ConfigError` for several ranks on other devices."""
+def of_one_rank(device: DeviceFacts, parallel: ParallelFacts, *, is_shared: bool = True) -> DeviceFacts:
+    """The part of a host that one of its ranks may take. is_shared: all are on one. Raises `ConfigError` for other devices."""
     if parallel.num_ranks > 1 and device.kind != "cpu":
         raise ConfigError(
             f"{parallel.num_ranks} ranks were asked for on {device.name}, but they run on CPUs only so far; use --device cpu, or "
             "leave --tp and --pp out"
         )
-    return dataclasses.replace(device, available_bytes=device.available_bytes // parallel.num_ranks)
+    return dataclasses.replace(device, available_bytes=device.available_bytes // (parallel.num_ranks if is_shared else 1))
 
 
 def torch_device(asked: str) -> torch.device:

@@ -154,7 +154,7 @@ def test_hook_register_drafters_checks_how_many(site, most: str) -> None:
 
 def test_hook_register_executors(site) -> None:
     site.install("p", registering("register_executors", "ExecutorSpec", summary="''", launch="list"))
-    assert [offer.name for offer in Registry.load().executors] == ["local", "x"]
+    assert [offer.name for offer in Registry.load().executors] == ["join", "local", "x"]
 
 
 def test_hook_register_schedule_policies(site) -> None:

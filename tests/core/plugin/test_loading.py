@@ -39,7 +39,7 @@ def test_the_cores_own_parts_come_through_its_own_hooks(site) -> None:
     registry = load(no_plugins=True)
     assert [record.name for record in registry.records] == ["core"]
     assert {offer.name: offer.plugin for offer in registry.schedule_policies} == {"fcfs": "core", "shortest-first": "core"}
-    assert {offer.name: offer.plugin for offer in registry.executors} == {"local": "core"}
+    assert {offer.name: offer.plugin for offer in registry.executors} == {"local": "core", "join": "core"}
 
 
 def test_a_plugin_that_fails_to_import_is_a_row_with_file_and_line(site) -> None:

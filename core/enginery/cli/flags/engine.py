@@ -82,15 +82,20 @@ _FLAGS: Final = {
     "wait_for_kernels": _Flag(
         _PARTS, "Compile missing attention kernels first, instead of beginning with others.", ("--wait-for-kernels",)
     ),
-    "num_threads": _Flag(_PARTS, "Threads of a CPU engine, of all its ranks together."),
+    "num_threads": _Flag(_PARTS, "Threads of a CPU engine, of all its ranks on this host."),
     "tp": _Flag(_PARTS, "Tensor parallelism: processes that have a part of each layer.", metavar="N"),
     "pp": _Flag(_PARTS, "Pipeline parallelism: stages that have some of the layers.", metavar="N"),
     "pp_layers": _Flag(
         _PARTS, "Decoder layers of each stage of --pp; without it they are divided by what they cost.", metavar="N,N"
     ),
     "executor": _Flag(
-        _PARTS, "What places the processes of --tp and --pp: local, or a plugin's.", metavar="NAME", complete=completion.executors
+        _PARTS,
+        "What places the processes of --tp and --pp: local, join (engine rank --join), or a plugin's.",
+        metavar="NAME",
+        complete=completion.executors,
     ),
+    "listen": _Flag(_PARTS, "Where ranks of other hosts join: an address of a private interface.", metavar="tcp://ADDRESS:PORT"),
+    "rank_key_file": _Flag(_PARTS, "The key of ranks that join; engine rank --new-key makes one.", metavar="FILE"),
     "step_deadline": _Flag(_PARTS, "Seconds after which a rank that does not get on ends the engine.", metavar="SECONDS"),
     "seed": _Flag(_PARTS, "Of random weights, and of requests without a seed."),
     "record_steps": _Flag(

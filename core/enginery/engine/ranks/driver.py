@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
-import tempfile
 import weakref
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -19,7 +16,8 @@ from enginery.contracts.step import StepInput, pack
 from enginery.engine.build import Place
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.watch import Watch
-from enginery.errors import ConfigError, EnginError
+from enginery.engine.ranks.wires import Wires
+from enginery.errors import EnginError
 from enginery.plugin.manifest import Manifest
 from enginery.worker.choice import Choice
 from enginery.worker.ranks.follower import share_tokens
@@ -36,33 +34,29 @@ _LOOK_MS: Final = 100
 class RankProcesses:
     """Implements `Ranks` by processes, which run from now on. options: as this rank is to be built with."""
 
-    def __init__(self, asked: EngineOptions, manifest: Manifest, *, launch: Launch) -> None:
-        self.options = _of_one_rank(asked)
-        self._manifest, self._standing = manifest, Standing()
+    def __init__(self, asked: EngineOptions, manifest: Manifest, *, launch: Launch, wires: Wires) -> None:
+        self.options = _of_one_rank(asked, wires)
+        self._manifest, self._standing, self._wires = manifest, Standing(), wires
         self._groups: RankGroups | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="enginery-"))  # mode 0700
         layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
         self._parallel = ParallelFacts(tensor_size=asked.tp, num_stages=asked.pp, layers_by_stage=layers).of_rank(0)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[zmq.Socket[bytes]] = []
+        self._addresses: list[str] = []
         self._newest = -1
-        reports = f"ipc://{self._folder / 'reports'}"
+        others, deadline_s = self._parallel.num_ranks - 1, asked.step_deadline
         try:
-            for rank in range(1, self._parallel.num_ranks):
-                link = self._context.socket(zmq.PAIR)
-                link.set_hwm(0)
-                link.bind(f"ipc://{self._folder / str(rank)}")
+            for rank in range(1, others + 1):
+                link, address = wires.bind(zmq.PAIR, str(rank))
                 self._links.append(link)
-            others, deadline_s = self._parallel.num_ranks - 1, asked.step_deadline
-            self._watch = Watch(launch, others, reports=reports, deadline_s=deadline_s, standing=self._standing)
-        except (zmq.ZMQError, EnginError) as error:
-            self._context.destroy(linger=0)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if isinstance(error, EnginError):
-                raise
-            raise ConfigError(f"{self._folder} cannot hold sockets: {error}; set TMPDIR to another, shorter path") from error
+                self._addresses.append(address)
+            reports, self._reports = wires.bind(zmq.PULL, "reports")
+            joining = wires.joining(others)
+            self._watch = Watch(launch, others, reports=reports, deadline_s=deadline_s, standing=self._standing, joining=joining)
+        except BaseException:
+            wires.close()
+            raise
         self._watch.busy("its start")
-        self._end = weakref.finalize(self, _end, self._watch, self._context, self._links, self._folder)
+        self._end = weakref.finalize(self, _end, self._watch, self._links, wires)
 
     @property
     def place(self) -> Place:
@@ -120,6 +114,7 @@ class RankProcesses:
         assert running is not None, "the watch has started them"
         options = dataclasses.replace(
             self.options,
+            num_threads=None if self._wires.address else self.options.num_threads,
             model=str(checkpoint.folder),
             revision=None,
             tokenizer=str(checkpoint.tokenizer_folder),
@@ -129,34 +124,36 @@ class RankProcesses:
             record_steps=None,
             profile_steps=0,
         )
-        meeting = self._folder / "meeting"
+        store, meeting = self._wires.store(self._parallel.num_ranks)
         for rank in range(1, self._parallel.num_ranks):
             boot = messages.Boot(
                 parallel=choice.parallel.of_rank(rank),
                 options=options,
                 manifest=self._manifest,
-                steps=f"ipc://{self._folder / str(rank)}",
-                reports=f"ipc://{self._folder / 'reports'}",
-                meeting=str(meeting),
+                steps=self._addresses[rank - 1],
+                reports=self._reports,
+                key=self._wires.key,
+                meeting=meeting,
+                host=self._wires.host,
                 beat_s=min(_SLOWEST_BEAT_S, self.options.step_deadline / _BEATS),
                 log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
             )
             running.boot(rank, messages.encode(boot))
         self._watch.wait_for(messages.Here)
-        self._groups = RankGroups(meeting, self._parallel, self._standing)
+        self._groups = RankGroups(store, self._parallel, host=self._wires.host, standing=self._standing)
         self._groups.compare(choice)
         return self._groups
 
 
-def _of_one_rank(asked: EngineOptions) -> EngineOptions:
-    """The processors of the host are divided among its ranks."""
-    threads = max(1, (asked.num_threads or torch.get_num_threads()) // (asked.tp * asked.pp))
-    return dataclasses.replace(asked, num_threads=threads, overlap=bool(asked.overlap))
+def _of_one_rank(asked: EngineOptions, wires: Wires) -> EngineOptions:
+    """The processors of the host are divided among its ranks. listen: of ranks that may be on other hosts, with their own."""
+    sharing = 1 if wires.address else asked.tp * asked.pp
+    threads = max(1, (asked.num_threads or torch.get_num_threads()) // sharing)
+    return dataclasses.replace(asked, num_threads=threads, overlap=bool(asked.overlap), listen=wires.address or None)
 
 
-def _end(watch: Watch, context: zmq.Context[zmq.Socket[bytes]], links: list[zmq.Socket[bytes]], folder: Path) -> None:
+def _end(watch: Watch, links: list[zmq.Socket[bytes]], wires: Wires) -> None:
     watch.end(grace_s=_END_S if watch.cause is None else 0.0)
     for link in links:
         link.close(linger=0)
-    context.term()
-    shutil.rmtree(folder, ignore_errors=True)
+    wires.close()

@@ -22,31 +22,32 @@ _LAST_WORDS_S: Final = 1.0
 class LocalRanks:
     """Implements `RunningRanks` by processes of this host."""
 
-    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        """commands: of ranks 1 .. N."""
+    def __init__(self, commands: Sequence[Sequence[str]], *, first: int = 1) -> None:
+        """commands: of ranks first .. N."""
+        self._first = first
         self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for command in commands]
         self._said: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in commands]
         self._told: set[int] = set()
         self._relays = [
             threading.Thread(target=_relay, args=(process.stderr, rank, said), name=f"rank {rank} stderr", daemon=True)
-            for rank, (process, said) in enumerate(zip(self._processes, self._said, strict=True), start=1)
+            for rank, (process, said) in enumerate(zip(self._processes, self._said, strict=True), start=first)
         ]
         for relay in self._relays:
             relay.start()
 
     def boot(self, rank: int, frame: bytes) -> None:
-        write_frame(self._processes[rank - 1].stdin, frame)
+        write_frame(self._processes[rank - self._first].stdin, frame)
 
     def name(self, rank: int) -> str:
-        return f"rank {rank} (process {self._processes[rank - 1].pid})"
+        return f"rank {rank} (process {self._processes[rank - self._first].pid})"
 
     def poll(self) -> list[Death]:
         deaths = []
-        for rank, process in enumerate(self._processes, start=1):
+        for rank, process in enumerate(self._processes, start=self._first):
             if rank not in self._told and (code := process.poll()) is not None:
                 self._told.add(rank)
-                self._relays[rank - 1].join(_LAST_WORDS_S)  # a process of its own may keep its stderr open
-                deaths.append(Death(rank, abs(code), how_it_ended(code), tuple(self._said[rank - 1])))
+                self._relays[rank - self._first].join(_LAST_WORDS_S)  # a process of its own may keep its stderr open
+                deaths.append(Death(rank, abs(code), how_it_ended(code), tuple(self._said[rank - self._first])))
         return deaths
 
     def dump_stacks(self) -> None:

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -24,12 +23,13 @@ from enginery.contracts.step import unpack
 from enginery.engine.build import Place, build_parts, build_runner
 from enginery.engine.child_process import die_with_parent, read_frame
 from enginery.engine.ranks import messages
+from enginery.engine.ranks.keys import RankKey
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
 from enginery.worker.page_tables import PageTables
 from enginery.worker.ranks.follower import Follower
-from enginery.worker.ranks.gloo import LostRank, Standing
+from enginery.worker.ranks.gloo import LostRank, Standing, open_store
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
 from enginery.worker.ranks.stages import EarlyStage
 
@@ -88,7 +88,8 @@ class Rank:
     def _meet(self, choice: Choice) -> RankGroups:
         refuse_for_ranks(choice)
         self._tell(messages.Here(self._rank))
-        self._groups = RankGroups(Path(self._boot.meeting), self._boot.parallel, self._standing)
+        store = open_store(self._boot.meeting, self._boot.parallel.num_ranks)
+        self._groups = RankGroups(store, self._boot.parallel, host=self._boot.host, standing=self._standing)
         self._groups.compare(choice)
         return self._groups
 
@@ -115,6 +116,8 @@ class Rank:
     def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
         link = self._context.socket(kind)
         link.set_hwm(0)
+        if self._boot.key:
+            RankKey(self._boot.key).secure_rank(link)
         link.connect(address)
         return link
 

@@ -82,8 +82,11 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
         yield None
         return
     from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without
+    from enginery.engine.ranks.wires import wires_of
 
-    others = RankProcesses(asked, registry.manifest, launch=launch or launch_of(offer))
+    with inside(offer, "say where ranks join"):
+        wires = wires_of(asked, offer.spec)
+    others = RankProcesses(asked, registry.manifest, launch=launch or launch_of(offer), wires=wires)
     try:
         yield others
         others.built()

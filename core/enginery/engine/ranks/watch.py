@@ -18,6 +18,7 @@ import zmq
 
 from enginery.contracts.parallel import Death, Launch, LaunchPlan, RunningRanks
 from enginery.engine.ranks import messages
+from enginery.engine.ranks.joined import Listening
 from enginery.engine.ranks.local import COMMAND, LocalRanks
 from enginery.engine.ranks.patience import Patience
 from enginery.errors import EngineDied, EnginError
@@ -31,9 +32,22 @@ _PAUSE_S: Final = 2.0  # this process did not run meanwhile: nobody could be hea
 class Watch:
     """Starts the ranks and ends them. running: those processes, once they are started."""
 
-    def __init__(self, launch: Launch, count: int, *, reports: str, deadline_s: float, standing: Standing) -> None:
-        """reports: the address where ranks tell how they are. standing: what the engine's own rank does."""
-        self._launch, self._count, self._address = launch, count, reports
+    def __init__(
+        self,
+        launch: Launch,
+        count: int,
+        *,
+        reports: zmq.Socket[bytes],
+        deadline_s: float,
+        standing: Standing,
+        joining: Listening | None,
+    ) -> None:
+        """reports: where ranks tell how they are; closed at the end. standing: what the engine's own rank does.
+
+        joining: how ranks of other hosts come; None: none do.
+        """
+        self._launch, self._count, self._reports, self._joining = launch, count, reports, joining
+        self._standing = standing
         self._patience = Patience(count, deadline_s=deadline_s, standing=standing, now_s=time.monotonic())
         self._said: dict[type[messages.FromRank], set[int]] = {messages.Here: set(), messages.Ready: set()}
         self._failed: list[messages.Failed] = []
@@ -44,7 +58,13 @@ class Watch:
         self.running: RunningRanks | None = None
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
-        self._until(lambda: self.running is not None)
+        try:
+            self._until(lambda: self.running is not None)
+        except BaseException:
+            if joining is not None:
+                joining.given_up.set()
+            self.end(grace_s=0.0)
+            raise
 
     @property
     def cause(self) -> EnginError | None:
@@ -78,16 +98,14 @@ class Watch:
             raise self._cause
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        link = context.socket(zmq.PULL)
+        began_s = time.monotonic()
         try:
-            link.set_hwm(0)
-            link.bind(self._address)
-            running = self._launch(LaunchPlan(num_others=self._count, command=COMMAND, start=LocalRanks))
+            running = self._launch(LaunchPlan(num_others=self._count, command=COMMAND, start=LocalRanks, joining=self._joining))
+            self._patience.pause(time.monotonic() - began_s)
             with self._changed:
                 self.running = running
                 self._changed.notify_all()
-            self._watch(running, link)
+            self._watch(running, self._reports)
             running.end(grace_s=self._grace_s or 0.0)
         except EnginError as error:
             self._fail(error)
@@ -95,7 +113,7 @@ class Watch:
             self._fail(EngineDied(f"the ranks could not be watched: {type(error).__name__}: {error}"))
             raise
         finally:
-            context.destroy(linger=0)
+            self._reports.close(linger=0)
 
     def _watch(self, running: RunningRanks, link: zmq.Socket[bytes]) -> None:
         """Until the ranks are to end, or one has failed."""
@@ -154,3 +172,4 @@ class Watch:
         with self._changed:
             self._cause = self._cause or cause
             self._changed.notify_all()
+        self._standing.sever()

@@ -1,22 +1,29 @@
 """How processes exchange tensors in host memory: the one file that names functions of torch.distributed.
 
 Groups are objects here, not the process's default: one process may have several engines. They meet through a file, and talk over
-the loopback interface alone. N rows, C columns, R ranks.
+the loopback interface alone; over hosts, through a TCPStore, at the interface that leads to the first rank. Neither of these asks
+who it talks to. N rows, C columns, R ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
+import socket
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Store, Work
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Store, TCPStore, Work
 
 from enginery.errors import EnginError
 
+LOOPBACK: Final = "127.0.0.1"
+MeetingStore: TypeAlias = Store
+_DESCRIPTORS: Final = "/proc/self/fd"
+_TCP: Final = "tcp://"
 _MEETING_S: Final = 60.0
 _FOR_EVER: Final = datetime.timedelta(days=365)  # whether an exchange hangs is decided by those that watch the processes
 _FIRST: Final = 0
@@ -49,23 +56,36 @@ class Standing:
         self.waits = ""
         self.phase = "start"
         self.number = -1
+        self._connections: set[tuple[int, str]] = set()
+
+    def connected(self, connections: set[tuple[int, str]]) -> None:
+        """Groups have these, of `_sockets`."""
+        self._connections |= connections
+
+    def sever(self) -> None:
+        """Close them, from another thread: who waits in an exchange with a host that is gone would wait for ever."""
+        for descriptor, _ in self._connections & _sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Group:
     """Some ranks, counted from 0, of which each calls the same methods in the same order. All tensors are contiguous."""
 
-    def __init__(self, store: Store, name: str, *, rank: int, size: int, standing: Standing) -> None:
-        """Wait until all have come. Raises `LostRank` after a minute."""
+    def __init__(self, store: Store, name: str, *, rank: int, size: int, standing: Standing, host: str = LOOPBACK) -> None:
+        """Wait until all have come. Raises `LostRank` after a minute. host: address of the first rank."""
         self.rank, self.size, self._standing = rank, size, standing
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
         options._timeout = datetime.timedelta(seconds=_MEETING_S)
         standing.waits = f"meeting of {name}"
+        before = _sockets()
         try:
             made = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
         except RuntimeError as error:
             raise LostRank(f"the ranks of {name} did not meet: {error}") from error
         standing.waits = ""
+        standing.connected(_sockets() - before)
         made._set_default_timeout(_FOR_EVER)
         self._group = cast("ProcessGroup", made)  # it has its methods
 
@@ -132,8 +152,46 @@ class Group:
         self._standing.waits = ""
 
 
-def open_store(path: Path, num_ranks: int) -> Store:
-    """Where the ranks of one engine leave their addresses. path: of a file that does not exist before."""
-    store = FileStore(str(path), num_ranks)
+def open_store(address: str, num_ranks: int) -> Store:
+    """Where the ranks of one engine leave their addresses: the path of a file that does not exist before, or tcp://ADDRESS:PORT."""
+    if not address.startswith(_TCP):
+        store: Store = FileStore(address, num_ranks)
+    else:
+        host, _, port = address.removeprefix(_TCP).rpartition(":")
+        try:
+            store = TCPStore(host, int(port), timeout=datetime.timedelta(seconds=_MEETING_S), wait_for_workers=False)
+        except RuntimeError as error:
+            raise LostRank(f"the first rank cannot be met at {address}: {error}") from error
     store.set_timeout(datetime.timedelta(seconds=_MEETING_S))
     return store
+
+
+def listening_store(host: str, num_ranks: int) -> tuple[Store, str]:
+    """One for ranks of other hosts, and its address, for `open_store`: any port of this address of the first rank's."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=datetime.timedelta(seconds=_MEETING_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"{_TCP}{host}:{port}"
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """Descriptors of this process's sockets, each with the name that the kernel gives no other; on Linux."""
+    found = set()
+    for entry in os.scandir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with contextlib.suppress(FileNotFoundError):
+            found.add((int(entry.name), os.readlink(entry.path)))
+    return {(descriptor, name) for descriptor, name in found if name.startswith("socket:")}
+
+
+def _own_address(towards: str) -> str:
+    """Of the interface that leads to another host; towards one of its own, that address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import platform
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Final
 
 import msgspec
 import torch
@@ -15,28 +17,28 @@ from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError, Unsupported
-from enginery.worker.choice import Choice
+from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.ranks.collectives import JoinedHead, RankCollectives
-from enginery.worker.ranks.gloo import Group, Standing, open_store
+from enginery.worker.ranks.gloo import Group, MeetingStore, Standing
 from enginery.worker.ranks.stages import LastStage, StageLinks
 from enginery.worker.weights.shares import stage_of
+
+_SOME_BYTES: Final = 4096
 
 
 class RankGroups:
     """Implements `Met`: the groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come."""
 
-    def __init__(self, file: Path, parallel: ParallelFacts, standing: Standing) -> None:
-        """file: through which they find each other."""
+    def __init__(self, store: MeetingStore, parallel: ParallelFacts, *, host: str, standing: Standing) -> None:
+        """store: through which they find each other. host: address of the first rank."""
         self.parallel = parallel
-        store = open_store(file, parallel.num_ranks)
-        self.world = Group(store, "all", rank=parallel.rank, size=parallel.num_ranks, standing=standing)
-        self.tensor = Group(
-            store, f"stage {parallel.stage}", rank=parallel.tensor_rank, size=parallel.tensor_size, standing=standing
-        )
+        make = functools.partial(Group, store, standing=standing, host=host)
+        self.world = make("all", rank=parallel.rank, size=parallel.num_ranks)
+        self.tensor = make(f"stage {parallel.stage}", rank=parallel.tensor_rank, size=parallel.tensor_size)
         self._stages: Group | None = None
         if parallel.num_stages > 1:
-            self._stages = Group(store, "stages", rank=parallel.rank, size=parallel.num_ranks, standing=standing)
+            self._stages = make("stages", rank=parallel.rank, size=parallel.num_ranks)
 
     def compare(self, choice: Choice) -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
@@ -109,6 +111,7 @@ def _stated(choice: Choice) -> Mapping[str, str]:
         "enginery": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
+        "checkpoint": _fingerprint(choice.checkpoint),
         "family": choice.family.source,
         "vocabulary": str(choice.facts.vocab_size),
         "operations": ", ".join(offer.source for offer in choice.ops),
@@ -116,3 +119,15 @@ def _stated(choice: Choice) -> Mapping[str, str]:
         "drafter": "off" if choice.drafter is None else choice.drafter.source,
     }
     return chosen | settings
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """Hosts may have folders of their own: of its configuration, and of the names, sizes and some bytes of its files of weights."""
+    found = hashlib.sha256(msgspec.json.encode(checkpoint.config, order="deterministic"))
+    files = [] if checkpoint.random else sorted(checkpoint.folder.glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            stream.seek(size // 2)
+            found.update(b"%s %d %s" % (file.name.encode(), size, stream.read(_SOME_BYTES)))
+    return found.hexdigest()[:12]

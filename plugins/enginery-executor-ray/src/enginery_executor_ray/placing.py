@@ -1,0 +1,150 @@
+"""Ranks on a Ray cluster: Ray places a process for each, starts it and watches it. No step goes through Ray.
+
+this process ── actor: start `engine rank --join` ──> node      one task for each rank, which ends when the rank does
+             ══ steps, reports (tcp with keys) ═════>
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import deque
+from typing import Any, Final
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from enginery.api import Death, EnginError, Joining, LaunchPlan, RunningRanks
+
+_PLACE_S: Final = 120.0  # until Ray has room; an autoscaling cluster may start a node for it
+_LOOK_S: Final = 0.5
+_LAST_LINES: Final = 12
+
+
+class NoRoom(EnginError):
+    """Ray has not placed the ranks."""
+
+
+def own_address() -> str:
+    """Of this node, as the others of the cluster reach it."""
+    _connect()
+    return str(ray.util.get_node_ip_address())
+
+
+def place(plan: LaunchPlan) -> RunningRanks:
+    """One processor for each rank, spread over the nodes; then wait until all have joined. Raises `NoRoom`, and what ended one."""
+    assert plan.joining is not None, "this executor listens"
+    _connect()
+    group = placement_group([{"CPU": 1}] * plan.num_others, strategy="SPREAD")
+    try:
+        if not group.wait(_PLACE_S):
+            raise NoRoom(
+                f"Ray has no room for {plan.num_others} ranks of one processor each in {_PLACE_S:g} s; ray status tells what it has"
+            )
+        placed = _Placed(group, plan.joining, plan.num_others)
+        return RayRanks(plan.joining.wait(placed.look), placed)
+    except BaseException:
+        remove_placement_group(group)  # with the actors in it
+        raise
+
+
+class RayRanks:
+    """Implements `RunningRanks`: what Ray tells comes first, as it knows of lost nodes before a deadline does."""
+
+    def __init__(self, joined: RunningRanks, placed: _Placed) -> None:
+        self._joined, self._placed = joined, placed
+        self._told: set[int] = set()
+
+    def boot(self, rank: int, frame: bytes) -> None:
+        self._joined.boot(rank, frame)
+
+    def name(self, rank: int) -> str:
+        return self._joined.name(rank)
+
+    def poll(self) -> list[Death]:
+        deaths = [death for death in (*self._joined.poll(), *self._placed.lost()) if death.rank not in self._told]
+        found = {death.rank: death for death in reversed(deaths)}  # of two that tell, the rank's own words
+        self._told |= found.keys()
+        return list(found.values())
+
+    def dump_stacks(self) -> None:
+        self._joined.dump_stacks()
+
+    def end(self, *, grace_s: float) -> None:
+        self._joined.end(grace_s=grace_s)
+        self._placed.end()
+
+
+class _Placed:
+    """The actors."""
+
+    def __init__(self, group: PlacementGroup, joining: Joining, count: int) -> None:
+        strategy = PlacementGroupSchedulingStrategy(group)
+        self._group: PlacementGroup | None = group
+        self._actors: list[Any] = [
+            _Rank.options(num_cpus=1, scheduling_strategy=strategy).remote()  # type: ignore[attr-defined]
+            for _ in range(count)
+        ]
+        self._runs = {
+            actor.run.remote(joining.address, joining.key, rank): rank for rank, actor in enumerate(self._actors, start=1)
+        }
+        self._looked_s = 0.0
+
+    def look(self) -> None:
+        """While ranks join: raise when one has ended."""
+        for death in self.lost():
+            said = "; its last lines were:\n  " + "\n  ".join(death.last_lines) if death.last_lines else ""
+            raise EnginError(f"rank {death.rank} {death.how}, before it joined{said}")
+
+    def lost(self) -> list[Death]:
+        """Of those whose process has ended, or whose node is gone. Asks Ray twice a second."""
+        if time.monotonic() - self._looked_s < _LOOK_S or not self._runs:
+            return []
+        self._looked_s = time.monotonic()
+        ended, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0)
+        return [self._death(self._runs.pop(run), run) for run in ended]
+
+    def end(self) -> None:
+        """All of them, by force."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _death(self, rank: int, run: Any) -> Death:
+        try:
+            code, last_lines = ray.get(run)
+        except ray.exceptions.RayError as error:
+            return Death(rank, 1, f"was lost by Ray: {str(error).strip().splitlines()[0]}", ())
+        return Death(rank, code, f"ended with exit code {code}", last_lines)
+
+
+@ray.remote
+class _Rank:
+    """On a node: one `engine rank`. Ray kills it with this process."""
+
+    def run(self, address: str, key: str, rank: int) -> tuple[int, tuple[str, ...]]:
+        """To its end: its status, and what it wrote last. The rest is in Ray's log of this process."""
+        command = [sys.executable, "-P", "-m", "enginery", "rank", "--join", address, "--rank", str(rank), "--rank-key-file", "-"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stderr is not None
+            process.stdin.write(f"{key}\n")
+            process.stdin.close()
+            last: deque[str] = deque(maxlen=_LAST_LINES)
+            for line in process.stderr:
+                last.append(line.rstrip("\n"))
+                print(line, end="", file=sys.stderr, flush=True)
+        return process.returncode, tuple(last)
+
+
+def _connect() -> None:
+    """To the cluster that RAY_ADDRESS names, or that runs here."""
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level="warning")
+        except ConnectionError as error:
+            raise EnginError(
+                f"there is no Ray cluster to put ranks on ({error}); start one by `ray start --head`, or set RAY_ADDRESS"
+            ) from error

@@ -1,0 +1,25 @@
+"""What the executor is, without Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from enginery.api import ExecutorSpec, LaunchPlan, PluginError, RunningRanks
+
+
+def _launch(plan: LaunchPlan) -> RunningRanks:
+    from enginery_executor_ray.placing import place
+
+    return place(plan)
+
+
+def _listen(asked: str | None) -> str:
+    """Any port of the address by which Ray's nodes know this one."""
+    if importlib.util.find_spec("ray") is None:
+        raise PluginError("--executor ray needs Ray; pip install 'enginery-executor-ray[ray]'")
+    from enginery_executor_ray.placing import own_address
+
+    return asked or f"tcp://{own_address()}:0"
+
+
+RAY = ExecutorSpec(name="ray", api=(2, 1), launch=_launch, summary="places ranks on a Ray cluster", listen=_listen)

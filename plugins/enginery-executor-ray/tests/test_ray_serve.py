@@ -1,0 +1,194 @@
+"""The application for Ray Serve: two engines, one killed under load; and how many there are to be."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import httpx
+import psutil
+import pytest
+
+from enginery.testing.fixtures import TINY_CONFIG, write_tiny_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]  # Ray's own
+PORT = 8123
+NUM_TOKENS = 1000  # seconds
+FLAGS = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "num_pages": "1024", "num_threads": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"), {**TINY_CONFIG, "max_position_embeddings": 2048})
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None, model: Path) -> Iterator[str]:
+    from ray import serve
+
+    from enginery_executor_ray.serving import application
+
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    serve.run(application({**FLAGS, "model": str(model), "min_replicas": "2", "max_model_len": "1100"}), name="engines")
+    yield f"http://127.0.0.1:{PORT}"
+    serve.shutdown()
+
+
+def servers() -> list[psutil.Process]:
+    """The processes of `engine serve`, each a child of its replica."""
+    own = {"enginery", "serve", "--port=0", "--max-model-len=1100"}
+    return [process for process in psutil.process_iter(["cmdline"]) if own <= set(process.info["cmdline"] or ())]
+
+
+class Stream(NamedTuple):
+    """What came of one: its text, whether it came to its end, and who answered."""
+
+    text: str
+    is_whole: bool
+
+
+def stream(url: str, prompt: list[int], begun: threading.Event | None = None) -> Stream:
+    asked = {"prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+    text, is_whole = "", False
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60, trust_env=False) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if begun is not None:
+                    begun.set()
+                is_whole |= line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", ()))
+    except httpx.HTTPError:
+        is_whole = False
+    return Stream(text, is_whole)
+
+
+def served_by(url: str) -> dict[int, float]:
+    """How many requests each engine has had, by process."""
+    found = {}
+    for server in servers():
+        (port,) = {at.laddr.port for at in server.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=20, trust_env=False).text
+        found[server.pid] = sum(
+            float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running")
+        )
+    return found
+
+
+def test_an_engine_that_is_killed_under_load_takes_its_own_streams_alone(url: str) -> None:
+    """Then there are two again."""
+    prompts = [[11 * (index + 1)] * 12 for index in range(8)]  # with nothing in common
+    alone = [stream(url, prompt) for prompt in prompts]
+    assert all(found.is_whole for found in alone)
+    begun = [threading.Event() for _ in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        results = [threads.submit(stream, url, prompt, event) for prompt, event in zip(prompts, begun, strict=True)]
+        assert all(event.wait(30) for event in begun)
+        running = served_by(url)
+        assert len(running) == 2
+        assert all(running.values()), running
+        victim = max(running, key=running.__getitem__)
+        psutil.Process(victim).kill()
+        streams = [result.result() for result in results]
+        later = stream(url, [1, 2, 3])
+    lost = [found for found in streams if not found.is_whole]
+    assert 0 < len(lost) <= running[victim]
+    for found, expected in zip(streams, alone, strict=True):
+        assert found == expected or (found in lost and expected.text.startswith(found.text))
+    assert later.is_whole
+    end_s = time.monotonic() + 60
+    while len(servers()) < 2 or victim in {server.pid for server in servers()}:
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+    assert stream(url, prompts[0]) == alone[0]
+
+
+def test_load_brings_a_second_engine(url: str, model: Path) -> None:
+    """By what the first one tells of its running requests: four, where two are meant for one."""
+    from ray import serve
+
+    from enginery_executor_ray.serving import application
+
+    given = {"model": str(model), "target_requests": "2", "max_replicas": "2", "upscale_delay_s": "1"}
+    serve.run(application({**FLAGS, **given, "max_model_len": "1050"}), name="scaled", route_prefix="/scaled")
+    stop = threading.Event()
+
+    def load(index: int) -> None:
+        while not stop.is_set():
+            stream(f"{url}/scaled", [11 * (index + 1)] * 12)
+
+    with ThreadPoolExecutor(4) as threads:
+        loads = [threads.submit(load, index) for index in range(4)]
+        try:
+            end_s = time.monotonic() + 100
+            while serve.status().applications["scaled"].deployments["Engine"].replica_states.get("RUNNING", 0) < 2:
+                assert time.monotonic() < end_s
+                assert not any(each.done() for each in loads)
+                time.sleep(0.5)
+        finally:
+            stop.set()
+    serve.delete("scaled")
+
+
+def test_whatever_the_server_has_is_there(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+        assert http.get("/v1/models").json()["data"]
+        assert http.get("/nowhere").status_code == 404
+        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        refused = http.post("/v1/chat/completions", json=chat | {"temperature": -1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+        assert http.post("/v1/completions", content=b"no JSON").status_code == 400
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_equal_beginnings_look_alike_to_the_router() -> None:
+    from enginery_executor_ray.serving import prompt_of
+
+    long = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    first, second = (prompt_of(json.dumps({"model": "m", "messages": long[:count]}).encode()) for count in (1, 2))
+    assert second.startswith(first[:-1])
+    assert prompt_of(b'{"prompt": "hello"}') == "hello"
+    assert [prompt_of(body) for body in (b"", b"no JSON", b"[1]", b"{}")] == [""] * 4
+
+
+@pytest.mark.usefixtures("with_ray")
+@pytest.mark.parametrize(
+    ("running", "waiting", "usage", "expected"),
+    [
+        ([10.0, 12.0], [0.0, 0.0], [0.2, 0.3], 1),
+        ([64.0, 64.0], [0.0, 30.0], [0.2, 0.3], 3),
+        ([8.0, 8.0], [1.0, 2.0], [0.99, 0.98], 3),
+        ([8.0, 8.0], [1.0, 2.0], [0.99, 0.30], 1),
+        ([64.0, 64.0], [900.0, 30.0], [0.2, 0.3], 4),
+        ([], [], [], 2),
+    ],
+)
+def test_engines_are_as_many_as_their_metrics_ask_for(
+    running: list[float], waiting: list[float], usage: list[float], expected: int
+) -> None:
+    from enginery_executor_ray.serving import num_replicas
+
+    named = {"running": running, "waiting": waiting, "kv_usage": usage}
+    context = SimpleNamespace(
+        aggregated_metrics={name: {str(index): value for index, value in enumerate(values)} for name, values in named.items()},
+        current_num_replicas=2,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=4,
+        config=SimpleNamespace(target_ongoing_requests=64),
+    )
+    assert num_replicas(context) == (expected, {})
+
+
+@pytest.mark.usefixtures("with_ray")
+def test_options_whose_place_ray_takes_are_refused() -> None:
+    from enginery_executor_ray.serving import application
+
+    with pytest.raises(ValueError, match="api_key, port: Ray Serve listens"):
+        application({"model": "m", "port": "1", "api_key": "k"})

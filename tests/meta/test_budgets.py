@@ -21,9 +21,10 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # for drafts on CUDA: graphs of verifications and of draft models, lengths that the device alone knows; 1,980 more for ranks as
 # processes: what they exchange, how they are started, told what to run, watched and ended, and pipeline stages; 360 more
 # for KV events, the rule by which ranks are given up, and executors as an offer of plugins; 230 more for steps
-# that are recorded on CPUs, and for options of several engines beside each other.
-CORE_LINES = 25_150
-APART = {"testing": 3_430, "bench": 1_770, "serve": 7_600, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
+# that are recorded on CPUs, and for options of several engines beside each other; 450 more for drafts that branch: how their rows
+# lie, what each sees, and where what stands is moved to; and for verifications that are run again.
+CORE_LINES = 25_600
+APART = {"testing": 3_560, "bench": 1_770, "serve": 7_600, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from enginery.attention.relay import BackendRelay
-from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
@@ -29,12 +29,12 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.layout import begins_of, lay_out, logits_of_items, rows_of_items, sampled_seats
+from enginery.worker.layout import begins_of, lay_out, logits_of_items, rows_of_items
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.eager import EagerPath
-from enginery.worker.paths.path import Forwarded, ForwardPath
+from enginery.worker.paths.path import Forwarded, ForwardPath, Launched
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.ranks.collectives import JoinedHead
@@ -60,29 +60,6 @@ class Guesses(NamedTuple):
         if self.ready is not None:
             self.ready.synchronize()
         return tuple(self.tokens[place].tolist())
-
-
-class Launched(NamedTuple):
-    """A forward that the device may still be running, valid until the next one. logits: [S, V], of the items that sample."""
-
-    step: StepInput
-    forwarded: Forwarded
-    logits: torch.Tensor
-    captured: bool
-    laid_out_s: float
-
-    def seats(self) -> torch.Tensor:
-        """Of the items that sample: [S] int64, on the device."""
-        if self.forwarded.seats is None:
-            return to_device(sampled_seats(self.step), self.logits.device)
-        return self.forwarded.seats[: len(self.step.sampling)]
-
-    def verified(self, cuts: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """As `Runner._verify`, where a graph has done it: best tokens are asked for, as many as there are."""
-        accepted, best = self.forwarded.accepted, self.forwarded.greedy
-        if accepted is None or best is None or cuts or not self.step.run.greedy:
-            return None
-        return best[: len(self.logits)], best[: len(self.logits)], accepted[: len(self.step.sampling)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -331,14 +308,17 @@ class Runner:
         uploaded = to_device(torch.from_numpy(np.concatenate((most, begins, seats.astype(np.int64)))), self.device)
         num_drafts, first_rows, kept_at = torch.split(uploaded, [count, len(begins), len(seats)])
         right = accept(sampled, inputs, None, num_drafts).counts
-        if step.states:
-            self._commit_states(step, batch, right)
+        self.keep_accepted(launched, right)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
         self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
         return tokens, marked, accepted
 
-    def _commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
+    def keep_accepted(self, launched: Launched, right: torch.Tensor) -> None:
         """Move states behind the drafts that are right, [B], of the items that verified some; all rows of the others stand."""
+        step, batch = launched.step, launched.forwarded.batch
+        if not step.states:
+            return
+        assert batch is not None, "a step that verifies keeps its batch"
         others = torch.from_numpy(rows_of_items(step)[step.num_decode :].astype(np.int64)) - 1
         accepted = Accepted(counts=torch.cat((right, to_device(others, self.device))))
         done = self.relay.ask("commit_state", plan=batch.plan, accepted=accepted)

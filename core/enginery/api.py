@@ -56,6 +56,7 @@ from enginery.contracts.drafting import (
     DraftAsk,
     DraftContext,
     DrafterSpec,
+    DraftTree,
     HostDrafter,
     MappedVocabulary,
 )
@@ -216,6 +217,7 @@ __all__ = [
     "DraftAsk",
     "DraftContext",
     "DraftTarget",
+    "DraftTree",
     "DrafterSpec",
     "EnginError",
     "EngineDied",

@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from engine.test_device_drafts import unread  # noqa: F401
 from engine.test_draft_models import by_itself
 from engine.test_kinds_at_random import WINDOWS, small_memory
 from engine.test_replay import Defect, two_layers
 from engine.test_speculation import Scripted, answers_of, with_drafter
+from engine.test_trees import Branching, with_trees
 from parity.engine_driver import drain, greedy, options
 from parity.oracle import FAMILIES, Oracle
 from parity.test_hybrids import HYBRIDS
@@ -22,7 +24,9 @@ from enginery.contracts.step import INT
 from enginery.engine.engine import Engine
 from enginery.engine.recording import RecordedStep, Recording, read_recording
 from enginery.engine.replay import build_replica, compare_replicas, compare_tokens, replay_options
+from enginery.kv.pool import PagedKVPool
 from enginery.plugin.registry import Registry
+from enginery.worker.paths.path import Launched
 
 NUM_STEPS = 18
 MODELS = {"llama": two_layers(FAMILIES["llama"]), "gemma2": WINDOWS, "qwen3_next": HYBRIDS["qwen3_next"]}
@@ -157,9 +161,9 @@ def test_a_state_stands_where_the_right_drafts_end(write_oracle: Callable[..., O
     replica = build_replica(replay_options(made, None), registry, made)
     keep, seen = replica._runner.keep_accepted, list[Sequence[int]]()
 
-    def one_fewer(launched: object, right: object) -> None:
-        seen.append(right.tolist())  # type: ignore[attr-defined]
-        keep(launched, (right - 1).clamp(min=0))  # type: ignore[arg-type, operator]
+    def one_fewer(launched: Launched, right: torch.Tensor, path: torch.Tensor) -> None:
+        seen.append(right.tolist())
+        keep(launched, (right - 1).clamp(min=0), path)
 
     replica._runner.keep_accepted = one_fewer  # type: ignore[method-assign]
     parting = compare_tokens(made, replica).parting
@@ -167,3 +171,22 @@ def test_a_state_stands_where_the_right_drafts_end(write_oracle: Callable[..., O
     assert parting is not None
     assert parting.step > verifying(made)[0].step.number
     assert np.frombuffer(made.steps[parting.step].step.states, INT).any()
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_drafts_that_branch_are_walked_and_moved_again(
+    llama: Oracle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_moved: bool
+) -> None:
+    registry, requests = Registry.load(), requests_of(llama)
+    plain = answers_of(Engine.build(options(llama), registry), requests)
+    answers = {request.prompt_token_ids: plain[request.request_id].tokens for request in requests}
+    registry = with_trees(registry, Branching("comb", answers))
+    sizes = {"max_batch_requests": 24, "attention_backend": "torch", "page_size": 2}
+    made = recorded(llama, registry, tmp_path / "steps", drafter="scripted", draft_length="6", **sizes)
+    assert any(len(tokens) == 3 for each in verifying(made) if each.step.parents for tokens in each.token_ids)
+    asked = replay_options(made, None)
+    first, second, one = (build_replica(asked, registry, made) for _ in range(3))
+    if not is_moved:
+        monkeypatch.setattr(PagedKVPool, "move", lambda self, src, dst: None)
+    assert compare_replicas(made, first, second, tolerance=0.0).parting is None
+    assert (compare_tokens(made, one, tolerance=1e-5).parting is None) is is_moved

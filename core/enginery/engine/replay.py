@@ -24,9 +24,12 @@ from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.recording import RecordedStep, Recording
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
+from enginery.speculate.acceptance import accept
+from enginery.worker.drafts.trees import depths_of, parents_of
 from enginery.worker.layout import begins_of, rows_of_items, sampled_seats
 from enginery.worker.page_tables import PageTables
-from enginery.worker.runner import Captured, Runner
+from enginery.worker.paths.path import Launched
+from enginery.worker.runner import Captured, Runner, Speculation
 
 TOLERANCES: Final = {"float32": 1e-3}  # of attention and logits, as a part of the largest value
 ROUNDED: Final = 0.1  # where activations have 8 or 11 bits, whose rounding adds up over the layers
@@ -40,10 +43,12 @@ class Wrote(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A step that was run again. logits: [R, V], of the rows that are sampled."""
+    """A step that was run again. logits: [R, V], of the rows that are sampled. path: [n, N] int64, of the items that verify, the
+    rows of the tokens that are told."""
 
     calls: Sequence[Wrote]
     logits: torch.Tensor
+    path: torch.Tensor | None
 
 
 class Difference(NamedTuple):
@@ -86,6 +91,7 @@ class Replica:
             feed=parts.feed,
             captured=Captured(),
             results=parts.choice.results,
+            speculation=Speculation(pool=parts.pool),
         )
         self._calls: list[Wrote] = []
         self.socket = parts.socket
@@ -102,10 +108,25 @@ class Replica:
         feed.keep(torch.tensor(told, dtype=torch.int64, device=device), seats.to(device))
         if recorded.guesses:
             feed.keep_drafts(torch.tensor(recorded.guesses, dtype=torch.int64, device=device), seats.to(device))
-        if step.verifies:
-            right = [len(tokens) - 1 for tokens in recorded.token_ids[: step.num_decode]]
-            self._runner.keep_accepted(launched, torch.tensor(right, dtype=torch.int64, device=device))
-        return Ran(self._calls, launched.logits)
+        path = self._stand(launched, recorded.token_ids[: step.num_decode]) if step.verifies else None
+        return Ran(self._calls, launched.logits, path)
+
+    def _stand(self, launched: Launched, told: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Keep what stands of the items that verify, by the tokens that were told of them: the rows of these, [n, N]."""
+        step, batch, device = launched.step, launched.forwarded.batch, self._runner.device
+        assert batch is not None, "a step that verifies keeps its batch"
+        tokens, parents = batch.input_ids[: len(told) * step.decode_len].view(len(told), -1), None
+        sampled = torch.full(tokens.shape, -1, dtype=torch.int64)
+        depths = depths_of(step) if step.parents else np.broadcast_to(np.arange(step.decode_len), tokens.shape)
+        for row, (found, each) in enumerate(zip(told, depths.tolist(), strict=True)):
+            sampled[row] = torch.tensor([found[depth] if depth < len(found) else -1 for depth in each])
+        if step.parents:
+            parents = torch.from_numpy(parents_of(step)).to(device)
+        most = torch.from_numpy(step.columns().num_drafts[: len(told)].astype(np.int64)).to(device)
+        path = accept(sampled.to(device), tokens, parents, most).path
+        right = torch.tensor([len(found) - 1 for found in told], device=device)
+        self._runner.keep_accepted(launched, right, path)
+        return path
 
     def _noted(self, call: LayerCall) -> None:
         self._calls.append(Wrote(call.layer.global_id, call.out.clone()))
@@ -181,7 +202,9 @@ def _from_tokens(recorded: RecordedStep, ran: Ran) -> Iterator[Difference]:
     if not step.run.greedy:
         return
     for index, first in zip(step.sampling.tolist(), begins_of(step.sampled_rows).tolist(), strict=True):
-        for token, logits in zip(recorded.token_ids[index], ran.logits[first:].float(), strict=False):
+        places = [0] if ran.path is None or index >= len(ran.path) else ran.path[index].tolist()
+        for token, place in zip(recorded.token_ids[index], places, strict=False):
+            logits = ran.logits[first + place].float()
             if token >= 0:
                 amount = float((logits.max() - logits[token]) / logits.abs().max())
                 yield Difference(step.number, None, recorded.request_ids[index], amount)

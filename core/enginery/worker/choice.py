@@ -29,7 +29,7 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
 from enginery.worker.device import device_facts, of_one_rank, torch_device
-from enginery.worker.drafts.choice import choose_drafter, drafter_decisions
+from enginery.worker.drafts.choice import choose_drafter, drafter_decisions, refuse_trees
 from enginery.worker.needs import attn_needs, by_phase
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
@@ -150,8 +150,9 @@ def choose(
     shipped = shipped_drafters(checkpoint, registry)
     config, folder = checkpoint.config, checkpoint.folder
     drafter = choose_drafter(asked, registry, device=device.kind, shipped=shipped, config=config, folder=folder)
-    layers, verifies = stage_of(facts, parallel).memory, drafter.offer is not None
-    softmax, recurrent = (attn_needs(layers, settings, device, recurrent=each, verifies=verifies) for each in (False, True))
+    refuse_trees(drafter, facts, parallel, max_model_len=settings.max_model_len)
+    layers, drafts = stage_of(facts, parallel).memory, {"verifies": drafter.offer is not None, "trees": drafter.trees}
+    softmax, recurrent = (attn_needs(layers, settings, device, recurrent=each, **drafts) for each in (False, True))
     attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)

@@ -11,11 +11,17 @@ from enginery.contracts.batch import Phase
 
 
 def attn_needs(
-    layers: Iterable[AttnLayerFacts], settings: Settings, device: DeviceFacts, *, recurrent: bool = False, verifies: bool = False
+    layers: Iterable[AttnLayerFacts],
+    settings: Settings,
+    device: DeviceFacts,
+    *,
+    recurrent: bool = False,
+    verifies: bool = False,
+    trees: bool = False,
 ) -> AttnNeeds:
     """The needs of these layers, run with these settings: of those with softmax, or of the recurrent ones.
 
-    layers: with the heads that a backend is given. verifies: whether steps verify drafts.
+    layers: with the heads that a backend is given. verifies: whether steps verify drafts. trees: which may branch.
     """
     return AttnNeeds(
         device=device.kind,
@@ -24,6 +30,7 @@ def attn_needs(
         page_size=settings.page_size,
         layers=tuple(layer for layer in layers if (layer.recurrent is not None) == recurrent),
         compute_capability=device.compute_capability,
+        trees=trees and not recurrent,
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, *((Phase.VERIFY,) if verifies else ())}),
     )
 
@@ -31,4 +38,5 @@ def attn_needs(
 def by_phase(needs: AttnNeeds) -> dict[str, AttnNeeds]:
     """Of two backends, of which one prefills and the other decodes."""
     phases = {"prefill": {Phase.PREFILL}, "decode": {Phase.DECODE, Phase.VERIFY} & needs.phases}
-    return {role: dataclasses.replace(needs, phases=frozenset(some)) for role, some in phases.items()}
+    trees = {"prefill": False, "decode": needs.trees}
+    return {role: dataclasses.replace(needs, phases=frozenset(some), trees=trees[role]) for role, some in phases.items()}

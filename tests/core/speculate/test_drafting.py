@@ -154,8 +154,8 @@ def test_a_drafter_that_fails_is_named(propose: Callable[[object], object]) -> N
 
 
 def chosen(*, most: int = 8, device: str = "cpu", shipped: tuple[str, ...] = (), **asked: str) -> tuple[str | None, int]:
-    registry = SimpleNamespace(drafters=(offer_of(Noting(), most=most),), records=())
-    offer, length, _ = choose_drafter(
+    registry = SimpleNamespace(drafters=(offer_of(Noting(), most=most),), records=(), options_for=lambda name: None)
+    offer, length, *_ = choose_drafter(
         EngineOptions(**asked),  # type: ignore[arg-type]
         cast("Registry", registry),
         device=device,

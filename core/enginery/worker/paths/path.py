@@ -48,6 +48,19 @@ class Forwarded(NamedTuple):
     padded: ForwardBatch | None = None
 
 
+class Verified(NamedTuple):
+    """What became of drafts. tokens, and marked with `NAN_TOKEN`: of all sampled rows, [R] int64, those that are told first.
+
+    accepted: [S] int64, how many drafts of each item are right. order: [R] int64, the rows as they were before; None: the same. All
+    are on the device.
+    """
+
+    tokens: torch.Tensor
+    marked: torch.Tensor
+    accepted: torch.Tensor
+    order: torch.Tensor | None = None
+
+
 class Launched(NamedTuple):
     """A forward that the device may still be running, valid until the next one. logits: [S, V], of the items that sample."""
 
@@ -63,12 +76,12 @@ class Launched(NamedTuple):
             return to_device(sampled_seats(self.step), self.logits.device)
         return self.forwarded.seats[: len(self.step.sampling)]
 
-    def verified(self, cuts: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def verified(self, cuts: Mapping[int, int]) -> Verified | None:
         """As `Runner._verify`, where a graph has done it: best tokens are asked for, as many as there are."""
         accepted, best = self.forwarded.accepted, self.forwarded.greedy
         if accepted is None or best is None or cuts or not self.step.run.greedy:
             return None
-        return best[: len(self.logits)], best[: len(self.logits)], accepted[: len(self.step.sampling)]
+        return Verified(best[: len(self.logits)], best[: len(self.logits)], accepted[: len(self.step.sampling)])
 
 
 class ForwardPath(Protocol):

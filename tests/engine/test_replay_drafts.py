@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -190,3 +191,30 @@ def test_drafts_that_branch_are_walked_and_moved_again(
         monkeypatch.setattr(PagedKVPool, "move", lambda self, src, dst: None)
     assert compare_replicas(made, first, second, tolerance=0.0).parting is None
     assert (compare_tokens(made, one, tolerance=1e-5).parting is None) is is_moved
+
+
+def test_torch_and_triton_agree_on_trees(llama: Oracle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In Triton's interpreter, which takes milliseconds for every program: the first steps of short prompts."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are interpreted where there is no CUDA device")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    precision = pytest.importorskip("enginery_ops_triton.kernels.precision")
+    pytest.importorskip("enginery_attn_triton.backend")
+    if not precision.INTERPRETED.value:
+        pytest.skip("triton was imported for the compiler in this process")
+    requests = [greedy(f"r{index}", prompt[: 5 + index], max_tokens=9) for index, prompt in enumerate(llama.prompts[:2])]
+    plain = answers_of(Engine.build(options(llama), Registry.load()), requests)
+    answers = {request.prompt_token_ids: plain[request.request_id].tokens for request in requests}
+    interpreted = with_trees(Registry.load(blocked=("ops-triton",)), Branching("comb", answers))
+    asked = options(llama, drafter="scripted", draft_length="6", attention_backend="torch", num_pages=9)
+    engine = Engine.build(dataclasses.replace(asked, record_steps=(4, str(tmp_path / "steps"))), interpreted)
+    for request in requests:
+        engine.submit(request)
+    drain(engine, {})
+    made = read_recording(tmp_path / "steps")
+    assert sum(bool(each.step.parents) for each in made.steps) >= 2
+    first, second = (build_replica(replay_options(made, backend), interpreted, made) for backend in ("torch", "triton"))
+    outcome = compare_replicas(made, first, second)
+    assert outcome.parting is None
+    assert outcome.largest is not None
+    assert 0 < outcome.largest.amount < 1e-4

@@ -56,6 +56,7 @@ from enginery.contracts.drafting import (
     DraftAsk,
     DraftContext,
     DrafterSpec,
+    DraftTree,
     HostDrafter,
     MappedVocabulary,
 )
@@ -217,6 +218,7 @@ __all__ = [
     "DraftAsk",
     "DraftContext",
     "DraftTarget",
+    "DraftTree",
     "DrafterSpec",
     "EnginError",
     "EngineDied",

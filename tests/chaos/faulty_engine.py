@@ -17,7 +17,8 @@ from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
 from enginery.schedule.scheduler import Scheduler
 from enginery.serve.engine.process import run
-from enginery.worker.runner import NO_CUTS, Launched, Runner, RunningStep
+from enginery.worker.paths.path import Launched
+from enginery.worker.runner import NO_CUTS, Runner, RunningStep
 from enginery.worker.sampling import mark_nan
 from enginery_grammar_llguidance import compiler
 

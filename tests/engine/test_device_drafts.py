@@ -30,7 +30,7 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
-from enginery.worker.runner import Launched
+from enginery.worker.paths.path import Launched
 
 MOST_ROWS = 24
 TOKENS = 24

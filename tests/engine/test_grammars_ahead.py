@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -102,12 +102,18 @@ class Guesses:
         pass
 
 
-def answer(kind: str, trap: int, guesses: Guesses | None) -> tuple[list[int], str | None]:
+def with_guesses(registry: Registry, guesses: Guesses) -> Registry:
+    return with_drafter(registry, lambda _: guesses)
+
+
+def answer(
+    kind: str, trap: int, guesses: Guesses | None, *, offer: Callable[[Registry, Guesses], Registry] = with_guesses
+) -> tuple[list[int], str | None]:
     """What one request is told, and the error that ends it."""
     registry, asked = Registry.load(), ASKED
     registry = dataclasses.replace(registry, grammars=(Grammars(kind, trap).offered(),))
     if guesses is not None:
-        registry = with_drafter(registry, lambda _: guesses)
+        registry = offer(registry, guesses)
         asked = dataclasses.replace(asked, drafter="scripted", draft_length="4")
     engine = Engine.build(asked, registry)
     grammar = Grammar(kind=GrammarKind.REGEX, source="x")

@@ -37,7 +37,7 @@ from enginery.nn.decoder import Decoder
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import RankThreads
 from enginery.testing.kits.weights import WholeTensors
-from enginery.worker.runner import Launched
+from enginery.worker.paths.path import Launched
 from enginery.worker.warm_up import warm_up
 from enginery_model_llama.spec import describe, shape
 

@@ -13,7 +13,8 @@ from enginery.contracts.request import FinishReason, GenerationRequest, Sampling
 from enginery.contracts.step import SamplingInput, StepInput
 from enginery.engine.engine import MAX_FAILED_STEPS, Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.runner import Launched, RunningStep
+from enginery.worker.paths.path import Launched
+from enginery.worker.runner import RunningStep
 
 
 def request(name: str, **params: object) -> GenerationRequest:

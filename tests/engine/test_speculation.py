@@ -294,9 +294,19 @@ def test_random_use_in_a_small_memory_breaks_no_promise(
 
 
 def used_at_random(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, oracle: Oracle, *, turns: int, **changes: object
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    oracle: Oracle,
+    *,
+    turns: int,
+    script: Callable[[str, dict[tuple[int, ...], list[int]]], Scripted] = Scripted,
+    offer: Callable[[Registry, Scripted], Registry] = lambda registry, scripted: with_drafter(registry, lambda _: scripted),
+    **changes: object,
 ) -> tuple[Engine, Counter[str]]:
-    """Whoever is told something is told what it is told alone. Drafts are right and wrong by chance."""
+    """Whoever is told something is told what it is told alone. Drafts are right and wrong by chance.
+
+    script, offer: the drafter that knows what will be told, and the registry with it.
+    """
     chance = random.Random(3)
     prompts = [tuple(prompt) for prompt in prompts_of(oracle)]
     requests = [
@@ -307,12 +317,12 @@ def used_at_random(
     ]
     plainly = answers_of(Engine.build(options(oracle, prefix_cache=False), registry), requests)
     expected = {request.prompt_token_ids: plainly[request.request_id].tokens for request in requests}
-    scripted = Scripted("random", expected)
+    scripted = script("random", expected)
     small_memory(monkeypatch, windows=16)
     monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
     small = {"page_size": 4, "num_pages": 32, "max_batch_tokens": 24, "max_batch_requests": 4, "max_model_len": 120}
     drafting = dataclasses.replace(options(oracle, **{**small, **changes}), drafter="scripted", draft_length="3")
-    engine = Engine.build(drafting, with_drafter(registry, lambda _: scripted))
+    engine = Engine.build(drafting, offer(registry, scripted))
 
     def ask(name: str) -> GenerationRequest:
         params = SamplingParams(max_tokens=chance.randint(1, 40), temperature=1.0, seed=1)

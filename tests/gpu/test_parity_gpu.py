@@ -35,7 +35,8 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.testing.readback import no_reads
-from enginery.worker.runner import Launched, RunningStep
+from enginery.worker.paths.path import Launched
+from enginery.worker.runner import RunningStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # Triton compiles its kernels the first time
 

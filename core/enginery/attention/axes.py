@@ -164,6 +164,7 @@ def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> 
     vars(part).update(
         {name: READ[name](batch) for name in _KEPT},
         phase=phase,
+        trees=batch.trees and phase is not Phase.PREFILL,
         views={kind: _part(view, rows, requests) for kind, view in batch.views.items()},
         inputs=_split_named(batch.inputs, rows, requests) if batch.inputs else batch.inputs,
         outputs=_split_named(batch.outputs, rows, requests) if batch.outputs else batch.outputs,

@@ -54,6 +54,14 @@ class Part:
         return same
 
 
+def _is_planned(part: Part) -> bool:
+    return part.plan is not None
+
+
+def _has_trees(part: Part) -> bool:
+    return part.plan is not None and part.batch.trees and part.batch.num_decode_requests > 0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompositePlan(ForwardPlan):
     """The parts of a batch, each with the plan of the child that attends it."""
@@ -156,8 +164,10 @@ class Composite(ABC):
         """The answer of one child to a hook; None if it has none."""
         return self.children[child].ask(hook, **arguments)
 
-    def ask_parts(self, hook: str, arguments: Mapping[str, object]) -> list[tuple[Part, object]]:
-        """What the child of each planned part answers, given the part's plan, its batch, and what of its requests was accepted."""
+    def ask_parts(
+        self, hook: str, arguments: Mapping[str, object], fits: Callable[[Part], bool] = _is_planned
+    ) -> list[tuple[Part, object]]:
+        """What the child of each part that fits answers, given its plan, its batch, and what of its requests was accepted."""
         plan = arguments["plan"]
         assert isinstance(plan, CompositePlan), f"{hook} is asked with {plan!r:.100}"
         if plan.key.backend != self.backend_id:
@@ -167,7 +177,7 @@ class Composite(ABC):
         cuts = self.cut(batch, capture=plan.key.capture) if isinstance(batch, ForwardBatch) and replayed else plan.parts
         answers = []
         for part, cut in zip(plan.parts, cuts, strict=True):
-            if part.plan is not None:
+            if fits(part):
                 asked = {name: _of_part(value, part, cut) for name, value in arguments.items()}
                 answers.append((part, self.ask(part.child, hook, asked)))
         return answers
@@ -189,8 +199,16 @@ def _each_part(composite: Composite, hook: str, arguments: Mapping[str, object])
 
 def _joined(composite: Composite, hook: str, arguments: Mapping[str, object]) -> VerifyMask | IndexerPlan | None:
     """Of parts that share their rows, the one that answers; of all others, what they answer, one after the other."""
+    return _put_together(composite.ask_parts(hook, arguments))
+
+
+def _of_trees(composite: Composite, hook: str, arguments: Mapping[str, object]) -> VerifyMask | IndexerPlan | None:
+    return _put_together(composite.ask_parts(hook, arguments, _has_trees))
+
+
+def _put_together(answers: Sequence[tuple[Part, object]]) -> VerifyMask | IndexerPlan | None:
     by_rows: dict[int, VerifyMask | IndexerPlan | None] = {}
-    for part, answer in composite.ask_parts(hook, arguments):
+    for part, answer in answers:
         first = 0 if part.rows is None else part.rows.start
         by_rows[first] = by_rows.get(first) or _moved(answer, part)
     return functools.reduce(_together, by_rows.values()) if by_rows else None
@@ -242,6 +260,7 @@ def _all_of(composite: Composite, hook: str, arguments: Mapping[str, object]) ->
 _ANSWERS: dict[Policy, Callable[[Composite, str, Mapping[str, object]], object]] = {
     Policy.EACH_PART: _each_part,
     Policy.JOINED: _joined,
+    Policy.OF_TREES: _of_trees,
     Policy.BY_PHASE: _by_phase,
     Policy.ALL_OF: _all_of,
 }

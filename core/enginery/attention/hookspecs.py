@@ -51,7 +51,12 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def verify_mask(self, plan: ForwardPlan) -> VerifyMask | None:
-        """Where the mask of a draft tree is written for a planned verification. Absent: chains are verified, trees are refused."""
+        """Where the masks of draft trees are written for a planned batch with `trees`; asked once, before its layers attend.
+
+        Of its leading `num_decode_requests`, which verify, or are chunks as long. What is written is in place of the causal mask
+        among their last keys. Requests behind them, and batches without `trees`, are causal. Absent: chains are verified, trees are
+        refused.
+        """
 
     @hookspec(firstresult=True)
     def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool | None:

@@ -22,13 +22,14 @@ class Policy(StrEnum):
 
     CUT: the composite cuts the batches, and each part is planned by its child. EACH_PART: the child of each part of the plan, with
     the part's plan, batch and requests; True if any did something. JOINED: the same, and the answers are put together; None if a
-    part has none. BY_PHASE: the first answer of the children that serve the phase of the batch. ALL_OF: every child, or the
-    composite has not got it either.
+    part has none. OF_TREES: so of the parts with trees of drafts. BY_PHASE: the first answer of the children that serve the phase
+    of the batch. ALL_OF: every child, or the composite has not got it either.
     """
 
     CUT = "cut"
     EACH_PART = "each_part"
     JOINED = "joined"
+    OF_TREES = "of_trees"
     BY_PHASE = "by_phase"
     ALL_OF = "all_of"
 
@@ -41,7 +42,7 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "refresh_graph_metadata": Policy.EACH_PART,
     "device_prologue": Policy.EACH_PART,
     "commit_state": Policy.EACH_PART,
-    "verify_mask": Policy.JOINED,
+    "verify_mask": Policy.OF_TREES,
     "indexer_metadata": Policy.JOINED,
 }
 

@@ -142,7 +142,8 @@ class Capabilities:
     latent_dims: the (rank, rope_dim) it takes. mla_ragged: attention of MLA prefills over keys and values it is given
     (`init_mha_chunk_metadata`). lse_base: of the log-sum-exp it can return, None if it returns none. unequal_values: layers
     whose values are not as wide as their keys. device_lengths: decoding batches whose lengths the device alone knows
-    (`ForwardBatch.kv_lens`, `draft_steps_plan`). needs_jit: compiles on first use. workspace_bytes: of the arena, at the most.
+    (`ForwardBatch.kv_lens`, `draft_steps_plan`). trees: verifications of drafts that branch (`ForwardBatch.trees`,
+    `verify_mask`), in layers without windows. needs_jit: compiles on first use. workspace_bytes: of the arena, at the most.
     """
 
     devices: frozenset[str]
@@ -167,6 +168,7 @@ class Capabilities:
     lse_base: Literal["e", "2"] | None = None
     unequal_values: bool = False
     device_lengths: bool = False
+    trees: bool = False
     needs_jit: bool = False
     workspace_bytes: int = 0
 
@@ -187,6 +189,7 @@ class AttnNeeds:
     lse: bool = False
     batch_invariant: bool = False
     device_lengths: bool = False
+    trees: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,30 +363,27 @@ def _shape_of(layer: AttnLayerFacts) -> tuple[str, object]:
 
 
 def _feature_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
-    features = _asked_and_offered(can, needs).items()
-    missing = [rule for rule, (asked, offered) in features if asked and not offered]
+    missing = [rule for rule, (asked, offered) in _asked_and_offered(can, needs).items() if asked and not offered]
     return [Reason(rule=rule, text=f"{rule} is needed and not offered") for rule in missing]
 
 
 def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[bool, bool]]:
     layers = needs.layers
+    unequal = [layer for layer in layers if layer.latent is None and layer.recurrent is None and layer.value_dim != layer.head_dim]
     return {
         "softmax attention": (any(layer.recurrent is None for layer in layers), can.causal),
         "sliding window": (any(layer.sliding_window is not None for layer in layers), can.sliding_window),
         "soft cap": (any(layer.softcap is not None for layer in layers), can.softcap),
         "attention sinks": (any(layer.sinks for layer in layers), can.sinks),
-        "values of another width than keys": (any(_has_unequal_values(layer) for layer in layers), can.unequal_values),
+        "values of another width than keys": (bool(unequal), can.unequal_values),
         "MLA": (any(layer.latent is not None for layer in layers), can.mla),
         "ragged MLA prefill": (needs.mla_ragged, can.mla_ragged),
         "a log-sum-exp": (needs.lse, can.lse_base is not None),
         "sparse attention": (needs.sparse, can.sparse),
         "batch invariance": (needs.batch_invariant, can.batch_invariant),
         "lengths that the device alone knows": (needs.device_lengths, can.device_lengths),
+        "trees of drafts": (needs.trees, can.trees),
     }
-
-
-def _has_unequal_values(layer: AttnLayerFacts) -> bool:
-    return layer.latent is None and layer.recurrent is None and layer.value_dim != layer.head_dim
 
 
 def _compute_capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:

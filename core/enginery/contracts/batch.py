@@ -197,6 +197,7 @@ class ForwardBatch(Cuttable):
 
     The tensors named `_cpu` are in host memory: planning reads those and never the device. A request's rows are contiguous, and
     requests follow each other in the same order everywhere. `decode_len`: rows of each of the leading requests that decode.
+    `trees`: whether these may branch: what each sees of them is then written to `verify_mask`, and positions are by depth.
     `logits_rows` are the rows that hidden states are needed of, None for all: a model may leave the others out of what follows its
     last attention. `kv_lens`: the true lengths where `kv_lens_cpu` are upper bounds, else None. `views`: by kind of memory.
 
@@ -212,6 +213,7 @@ class ForwardBatch(Cuttable):
     seats_cpu: torch.Tensor = along(Axis.REQUEST, fill=Fill.SCRATCH_SEAT)  # [B] int32: the index of each running request
     views: Mapping[MemoryKind, View | StateView] = along(Axis.EACH)
     decode_len: int = along(Axis.NONE, split=Split.SHARED, default=1)
+    trees: bool = along(Axis.NONE, split=Split.SHARED, default=False)
     logits_rows: torch.Tensor | None = along(Axis.NONE, split=Split.DROPPED, default=None)  # [N] int64, device
     kv_lens: torch.Tensor | None = along(Axis.REQUEST, fill=Fill.LENGTH, default=None)  # [B] int32, device
     inputs: Mapping[str, Named] = along(Axis.EACH, default_factory=dict)
@@ -258,7 +260,7 @@ class ForwardBatch(Cuttable):
     @property
     def given(self) -> tuple[str, ...]:
         """What optional parts it has, by name: batches that differ in them cannot be replayed for each other."""
-        optional = {"kv_lens": self.kv_lens, "logits_rows": self.logits_rows}
+        optional = {"kv_lens": self.kv_lens, "logits_rows": self.logits_rows, "trees": self.trees or None}
         names = (*(name for name, value in optional.items() if value is not None), *self.views, *self.inputs, *self.outputs)
         return tuple(sorted(names))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, overload, runtime_checkable
 
 from enginery.contracts.model import Feature, Model, ModelFacts, ModelSpec
 from enginery.contracts.versions import ApiVersion
@@ -35,14 +35,53 @@ class DraftAsk(NamedTuple):
     salt: str = ""
 
 
+@dataclass(frozen=True)
+class DraftTree(Sequence[int]):
+    """Guesses that branch: a drafter may return one in place of a sequence, if its `DrafterSpec.trees` says so.
+
+        tokens    4   7   9   5   6        the request goes on with 4 7 9, 4 7 5 or 6
+        parents  -1   0   1   1  -1
+
+    tokens: each a row of the verification. parents: of each token the place of the one before it, which comes earlier; -1: the
+    request's last token. Its first tokens alone are a tree, too: it is cut off behind `most`, and where there is no room. Raises
+    ValueError where a parent does not come earlier.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents) or not all(-1 <= parent < at for at, parent in enumerate(self.parents)):
+            raise ValueError(f"{self} is no tree: each token needs a parent that comes before it, or -1")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> DraftTree: ...
+
+    def __getitem__(self, at: int | slice) -> int | DraftTree:
+        """One token, or the tree of its first ones."""
+        return DraftTree(self.tokens[at], self.parents[at]) if isinstance(at, slice) else self.tokens[at]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before."""
+        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+
+
 class HostDrafter(Protocol):
     """One for the engine. Only the step loop calls it, between two steps: while it works, the device waits."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
         """The tokens that each request may go on with, one sequence for each ask: `most` at most, empty where there is no guess.
 
-        What is no token of the vocabulary ends a guess. Between two calls with one key its tokens only grow, so an index can take
-        in what is new. A request is not asked about before every step: not amid its prompt, and not while it waits.
+        What is no token of the vocabulary ends a guess. A `DraftTree` is several guesses at once. Between two calls with one key
+        its tokens only grow, so an index can take in what is new. A request is not asked about before every step: not amid its
+        prompt, and not while it waits.
         """
         ...
 
@@ -100,6 +139,9 @@ class DrafterSpec:
     Each of several guesses one token and no more: it is given the token behind that of the one before, and in `CARRIED` what that
     one returned, for all rows. A single one guesses again by what it returned.
 
+    trees: given its options, whether a drafter of the host gives trees; None: never. Then the start is refused where the target's
+    layers or its attention backend verify chains alone.
+
     reads: given its config.json and the target's facts, which of the target's layers with memory, by their place in
     `ModelFacts.layers`, each of its own reads. It has no keys and values then and runs over no step: a row is the token that was
     told last, at its position, in `FEATURES` what the target computed before it, and its `attend` sees the keys and values before
@@ -118,6 +160,7 @@ class DrafterSpec:
     suits: Callable[[Mapping[str, object]], bool] | None = None
     modules: Callable[[Mapping[str, object]], int] | None = None
     reads: Callable[[Mapping[str, object], ModelFacts], tuple[int, ...]] | None = None
+    trees: Callable[[object], bool] | None = None
     options: type | None = None
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ class Accepted:
 
 
 class MaskPart(NamedTuple):
-    """requests: of the batch. buffer: [requests, N, N] bool, device: which of the last N keys each of the last N rows sees."""
+    """requests: of the batch. buffer: [requests, N, N] bool, device: which of their last N keys each of their N rows sees."""
 
     requests: slice
     buffer: torch.Tensor
@@ -79,7 +79,10 @@ class MaskPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VerifyMask:
-    """Where the mask of a draft tree is written before a verification runs: a leaf has one part."""
+    """Where the masks of draft trees are written before a verification runs: a leaf has one part, with N `decode_len`.
+
+    A row sees all keys before the last N, and of these its own and those of the rows on its way from the first.
+    """
 
     parts: tuple[MaskPart, ...]
 

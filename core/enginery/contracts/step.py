@@ -114,10 +114,11 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     items that decode, the others are at their prompts. items: [B, 9], see `Item`. input_ids: the tokens that the host knows, of all
     items, one after the other. pages: by kind of memory. states: [B, 4], of recurrent layers: page read, page written, page of a
     checkpoint or -1, and after how many rows it is made, of items that verify drafts; empty: each request's state is at its seat.
-    released: seats whose requests have left. embedding: items whose last hidden state is asked for. parents: of drafts that form a
-    tree. inputs: what only one model or plugin knows, by the name of its `NamedTensor`, in its dtype; what is not there is zeros.
-    decode_len: rows of each of the leading items in a step that verifies drafts; what an item has fewer is padding behind its
-    tokens, in scratch memory. draft_len: how many tokens a draft model guesses to follow.
+    released: seats whose requests have left. embedding: items whose last hidden state is asked for. parents: where drafts branch,
+    of each draft of the leading items the row of its item that it follows, 0 for the first. inputs: what only one model or plugin
+    knows, by the name of its `NamedTensor`, in its dtype; what is not there is zeros. decode_len: rows of each of the leading items
+    in a step that verifies drafts; what an item has fewer is padding behind its tokens, in scratch memory. draft_len: how many
+    tokens a draft model guesses to follow.
     """
 
     number: int

@@ -74,7 +74,7 @@ class BuiltParts:
 
     choice: Choice
     memory: MemoryPlan
-    geometry: KVGeometry
+    pool: PagedKVPool
     relay: BackendRelay
     ops: OpTable
     socket: LayerSocket
@@ -86,6 +86,11 @@ class BuiltParts:
     draft_model: DraftModel | None
     draft_graphs: DraftGraphs | None
     phases_s: Mapping[str, float]
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Of the model's memory."""
+        return self.pool.geometry
 
 
 class Place(NamedTuple):
@@ -161,7 +166,7 @@ def build_parts(
     return BuiltParts(
         choice=choice,
         memory=memory,
-        geometry=geometry,
+        pool=pool,
         relay=relay,
         ops=ops,
         socket=socket,
@@ -190,7 +195,7 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
         feed=parts.feed,
         captured=Captured(graphs, parts.pieces),
         results=parts.choice.results,
-        speculation=Speculation(parts.draft_model, parts.draft_graphs, forced),
+        speculation=Speculation(parts.draft_model, parts.draft_graphs, forced, parts.pool),
     )
 
 

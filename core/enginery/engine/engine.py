@@ -35,7 +35,8 @@ from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.runner import Guesses, Launched, RunningStep
+from enginery.worker.paths.path import Launched
+from enginery.worker.runner import Guesses, RunningStep
 
 MAX_FAILED_STEPS: Final = 3
 
@@ -280,7 +281,7 @@ class Engine:
         self._ranks.landed(step)
         self.meter.arrived(step, output, at, waited_from_s=waited_from)
         if self._recorder is not None:
-            self._recorder.add(step, requests, output)
+            self._recorder.add(step, requests, output, running.guesses)
         if cuts and self._drafting is not None:
             self._drafting.stop(requests[index] for index in cuts)
         outputs = self._scheduler.complete(step, output, refused)

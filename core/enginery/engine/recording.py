@@ -18,6 +18,7 @@ from enginery.contracts.engine import EngineFacts
 from enginery.contracts.step import STORED_VERSION, StepInput, StepOutput
 from enginery.errors import ConfigError
 from enginery.schedule.request import Request
+from enginery.worker.runner import Guesses
 
 _LENGTH_BYTES: Final = 8
 _log: Final = logging.getLogger(__name__)
@@ -38,11 +39,15 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step, whose requests its items are of, and the tokens that it sampled for each; -1 where that failed."""
+    """A step, whose requests its items are of, and the tokens that it told of each; -1 where that failed.
+
+    guesses: what a draft model left on the device to follow each item that samples; empty where later steps have it.
+    """
 
     step: StepInput
     request_ids: list[str]
     token_ids: list[tuple[int, ...]]
+    guesses: list[tuple[int, ...]] = []
 
 
 class Recording(NamedTuple):
@@ -64,15 +69,23 @@ class StepRecorder:
         except OSError as error:
             raise ConfigError(f"steps cannot be recorded to {path}: {error.strerror}") from error
 
-    def add(self, step: StepInput, requests: Sequence[Request], output: StepOutput) -> None:
-        """A step whose tokens have come. After one that was given up nothing is recorded: what follows depends on it."""
+    def add(self, step: StepInput, requests: Sequence[Request], output: StepOutput, guesses: Guesses | None) -> None:
+        """A step whose tokens have come; its guesses are waited for.
+
+        After one that was given up nothing is recorded: what follows depends on it.
+        """
         if not self._missing:
             return
         if step.number != self._next_number:
             _log.warning("step %d failed, so recording ends before it; %s has the steps until then", self._next_number, self._path)
             self._missing = 0
             return
-        recorded = RecordedStep(step=step, request_ids=[request.request_id for request in requests], token_ids=output.token_ids)
+        recorded = RecordedStep(
+            step=step,
+            request_ids=[request.request_id for request in requests],
+            token_ids=output.token_ids,
+            guesses=[] if guesses is None or guesses.ready is None else [guesses.of(place) for place in range(len(guesses.tokens))],
+        )
         with self._path.open("ab") as file:
             file.write(_frame(recorded))
         self._next_number += 1

@@ -1,14 +1,14 @@
 """Running recorded steps again, on one attention backend or on two side by side, to find where they part.
 
 Every replica starts with empty memory, is given the steps as they were recorded and the tokens that were sampled then, and runs
-them eagerly. What each call of attention wrote is compared, then the logits, request by request: the largest difference over the
-largest value that the other wrote for the request in this call.
+them eagerly. Of drafts those stand that stood then, and what a draft model guessed is as it was. What each call of attention wrote
+is compared, then the logits, request by request: the largest difference over the largest value that the other wrote for the request
+in this call.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -24,9 +24,12 @@ from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.recording import RecordedStep, Recording
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
-from enginery.worker.layout import sampled_seats
+from enginery.speculate.acceptance import accept
+from enginery.worker.drafts.trees import depths_of, parents_of
+from enginery.worker.layout import begins_of, rows_of_items, sampled_seats
 from enginery.worker.page_tables import PageTables
-from enginery.worker.runner import Captured, Runner
+from enginery.worker.paths.path import Launched
+from enginery.worker.runner import Captured, Runner, Speculation
 
 TOLERANCES: Final = {"float32": 1e-3}  # of attention and logits, as a part of the largest value
 ROUNDED: Final = 0.1  # where activations have 8 or 11 bits, whose rounding adds up over the layers
@@ -40,10 +43,12 @@ class Wrote(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A step that was run again. logits: [S, V], of the items that sample."""
+    """A step that was run again. logits: [R, V], of the rows that are sampled. path: [n, N] int64, of the items that verify, the
+    rows of the tokens that are told."""
 
     calls: Sequence[Wrote]
     logits: torch.Tensor
+    path: torch.Tensor | None
 
 
 class Difference(NamedTuple):
@@ -86,6 +91,7 @@ class Replica:
             feed=parts.feed,
             captured=Captured(),
             results=parts.choice.results,
+            speculation=Speculation(pool=parts.pool),
         )
         self._calls: list[Wrote] = []
         self.socket = parts.socket
@@ -93,14 +99,34 @@ class Replica:
 
     @torch.inference_mode()
     def run(self, recorded: RecordedStep) -> Ran:
-        """The next step. Its tokens are kept for the step after it."""
+        """The next step. Its tokens and guesses are kept for the steps after it, and states move on."""
         self._calls = []
         step = msgspec.structs.replace(recorded.step, run=Run(greedy=recorded.step.run.greedy))
         launched = self._runner.launch(step)
-        device = self._runner.device
+        device, feed, seats = self._runner.device, self._runner.feed, sampled_seats(step)
         told = [max(recorded.token_ids[index][-1], 0) for index in step.sampling.tolist()]
-        self._runner.feed.keep(torch.tensor(told, dtype=torch.int64, device=device), sampled_seats(step).to(device))
-        return Ran(self._calls, launched.logits)
+        feed.keep(torch.tensor(told, dtype=torch.int64, device=device), seats.to(device))
+        if recorded.guesses:
+            feed.keep_drafts(torch.tensor(recorded.guesses, dtype=torch.int64, device=device), seats.to(device))
+        path = self._stand(launched, recorded.token_ids[: step.num_decode]) if step.verifies else None
+        return Ran(self._calls, launched.logits, path)
+
+    def _stand(self, launched: Launched, told: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Keep what stands of the items that verify, by the tokens that were told of them: the rows of these, [n, N]."""
+        step, batch, device = launched.step, launched.forwarded.batch, self._runner.device
+        assert batch is not None, "a step that verifies keeps its batch"
+        tokens, parents = batch.input_ids[: len(told) * step.decode_len].view(len(told), -1), None
+        sampled = torch.full(tokens.shape, -1, dtype=torch.int64)
+        depths = depths_of(step) if step.parents else np.broadcast_to(np.arange(step.decode_len), tokens.shape)
+        for row, (found, each) in enumerate(zip(told, depths.tolist(), strict=True)):
+            sampled[row] = torch.tensor([found[depth] if depth < len(found) else -1 for depth in each])
+        if step.parents:
+            parents = torch.from_numpy(parents_of(step)).to(device)
+        most = torch.from_numpy(step.columns().num_drafts[: len(told)].astype(np.int64)).to(device)
+        path = accept(sampled.to(device), tokens, parents, most).path
+        right = torch.tensor([len(found) - 1 for found in told], device=device)
+        self._runner.keep_accepted(launched, right, path)
+        return path
 
     def _noted(self, call: LayerCall) -> None:
         self._calls.append(Wrote(call.layer.global_id, call.out.clone()))
@@ -172,25 +198,35 @@ def _until_they_part(recording: Recording, differences: Callable[[RecordedStep],
 
 def _from_tokens(recorded: RecordedStep, ran: Ran) -> Iterator[Difference]:
     """How far the logit of each recorded token of a greedy step is below the largest."""
-    if not recorded.step.run.greedy:
+    step = recorded.step
+    if not step.run.greedy:
         return
-    for index, logits in zip(recorded.step.sampling.tolist(), ran.logits.float(), strict=True):
-        if (token := recorded.token_ids[index][-1]) >= 0:
-            amount = float((logits.max() - logits[token]) / logits.abs().max())
-            yield Difference(recorded.step.number, None, recorded.request_ids[index], amount)
+    for index, first in zip(step.sampling.tolist(), begins_of(step.sampled_rows).tolist(), strict=True):
+        places = [0] if ran.path is None or index >= len(ran.path) else ran.path[index].tolist()
+        for token, place in zip(recorded.token_ids[index], places, strict=False):
+            logits = ran.logits[first + place].float()
+            if token >= 0:
+                amount = float((logits.max() - logits[token]) / logits.abs().max())
+                yield Difference(step.number, None, recorded.request_ids[index], amount)
 
 
 def _differences(recorded: RecordedStep, one: Ran, other: Ran) -> Iterator[Difference]:
-    """The largest of each call of attention in turn, then of the logits."""
+    """The largest of each call of attention in turn, then of the logits. Padding behind drafts is left out."""
     step, names = recorded.step, recorded.request_ids
-    lengths = step.columns().num_tokens.tolist()
+    items = step.columns()
     if [call.layer for call in one.calls] != [call.layer for call in other.calls]:
         raise ConfigError(f"step {step.number} calls attention of other layers with one backend than with the other")
+    rows = _ranges(begins_of(rows_of_items(step)), items.num_tokens)
     for mine, theirs in zip(one.calls, other.calls, strict=True):
-        yield _largest(step, mine.layer, names, _apart(mine.values, theirs.values, lengths))
+        yield _largest(step, mine.layer, names, _apart(mine.values, theirs.values, rows))
     sampling = step.sampling.tolist()
     if sampling:
-        yield _largest(step, None, [names[index] for index in sampling], _apart(one.logits, other.logits, [1] * len(sampling)))
+        rows = _ranges(begins_of(step.sampled_rows), 1 + items.num_drafts[step.sampling])
+        yield _largest(step, None, [names[index] for index in sampling], _apart(one.logits, other.logits, rows))
+
+
+def _ranges(begins: np.ndarray, counts: np.ndarray) -> list[slice]:
+    return [slice(begin, begin + count) for begin, count in zip(begins.tolist(), counts.tolist(), strict=True)]
 
 
 def _largest(step: StepInput, layer: int | None, names: Sequence[str], amounts: Sequence[float]) -> Difference:
@@ -198,14 +234,13 @@ def _largest(step: StepInput, layer: int | None, names: Sequence[str], amounts: 
     return Difference(step.number, layer, names[index], amounts[index])
 
 
-def _apart(mine: torch.Tensor, theirs: torch.Tensor, lengths: Sequence[int]) -> list[float]:
+def _apart(mine: torch.Tensor, theirs: torch.Tensor, rows: Sequence[slice]) -> list[float]:
     """Of each request's rows, the largest difference over the largest value of `theirs`; both [T, ...]."""
     theirs = theirs.to(mine.device, torch.float32)
     error = (mine.float() - theirs).flatten(1).abs().amax(1)  # [T]
     scale = theirs.flatten(1).abs().amax(1)
-    ends = list(itertools.accumulate(lengths, initial=0))
     tiny = torch.finfo(torch.float32).tiny
-    return [float(error[begin:end].max() / scale[begin:end].max().clamp(min=tiny)) for begin, end in itertools.pairwise(ends)]
+    return [float(error[some].max() / scale[some].max().clamp(min=tiny)) for some in rows]
 
 
 def _num_pages(steps: Sequence[RecordedStep]) -> int:

@@ -17,6 +17,7 @@ from enginery.engine.grammar_budget import RevocableBoundedState
 from enginery.engine.grammars_ahead import DraftMasks, GrammarAhead
 from enginery.engine.token_masks import fill_masks
 from enginery.schedule.request import Request, RequestStatus
+from enginery.worker.drafts.trees import depths_of, ways_of
 from enginery.worker.layout import drafts_of_items, places_within
 
 
@@ -73,6 +74,9 @@ def prepare_sampling(
     items, places = step.columns(), step.sampling.repeat(step.sampled_rows).tolist()
     asked = [requests[index] for index in places]
     ahead = places_within(step.sampled_rows)
+    if step.parents:
+        depths = depths_of(step).ravel()
+        ahead[: len(depths)] = depths
     positions = ((items.start + items.num_tokens - items.num_drafts)[places] + ahead).astype(np.uint64)
     prompts = _prompt_targets(items, requests)
     if any(request.adjusts or request.grammar is not None for request in asked):
@@ -83,10 +87,10 @@ def prepare_sampling(
 
 
 def _failures_by_item(failed: Mapping[int, str], places: Sequence[int], ahead: np.ndarray) -> GrammarFailures:
-    """failed: by row. places, ahead: the item of each row, and how many rows of it lie before."""
+    """failed: by row. places, ahead: the item of each row, and how many rows lead to it."""
     cuts: dict[int, int] = {}
-    for row in sorted(failed):
-        cuts.setdefault(places[row], int(ahead[row]))
+    for row in failed:
+        cuts[places[row]] = min(int(ahead[row]), cuts.get(places[row], int(ahead[row])))
     refused = {places[row]: why for row, why in failed.items() if not ahead[row]}
     return GrammarFailures(refused, {item: most for item, most in cuts.items() if most})
 
@@ -130,12 +134,26 @@ def _num_top(asked: Sequence[int | None]) -> tuple[int, ...]:
 def _rows(step: StepInput, requests: Sequence[Request], positions: Sequence[int]) -> list[SamplingRow]:
     """Each row that is sampled; those of drafts as if the drafts before them had been told."""
     drafts, rows = drafts_of_items(step), list[SamplingRow]()
+    ways = ways_of(step) if step.parents else None
     for index, count in zip(step.sampling.tolist(), step.sampled_rows.tolist(), strict=True):
         row = _row_of(requests[index], positions[len(rows)])
         rows.append(row)
-        if count > 1:
+        if count > 1 and ways is not None:
+            rows += _rows_of_tree(row, drafts[index], ways[index], count - 1)
+        elif count > 1:
             rows += _rows_behind(row, drafts[index], count - 1)
     return rows
+
+
+def _rows_of_tree(row: SamplingRow, drafts: Sequence[int], ways: Sequence[Sequence[int]], count: int) -> list[SamplingRow]:
+    """The same where drafts branch: of each one behind those on its way. ways: see `ways_of`."""
+    behind: dict[int, SamplingRow] = {}
+    for way in reversed(ways):  # leaves first: a grammar is asked once for all on the way of one
+        if way[-1] not in behind:
+            found = _rows_behind(row, [drafts[place - 1] for place in way], len(way))
+            behind |= dict(zip(way, found, strict=True))
+    rows = [behind[place] for place in range(1, 1 + len(drafts))]
+    return [*rows, *[row._replace(grammar=None)] * (count - len(rows))]
 
 
 def _rows_behind(row: SamplingRow, drafts: Sequence[int], count: int) -> list[SamplingRow]:

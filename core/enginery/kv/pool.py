@@ -71,6 +71,17 @@ class PagedKVPool:
         for stored, rows in zip(self._layers[local(layer)], (k, v), strict=False):
             store_rows(stored.flatten(0, 1), slots, rows)
 
+    def move(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy what is kept in the slots `src` to the slots `dst`, [N] int64, device, in all full pages; all is read, then written.
+
+        Device work only. A slot that is written twice has one of the two.
+        """
+        for layer, stored in zip(self.geometry.layers, self._layers, strict=True):
+            for pages in stored if self.geometry.kind_of(layer) == FULL else ():
+                rows = pages.flatten(0, 1)
+                rows = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows  # of float8 torch copies no rows
+                rows.index_copy_(0, dst, rows.index_select(0, src))
+
 
 def _pages(geometry: KVGeometry, layer: AttnLayerFacts, device: torch.device) -> tuple[torch.Tensor, ...]:
     if layer.recurrent is not None:

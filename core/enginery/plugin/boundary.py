@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.parsers import ParserEvent, ParserSetup, ParserSpec
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec, StepReport
 from enginery.errors import EnginError, PluginError
@@ -50,6 +51,12 @@ class _GuardedParser:
     def finish(self) -> list[ParserEvent]:
         with inside(self._offer, "read an answer"):
             return self._parser.finish()
+
+
+def gives_trees(offer: Offer[DrafterSpec], options: object) -> bool:
+    """Whether the drafter says that its guesses may branch."""
+    with inside(offer, "say whether its guesses branch"):
+        return offer.spec.trees is not None and offer.spec.trees(options)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Final
 
 from enginery.contracts.batch import FULL, WINDOW, Phase
-from enginery.contracts.drafting import ON_DEVICE
+from enginery.contracts.drafting import ON_DEVICE, DraftTree
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
 from enginery.kv.kinds import NO_STATE, StatePages
 from enginery.kv.manager import SequenceKV
@@ -49,6 +49,8 @@ class StepBuilder:
         self._has_states = has_states
         self._states: list[bytes] = []
         self._embedding: list[int] = []
+        self._parents = array("i")
+        self._branches = False
 
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
         """Schedule its last token and guesses at the next ones. It has the pages, and is in no step in flight."""
@@ -58,6 +60,10 @@ class StepBuilder:
         pending = len(drafts) if ON_DEVICE in drafts else 0
         if not pending:
             self._ids.extend(drafts)
+        parents: Sequence[int] = range(-1, len(drafts) - 1)
+        if isinstance(drafts, DraftTree):
+            self._branches, parents = True, drafts.parents
+        self._parents.extend(parent + 1 for parent in parents)
         self._items.append(_pack_item(kv.seat, start, count, start, count, True, len(drafts), pending, _NO_ADAPTER))
         if self._has_states:
             self._add_state(kv.states)
@@ -114,7 +120,8 @@ class StepBuilder:
         """The step as a value."""
         phase = self._phase
         if (length := self.decode_len) > 1:
-            sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= sizes.verified_rows))
+            most = 0 if self._branches else sizes.verified_rows  # trees are verified eagerly
+            sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
         tokens_only = self._greedy and not any(request.reports_logprobs for request in self.requests)
         way, size = choose_way(phase, len(self.requests), self.num_tokens, sizes=sizes, embeds=bool(self._embedding))
         run = Run(way, size, self._greedy, tokens_only)
@@ -131,6 +138,7 @@ class StepBuilder:
             states=b"".join(self._states),
             released=array("i", released).tobytes(),
             embedding=array("i", self._embedding).tobytes(),
+            parents=self._parents.tobytes() if self._branches else b"",
             decode_len=self.decode_len,
             draft_len=self.draft_len,
         )

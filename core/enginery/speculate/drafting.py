@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec, HostDrafter
+from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec, DraftTree, HostDrafter
 from enginery.contracts.grammars import RevocableGrammarState
 from enginery.contracts.request import RequestOutput
 from enginery.contracts.step import StepInput
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import gives_trees, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
@@ -39,8 +39,10 @@ class Drafting:
         *,
         length: DraftLength,
         vocab_size: int,
+        gives_trees: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._gives_trees = gives_trees
         self._clock = clock
         self._before: _Published | None = None
         self._drafter = drafter
@@ -54,9 +56,10 @@ class Drafting:
     def of_host(cls, offer: Offer[DrafterSpec], registry: Registry, *, length: DraftLength, vocab_size: int) -> Drafting:
         """With the host's drafter on offer. Raises `PluginError` that names its plugin when that fails."""
         assert offer.spec.build is not None, "a drafter of the host is built"
+        options = registry.options_for(offer.name)
         with inside(offer, "build the drafter"):
-            drafter = offer.spec.build(DraftContext(vocab_size=vocab_size, options=registry.options_for(offer.name)))
-        return cls(drafter, offer, length=length, vocab_size=vocab_size)
+            drafter = offer.spec.build(DraftContext(vocab_size=vocab_size, options=options))
+        return cls(drafter, offer, length=length, vocab_size=vocab_size, gives_trees=gives_trees(offer, options))
 
     def propose(self, table: RequestTable) -> dict[str, Sequence[int]]:
         """The guesses for those of the running requests that may be drafted, by id, without the empty ones.
@@ -113,9 +116,15 @@ class Drafting:
         wants = asked.params.speculation and not asked.embed and self._stopped.get(request.request_id) is not request
         return decodes and wants and (grammar is None or isinstance(grammar, RevocableGrammarState))
 
-    def _valid(self, tokens: Sequence[int]) -> list[int]:
-        """Up to the first that is no token."""
-        return list(takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
+    def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Up to the first that is no token. Raises TypeError for a tree of a drafter that does not say that it gives any."""
+        found = list(takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
+        if not isinstance(tokens, DraftTree):
+            return found
+        if not self._gives_trees:
+            raise TypeError("it gives a DraftTree, and `trees` of its DrafterSpec does not say so")
+        tree = tokens[: len(found)]
+        return found if tree.is_chain else tree
 
     def _forget_ended(self, table: RequestTable) -> None:
         """Those that are there no more, or whose ids are another's by now."""

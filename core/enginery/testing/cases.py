@@ -191,6 +191,7 @@ def _unclaimed_features(can: Capabilities, needs: AttnNeeds) -> Iterator[tuple[s
         "sparse attention": (can.sparse, asking(sparse=True)),
         "ragged MLA prefill": (can.mla_ragged, asking(mla_ragged=True)),
         "batch invariance": (can.batch_invariant, asking(batch_invariant=True)),
+        "trees of drafts": (can.trees, asking(trees=True)),
     }
     for name, (has, others) in offered.items():
         if not has:

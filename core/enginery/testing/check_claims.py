@@ -36,6 +36,7 @@ def hooks(subject: Subject, case: AttnCase) -> None:
         ("mla_ragged", can.mla_ragged, "init_mha_chunk_metadata"),
         ("graphs", can.graphs, "init_graph_state"),
         ("sparse", can.sparse, "indexer_metadata"),
+        ("trees", can.trees, "verify_mask"),
         ("phase verify of recurrences", bool(can.recurrences) and Phase.VERIFY in can.phases, "commit_state"),
     ):
         if claims != (marked_options(backend, hook) is not None):

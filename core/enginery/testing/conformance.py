@@ -13,10 +13,11 @@ from enginery.testing.cases import AttnCase
 from enginery.testing.check_claims import CLAIMS, hooks
 from enginery.testing.check_numbers import NUMBERS
 from enginery.testing.check_plans import PLANS
+from enginery.testing.check_trees import TREES
 from enginery.testing.rules import BrokenRule, Rule, SkippedCheck, fault_of
 from enginery.testing.subject import Subject
 
-RULES: Final = (hooks, *CLAIMS, *NUMBERS, *PLANS)
+RULES: Final = (hooks, *CLAIMS, *NUMBERS, *TREES, *PLANS)
 Outcome = Literal["passed", "failed", "skipped"]
 _NO_CASE: Final = "nothing that the backend serves calls for it"
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -155,6 +155,12 @@ def leaf_cases(subject: Subject) -> list[AttnCase]:
 def wrapped_cases(subject: Subject) -> list[AttnCase]:
     """The usual cases as a model sees them: MLA with a strategy."""
     return [case for case in usual_cases(subject) if case.facts.latent is None or case.strategy is not None]
+
+
+def tree_cases(subject: Subject) -> list[AttnCase]:
+    """The usual cases as a model sees them, of layers that drafts may branch in: without windows and states."""
+    cases = [case for case in wrapped_cases(subject) if case.facts.recurrent is None]
+    return list(dict.fromkeys(replace(case, facts=replace(case.facts, sliding_window=None)) for case in cases))
 
 
 def first_case(subject: Subject) -> list[AttnCase]:

@@ -94,11 +94,20 @@ def unless_attention_changes(
     softmax, recurrent: needs without a drafter.
     """
     plain, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
+    softmax, recurrent = verifying_drafts((softmax, recurrent), drafter)
     try:
-        same = choose_attention(asked, registry, softmax=verifying(softmax), recurrent=verifying(recurrent))[0].name == plain.name
+        same = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0].name == plain.name
     except Unsupported:
         same = False
     return drafter if same else ChosenDrafter(None, 0, f"auto: {plain.name}, the attention backend, verifies no guesses")
+
+
+def verifying_drafts(needs: Sequence[AttnNeeds], drafter: ChosenDrafter) -> Sequence[AttnNeeds]:
+    """Of layers with softmax and of recurrent ones, with a drafter or without. Trees are for models without recurrent layers."""
+    if drafter.offer is None:
+        return needs
+    softmax, recurrent = needs
+    return verifying(softmax, trees=drafter.trees), verifying(recurrent)
 
 
 def refuse_idle_coordinator(coordinator: Offer[SparseCoordinatorSpec], attention: AttentionChoice) -> None:

@@ -121,6 +121,11 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
             f"{offer.source}: {name} claims to verify drafts of models with recurrent layers, and its {type(backend).__name__} has "
             "no hook commit_state, by which states move behind the accepted ones"
         )
+    if offer.spec.capabilities.trees and not relay.has("verify_mask"):
+        raise PluginError(
+            f"{offer.source}: {name} claims to verify drafts that branch, and its {type(backend).__name__} has no hook "
+            "verify_mask, by which it is told what each row sees"
+        )
     return relay
 
 

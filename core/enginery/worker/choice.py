@@ -34,10 +34,11 @@ from enginery.worker.attention_choice import (
     missing_kernels,
     refuse_idle_coordinator,
     unless_attention_changes,
+    verifying_drafts,
 )
 from enginery.worker.device import device_facts, of_one_rank, torch_device
-from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter, drafter_decisions
-from enginery.worker.needs import attn_needs, verifying
+from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter, drafter_decisions, refuse_trees
+from enginery.worker.needs import attn_needs
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 from enginery.worker.weights.shares import stage_of
@@ -129,7 +130,8 @@ def choose(
     layers = stage_of(facts, parallel).memory
     needs = [attn_needs(layers, settings, device, recurrent=each) for each in (False, True)]
     drafter = _drafter_beside(checkpoint, asked, registry, needs)
-    softmax, recurrent = map(verifying, needs) if drafter.offer is not None else needs
+    refuse_trees(drafter, facts, parallel, max_model_len=settings.max_model_len)
+    softmax, recurrent = verifying_drafts(needs, drafter)
     attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
     to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
     first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)

@@ -11,6 +11,7 @@ from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKi
 from enginery.contracts.drafting import ON_DEVICE
 from enginery.contracts.step import INT, Items, StepInput
 from enginery.errors import Unsupported
+from enginery.worker.drafts.trees import depths_of
 from enginery.worker.page_tables import KindTable, PageTables
 
 KNOWN = -1  # in `token_sources`: the input token is on the host
@@ -23,7 +24,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     tables: have taken the step. A token that the host does not know yet is 0. Raises `Unsupported` for what no worker runs yet.
     """
     items, page_size = step.columns(), tables.page_size
-    _refuse_unknown(step, items)
+    _refuse_unknown(step, items, has_windows=tables.window is not None)
     q_lens = rows_of_items(step)
     kv_lens = items.start + q_lens
     num_columns = -(-int(kv_lens.max()) // page_size)
@@ -34,8 +35,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     if items.first_write.tobytes() != items.start.tobytes():  # bytes, as a reduction takes ten times as long
         shared = positions < items.first_write[row_of]
         slots[shared] = tables.full.scratch_page * page_size + offset[shared]
-    if step.verifies:
-        positions = np.minimum(positions, (items.start + items.num_tokens - 1)[row_of])  # padding may lie too far
+    positions = _of_drafts(step, items, positions, row_of=row_of)
     seats = torch.from_numpy(items.seat)
     views: dict[MemoryKind, View | StateView] = {
         FULL: View(slots=torch.from_numpy(slots), page_table_cpu=torch.from_numpy(page_table))
@@ -55,6 +55,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
         seats_cpu=seats,
         views=views,
         decode_len=step.decode_len,
+        trees=bool(step.parents),
     )
 
 
@@ -105,6 +106,17 @@ def _rows_and_positions(step: StepInput, items: Items, q_lens: np.ndarray) -> tu
     if _one_each(step):
         return row_of, items.start.astype(np.int64)
     return row_of.repeat(q_lens), places_within(q_lens) + items.start.repeat(q_lens)
+
+
+def _of_drafts(step: StepInput, items: Items, positions: np.ndarray, *, row_of: np.ndarray) -> np.ndarray:
+    """The positions, by row, as they are drawn and rotated: where drafts branch by depth, and none of padding too far."""
+    if not step.verifies:
+        return positions
+    positions = np.minimum(positions, (items.start + items.num_tokens - 1)[row_of])
+    if step.parents:
+        depths = depths_of(step).ravel()
+        positions[: len(depths)] = items.start[row_of[: len(depths)]] + depths
+    return positions
 
 
 def _window_view(
@@ -187,10 +199,10 @@ def _one_each(step: StepInput) -> bool:
     return step.num_tokens == step.num_items and not step.verifies
 
 
-def _refuse_unknown(step: StepInput, items: Items) -> None:
+def _refuse_unknown(step: StepInput, items: Items, *, has_windows: bool) -> None:
     asked = {
         "adapters": items.adapter.tobytes() != _NO_ADAPTER * step.num_items,
-        "tree parents": step.parents,
+        "tree parents": step.parents and (has_windows or not step.verifies),
     }
     for name, there in asked.items():
         if there:

@@ -26,12 +26,13 @@ def attn_needs(layers: Iterable[AttnLayerFacts], settings: Settings, device: Dev
     )
 
 
-def verifying(needs: AttnNeeds) -> AttnNeeds:
-    """The same where steps verify drafts too."""
-    return dataclasses.replace(needs, phases=needs.phases | {Phase.VERIFY})
+def verifying(needs: AttnNeeds, *, trees: bool = False) -> AttnNeeds:
+    """The same where steps verify drafts too. trees: which may branch."""
+    return dataclasses.replace(needs, phases=needs.phases | {Phase.VERIFY}, trees=trees)
 
 
 def by_phase(needs: AttnNeeds) -> dict[str, AttnNeeds]:
     """Of two backends, of which one prefills and the other decodes."""
     phases = {"prefill": {Phase.PREFILL}, "decode": {Phase.DECODE, Phase.VERIFY} & needs.phases}
-    return {role: dataclasses.replace(needs, phases=frozenset(some)) for role, some in phases.items()}
+    trees = {"prefill": False, "decode": needs.trees}
+    return {role: dataclasses.replace(needs, phases=frozenset(some), trees=trees[role]) for role, some in phases.items()}

@@ -16,25 +16,27 @@ import numpy as np
 import torch
 
 from enginery.attention.relay import BackendRelay
-from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.plan import Accepted
 from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, StepOutput, StepTimes, Way
+from enginery.kv.pool import PagedKVPool
 from enginery.kv.upload import to_device
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.layout import begins_of, lay_out, logits_of_items, rows_of_items, sampled_seats
+from enginery.worker.drafts.trees import move_standing, parents_of, standing_first
+from enginery.worker.layout import begins_of, lay_out, logits_of_items, rows_of_items
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.eager import EagerPath
-from enginery.worker.paths.path import Forwarded, ForwardPath
+from enginery.worker.paths.path import Forwarded, ForwardPath, Launched, Verified
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.ranks.collectives import JoinedHead
@@ -60,29 +62,6 @@ class Guesses(NamedTuple):
         if self.ready is not None:
             self.ready.synchronize()
         return tuple(self.tokens[place].tolist())
-
-
-class Launched(NamedTuple):
-    """A forward that the device may still be running, valid until the next one. logits: [S, V], of the items that sample."""
-
-    step: StepInput
-    forwarded: Forwarded
-    logits: torch.Tensor
-    captured: bool
-    laid_out_s: float
-
-    def seats(self) -> torch.Tensor:
-        """Of the items that sample: [S] int64, on the device."""
-        if self.forwarded.seats is None:
-            return to_device(sampled_seats(self.step), self.logits.device)
-        return self.forwarded.seats[: len(self.step.sampling)]
-
-    def verified(self, cuts: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """As `Runner._verify`, where a graph has done it: best tokens are asked for, as many as there are."""
-        accepted, best = self.forwarded.accepted, self.forwarded.greedy
-        if accepted is None or best is None or cuts or not self.step.run.greedy:
-            return None
-        return best[: len(self.logits)], best[: len(self.logits)], accepted[: len(self.step.sampling)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,11 +143,12 @@ class Captured(NamedTuple):
 
 class Speculation(NamedTuple):
     """draft_model: what guesses, unless it is of the host; graphs: of it, behind the target's. forced: for benchmarks, whether
-    guesses are right is drawn."""
+    guesses are right is drawn. pool: where the target keeps what it computes of drafts, needed if they branch."""
 
     draft_model: DraftModel | None = None
     graphs: DraftGraphs | None = None
     forced: ForcedAcceptance | None = None
+    pool: PagedKVPool | None = None
 
 
 class Runner:
@@ -194,7 +174,7 @@ class Runner:
         self.tables = tables
         self.feed = feed
         self.device = feed.device
-        self.draft_model, self._draft_graphs, self._forced = speculation or Speculation()
+        self.draft_model, self._draft_graphs, self._forced, self._pool = speculation or Speculation()
         self._eager = self._new_eager_path()
 
     @property
@@ -242,14 +222,15 @@ class Runner:
         embedding = np.frombuffer(step.embedding, INT).tolist()
         embedded = self._embedded(embedding, launched)
         tokens = marked = torch.empty(0, dtype=torch.int64, device=self.device)
-        accepted: torch.Tensor | None = None
+        accepted, logits = None, launched.logits
         if step.verifies:
-            tokens, marked, accepted = self._verify(launched, sampling, cuts)
+            tokens, marked, accepted, order = self._verify(launched, sampling, cuts)
+            logits = logits if order is None else logits.index_select(0, order)
         elif len(step.sampling):
             tokens, marked = self._choose(launched, sampling)
         asks = sampling is not None and bool(sampling.num_top)
         num_top = sampling.num_top if sampling is not None else ()
-        logprobs = token_logprobs(launched.logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if asks else None
+        logprobs = token_logprobs(logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if asks else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         told = None if accepted is None else accepted.to("cpu", non_blocking=True)
         copied = recorded(self.device)  # before anything is guessed, so that the host goes on with what is told meanwhile
@@ -300,13 +281,11 @@ class Runner:
         self.feed.keep(tokens, launched.seats())
         return tokens, mark_nan(logits, tokens)
 
-    def _verify(
-        self, launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens of all sampled rows, of [R, V], the same with `NAN_TOKEN`, and how many drafts of each item are right.
+    def _verify(self, launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]) -> Verified:
+        """Sample all rows, of [R, V], and find the drafts that are right.
 
-        [R], [R] and [S] int64, device. What follows each item's last right draft is kept for the next step, and states move on.
-        cuts: how many tokens some items may be told at the most.
+        What follows each item's last right draft is kept for the next step; what stands is kept, see `keep_accepted`. cuts: how
+        many tokens some items may be told at the most.
         """
         step, logits = launched.step, launched.logits
         if (verified := launched.verified(cuts)) is not None:
@@ -330,15 +309,28 @@ class Runner:
         begins, seats = begins_of(step.sampled_rows), step.columns().seat[step.sampling]
         uploaded = to_device(torch.from_numpy(np.concatenate((most, begins, seats.astype(np.int64)))), self.device)
         num_drafts, first_rows, kept_at = torch.split(uploaded, [count, len(begins), len(seats)])
-        right = accept(sampled, inputs, None, num_drafts).counts
-        if step.states:
-            self._commit_states(step, batch, right)
+        parents = to_device(torch.from_numpy(parents_of(step)), self.device) if step.parents else None
+        path, right = accept(sampled, inputs, parents, num_drafts)
+        self.keep_accepted(launched, right, path)
+        order = None
+        if parents is not None:
+            order = standing_first(path, len(tokens))
+            tokens, marked = tokens.index_select(0, order), marked.index_select(0, order)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
         self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
-        return tokens, marked, accepted
+        return Verified(tokens, marked, accepted, order)
 
-    def _commit_states(self, step: StepInput, batch: ForwardBatch, right: torch.Tensor) -> None:
-        """Move states behind the drafts that are right, [B], of the items that verified some; all rows of the others stand."""
+    def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor) -> None:
+        """Move states behind the drafts that are right, of the items that verified some; all rows of the others stand. Where drafts
+        branch, bring what is kept of the right ones together. right: [n], path: [n, N], see `accept`.
+        """
+        step, batch = launched.step, launched.forwarded.batch
+        assert batch is not None, "a step that verifies keeps its batch"
+        if step.parents:
+            assert self._pool is not None, "where drafts may branch, the runner knows the pool"
+            move_standing(batch, path, right, self._pool)
+        if not step.states:
+            return
         others = torch.from_numpy(rows_of_items(step)[step.num_decode :].astype(np.int64)) - 1
         accepted = Accepted(counts=torch.cat((right, to_device(others, self.device))))
         done = self.relay.ask("commit_state", plan=batch.plan, accepted=accepted)

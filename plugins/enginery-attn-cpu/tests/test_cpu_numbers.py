@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import subprocess
@@ -291,3 +292,46 @@ def test_the_instruction_set_can_be_narrowed(wanted: str, status: int) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == status, done.stderr
     assert wanted in done.stdout + done.stderr
+
+
+@built
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+@pytest.mark.parametrize(("rows", "dtype"), [(6, "float32"), (16, "bfloat16"), (17, "float32"), (40, "bfloat16"), (127, "float32")])
+def test_rows_of_a_tree_see_those_on_their_way(isa: str, rows: int, dtype: str) -> None:
+    """Few rows and blocks of them, with nothing before them or a chunk's end amid them."""
+    assert native_part.kernels is not None
+    native_part.kernels.use(isa)
+    facts = AttnLayerFacts(num_heads=6, num_kv_heads=2, head_dim=24)
+    before = [0, 1, 125, 128 - rows // 2, 300]
+    made = Setting(facts=facts, lens=[count + rows for count in before], rows=[rows] * len(before), dtype=dtype, kv_dtype=dtype)
+    chance = random.Random(rows)
+    ways: list[list[list[int]]] = []
+    for count in before:
+        ways.append([[count]])
+        ways[-1] += [[]] * (rows - 1)
+        for row in range(1, rows):
+            ways[-1][row] = [*ways[-1][chance.randrange(row)], count + row]
+    batch = dataclasses.replace(made.batch(), decode_len=rows, trees=True)
+    plan = made.backend.plan_forward_metadata(batch, False)
+    (part,) = made.backend.verify_mask(plan).parts
+    assert (part.requests, tuple(part.buffer.shape)) == (slice(0, len(before)), (len(before), rows, rows))
+    for request, of_rows in enumerate(ways):
+        for row, way in enumerate(of_rows):
+            part.buffer[request, row, [place - before[request] for place in way]] = True
+    out = torch.empty(len(before) * rows, facts.num_heads, facts.head_dim, dtype=made.q.dtype)
+    made.backend.attend(made.q, made.q[:, :1], made.q[:, :1], made.layer, batch, plan, out)
+    for request, of_rows in enumerate(ways):
+        for row, way in enumerate(of_rows):
+            seen = [*range(before[request]), *way]
+            k, v = made.keys[request][seen], made.values[request][seen]
+            place = request * rows + row
+            wanted = reference.attention(made.q[place : place + 1], k, v, facts=facts, scale=made.layer.scale, sinks=None)[0]
+            error = (out[place : place + 1].double() - wanted).abs().max() / wanted.abs().max()
+            assert error < TOLERANCES[dtype], (request, row)
+
+
+@built
+def test_more_rows_of_a_tree_than_kernels_take_are_refused() -> None:
+    made = Setting(facts=AttnLayerFacts(num_heads=1, num_kv_heads=1, head_dim=8), lens=[130], rows=[128])
+    with pytest.raises(Unsupported, match="trees of 128 rows are more than the 127"):
+        made.backend.plan_forward_metadata(dataclasses.replace(made.batch(), decode_len=128, trees=True), False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
-from enginery.api import CONTRACT_VERSIONS, ConfigError, DraftAsk, DraftContext, HookGroup, HostDrafter
+from enginery.api import CONTRACT_VERSIONS, ConfigError, DraftAsk, DraftContext, DraftTree, HookGroup, HostDrafter
 from enginery_draft_suffix import register_drafters
 from enginery_draft_suffix.drafter import SuffixDrafter
 from enginery_draft_suffix.spec import SUFFIX, SuffixOptions
@@ -34,9 +35,18 @@ class Lists:
         self.answers[req_id] += token_ids
 
     def speculate(
-        self, req_id: str, context: Sequence[int], max_spec_tokens: int, max_spec_factor: float, *, min_token_prob: float
+        self,
+        req_id: str,
+        context: Sequence[int],
+        max_spec_tokens: int,
+        max_spec_factor: float,
+        *,
+        min_token_prob: float,
+        use_tree_spec: bool,
     ) -> SimpleNamespace:
         assert min_token_prob == 0.1
+        if use_tree_spec:
+            return self.branching(req_id, list(context), max_spec_tokens)
         for size in range(len(context), 0, -1):
             most = min(max_spec_tokens, int(max_spec_factor * size))
             for text in (self.own[req_id], *self.answers.values()):
@@ -44,6 +54,20 @@ class Lists:
                     if text[at : at + size] == list(context[-size:]):
                         return SimpleNamespace(token_ids=text[at + size :][:most])
         return SimpleNamespace(token_ids=[])
+
+    def branching(self, req_id: str, context: list[int], most: int) -> SimpleNamespace:
+        """All that followed the last token, token by token, the more often the sooner, with what followed that."""
+        token_ids, parents, found = list[int](), list[int](), [(context[-1:], -1)]
+        texts = [self.own[req_id], *(text for key, text in self.answers.items() if key != req_id)]
+        while found and len(token_ids) < most:
+            run, before = found.pop(0)
+            size = len(run)
+            next_ = Counter(text[at + size] for text in texts for at in range(len(text) - size) if text[at : at + size] == run)
+            for token, _ in next_.most_common()[: most - len(token_ids)]:
+                found.append(([*run, token], len(token_ids)))
+                token_ids.append(token)
+                parents.append(before)
+        return SimpleNamespace(token_ids=token_ids, parents=parents)
 
 
 def over_lists(**options: int) -> tuple[SuffixDrafter, Lists]:
@@ -65,6 +89,21 @@ def test_it_guesses_from_its_own_text_and_from_others_answers_and_not_more_than_
     drafter.propose([DraftAsk("a", [9, 1, 2, 3], 8)])
     drafter.propose([DraftAsk("a", [9, 1, 2, 3, 4, 5, 6, 7, 8], 8)])
     assert drafter.propose([DraftAsk("b", [3, 4], 8), DraftAsk("c", [7, 7, 5, 7, 7], 1)]) == [[5, 6], [5]]
+
+
+def test_it_guesses_all_that_has_followed_if_that_is_asked_for() -> None:
+    drafter, _ = over_lists(trees=True)
+    drafter.propose([DraftAsk("a", [9, 1, 2, 3], 1)])
+    drafter.propose([DraftAsk("a", [9, 1, 2, 3, 1, 4], 1)])
+    (tree,) = drafter.propose([DraftAsk("b", [7, 7, 1], 6)])
+    assert tree == DraftTree((4,), (-1,)), "what others were told"
+    (tree,) = drafter.propose([DraftAsk("a", [9, 1, 2, 3, 1, 4, 1], 6)])
+    assert tree == DraftTree((2, 4, 3, 1, 1, 4), (-1, -1, 0, 1, 2, 4))
+
+
+def test_trees_are_announced_where_they_are_asked_for() -> None:
+    assert SUFFIX.trees is not None
+    assert [SUFFIX.trees(SuffixOptions(trees=asked)) for asked in (False, True)] == [False, True]
 
 
 def test_who_has_ended_leaves_its_answer_and_its_name() -> None:
@@ -128,6 +167,22 @@ def build(**options: float) -> HostDrafter:
     return SUFFIX.build(DraftContext(vocab_size=100, options=dataclasses.replace(SuffixOptions(), **options)))  # type: ignore[arg-type]
 
 
+def test_an_engine_tells_the_same_in_fewer_steps_with_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("enginery_weights_tiny", reason="the embedded model is not installed")
+    from enginery import LLM, SamplingParams
+
+    monkeypatch.setattr("enginery_draft_suffix.drafter.open_trees", lambda options: Lists())
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    options = {"num_pages": 64, "dtype": "float32", "num_threads": 1}
+    trees = {"drafter": "suffix", "draft_length": "8", "plugin_options": ("suffix.trees=true",)}
+    with LLM(**options) as plain, LLM(**options, **trees) as drafted:
+        expected = plain.generate("Tell me a story about a fox.", params)[0]
+        for _ in range(2):
+            *_, last = deltas = list(drafted.stream("Tell me a story about a fox.", params))
+            assert tuple(token for delta in deltas for token in delta.token_ids) == expected.token_ids
+        assert last.usage.num_accepted_tokens > 10, "the second time, the first answer is known"
+
+
 @pytest.fixture
 def arctic() -> None:
     pytest.importorskip("arctic_inference.suffix_decoding", reason="Arctic Inference is not installed; see the README")
@@ -144,6 +199,15 @@ def test_arctic_inference_guesses_what_followed() -> None:
     assert [list(each) for each in drafter.propose([DraftAsk("c", [60, 24, 25], 4)])] == [[26, 27]]
     drafter.forget("c")
     assert [list(each) for each in drafter.propose([DraftAsk("c", [61, 99], 4)])] == [[]]
+
+
+@pytest.mark.usefixtures("arctic")
+def test_arctic_inference_guesses_trees() -> None:
+    drafter = build(trees=True, factor=4.0)
+    (tree,) = drafter.propose([DraftAsk("a", [1, 2, 3, 1, 2, 4, 1, 2], 8)])
+    assert isinstance(tree, DraftTree)
+    roots = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]
+    assert sorted(roots) == [3, 4]
 
 
 @pytest.mark.usefixtures("arctic")

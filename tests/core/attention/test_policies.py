@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -246,7 +247,7 @@ def test_a_verification_is_asked_of_the_child_that_it_is_planned_by() -> None:
     """Hole 4: the prefill child answered, and a commit went to both children."""
     prefill, decode = Child("prefill"), Child("decode")
     nest = split(prefill, decode)
-    batch = nest.plan(make_batch([3, 3], phase=Phase.VERIFY))
+    batch = nest.plan(dataclasses.replace(make_batch([3, 3], phase=Phase.VERIFY), decode_len=3, trees=True))
     mask = nest.ask("verify_mask", plan=batch.plan)
     assert [part.requests for part in mask.parts] == [slice(0, 2)]
     accepted = Accepted(counts=torch.tensor([1, 2]))
@@ -256,11 +257,22 @@ def test_a_verification_is_asked_of_the_child_that_it_is_planned_by() -> None:
     assert not prefill.asked
 
 
+def test_parts_without_trees_are_asked_for_no_mask() -> None:
+    """A prefill backend need not have the hook, nor is a half of chunks asked."""
+    prefill, decode = Planner("prefill"), Child("decode")
+    nest = relay(MicroBatches(split(prefill, decode)))
+    chunks = dataclasses.replace(make_batch([3, 3, 5, 7, 9]), decode_len=3, trees=True)
+    mask = nest.ask("verify_mask", plan=nest.plan(chunks).plan)
+    assert [part.requests for part in mask.parts] == [slice(0, 2)]
+    without = dataclasses.replace(chunks, trees=False)
+    assert nest.ask("verify_mask", plan=nest.plan(without).plan) is None
+
+
 def test_each_half_commits_what_of_its_own_requests_was_accepted() -> None:
     """Hole 4: it was committed once for two planned halves."""
     child = Child("child")
     nest = relay(MicroBatches(relay(child)))
-    batch = nest.plan(make_batch([3, 3, 3], phase=Phase.VERIFY))
+    batch = nest.plan(dataclasses.replace(make_batch([3, 3, 3], phase=Phase.VERIFY), decode_len=3, trees=True))
     assert nest.ask("commit_state", plan=batch.plan, accepted=Accepted(counts=torch.tensor([5, 6, 7]))) is True
     halves = [arguments["accepted"].counts.tolist() for _, arguments in child.asked]
     assert sorted(halves, key=lambda half: half[0]) in ([[5], [6, 7]], [[5, 6], [7]])
@@ -297,7 +309,7 @@ def test_a_part_that_the_child_did_not_plan_is_not_asked_about() -> None:
 
 def test_a_child_that_lacks_a_hook_answers_none_for_the_whole() -> None:
     nest = split(Planner("prefill"), Planner("decode"))
-    batch = nest.plan(make_batch([3], phase=Phase.VERIFY))
+    batch = nest.plan(dataclasses.replace(make_batch([3], phase=Phase.VERIFY), decode_len=3, trees=True))
     for hook, more in (
         ("verify_mask", {}),
         ("commit_state", {"accepted": Accepted(counts=torch.ones(1))}),

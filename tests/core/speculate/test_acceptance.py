@@ -168,3 +168,19 @@ def test_drafts_drawn_with_the_target_s_own_number_change_no_distribution(vocab_
 def test_the_usual_mistakes_change_the_distribution(vocab_size: int, defect: str, branches: int) -> None:
     find: Callable[[torch.Tensor, int], float] = chi_square
     assert find(told_of(vocab_size, branches, defect), vocab_size) > 20
+
+
+@pytest.mark.parametrize("vocab_size", [3, 50])
+def test_siblings_that_are_each_drawn_anew_change_the_distribution(vocab_size: int) -> None:
+    """The usual mistake with trees: of several guesses for one place the first that a draw of its own meets is told."""
+    seeds, random = np.arange(NUM_DRAWN, dtype=np.uint64), torch.Generator().manual_seed(5)
+    first = target(torch.zeros(NUM_DRAWN, 1, dtype=torch.int64), vocab_size)
+    siblings = torch.randint(2, (NUM_DRAWN, 3), generator=random)
+    told, is_told = draw(first, seeds, 1), torch.zeros(NUM_DRAWN, dtype=torch.bool)
+    for place in range(3):
+        drawn = draw(first, seeds, 1 + place)
+        meets = ~is_told & (drawn == siblings[:, place])
+        told[meets], is_told = drawn[meets], is_told | meets
+    right = draw(first, seeds, 1)
+    assert chi_square(torch.stack([right, torch.full_like(right, -1)], 1), vocab_size) < 5
+    assert chi_square(torch.stack([told, torch.full_like(told, -1)], 1), vocab_size) > 20

@@ -158,8 +158,8 @@ def chosen(
 ) -> tuple[str | None, int]:
     offer = offer_of(Noting(), most=most)
     offer = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, modules=modules, reads=reads))  # type: ignore[arg-type]
-    registry = SimpleNamespace(drafters=(offer,), records=())
-    taken, length, _ = choose_drafter(
+    registry = SimpleNamespace(drafters=(offer,), records=(), options_for=lambda name: None)
+    taken, length, *_ = choose_drafter(
         EngineOptions(**asked),  # type: ignore[arg-type]
         cast("Registry", registry),
         device=device,

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 from core.testing.good_backend import CAPABILITIES, SPEC, GoodBackend, GoodPlan
 
-from enginery.api import Accepted, AttnBackendSpec, Capabilities, LayerSpec, Reason, StalePlan, hookimpl
+from enginery.api import (
+    Accepted,
+    AttnBackendSpec,
+    Capabilities,
+    LayerSpec,
+    MaskPart,
+    Reason,
+    StalePlan,
+    VerifyMask,
+    hookimpl,
+)
 
 BAD: dict[str, list[str]] = {}
 
@@ -295,6 +305,55 @@ class CommitsTwice(GoodBackend):
     @hookimpl
     def commit_state(self, plan, accepted):
         return plan not in self.unsettled or super().commit_state(plan, accepted)
+
+
+@breaks("hooks")
+class ClaimsTreesWithoutMasks(GoodBackend):
+    verify_mask = None
+
+
+@breaks("trees-of-drafts")
+class VerifiesTreesAsChains(GoodBackend):
+    def branched(self, seen, tree):
+        return seen
+
+
+@breaks("trees-of-drafts")
+class SeesOnlyTheTree(GoodBackend):
+    def branched(self, seen, tree):
+        return torch.cat((seen[:, : -len(tree)] & False, tree), 1)
+
+
+@breaks("trees-of-drafts")
+class SeesFromTheRootDown(GoodBackend):
+    def branched(self, seen, tree):
+        return super().branched(seen, tree.T)
+
+
+@breaks("trees-of-drafts")
+class KeepsMasksOnTheBackend(GoodBackend):
+    def __init__(self, context) -> None:
+        super().__init__(context)
+        self.masks = torch.zeros(16, 5, 5, dtype=torch.bool)
+
+    def room_for_trees(self, batch):
+        return self.masks[: batch.num_decode_requests]
+
+
+@breaks("trees-of-drafts")
+class GivesTheMaskOfTheNextRequest(GoodBackend):
+    @hookimpl
+    def verify_mask(self, plan):
+        (part,) = super().verify_mask(plan).parts
+        turned = part.buffer.roll(1, 0)
+        plan.trees.copy_(turned)
+        return VerifyMask(parts=(MaskPart(part.requests, turned),))
+
+
+@breaks("trees-of-drafts")
+class HasMasksOfAllRequests(GoodBackend):
+    def room_for_trees(self, batch):
+        return torch.zeros(batch.num_requests + 1, batch.decode_len, batch.decode_len, dtype=torch.bool)
 
 
 @breaks("numbers")

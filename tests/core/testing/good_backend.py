@@ -18,9 +18,11 @@ from enginery.api import (
     ForwardPlan,
     KVPiece,
     LayerSpec,
+    MaskPart,
     Phase,
     PlanKey,
     StalePlan,
+    VerifyMask,
     covering_plan,
     hookimpl,
 )
@@ -42,6 +44,7 @@ CAPABILITIES = Capabilities(
     recurrences=frozenset({("linear", "head"), ("linear", "constant")}),
     batch_invariant=True,
     lse_base="e",
+    trees=True,
 )
 
 
@@ -50,6 +53,7 @@ class Part:
     """One request: its rows of the batch, its length, its pages [n], those that its state is read from and written to.
 
     verifies: whether its state waits for `commit_state`. checkpoint: a page, and after how many rows it is written.
+    tree: which of its last keys each of its rows sees, [N, N] bool.
     """
 
     rows: slice
@@ -58,13 +62,15 @@ class Part:
     states: tuple[int, int]
     verifies: bool = False
     checkpoint: tuple[int, int] = (0, 0)
+    tree: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GoodPlan(ForwardPlan):
-    """The requests that have tokens."""
+    """The requests that have tokens. trees: the masks of those that verify, [requests, N, N] bool."""
 
     parts: tuple[Part, ...]
+    trees: torch.Tensor | None = None
 
 
 def softmax(q, k, v, *, seen, layer):
@@ -94,14 +100,23 @@ class GoodBackend:
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch) -> GoodPlan:
-        parts, row = [], 0
+        parts, row, trees = [], 0, self.room_for_trees(batch) if batch.trees else None
         for index, (q_len, length) in enumerate(zip(batch.q_lens_cpu.tolist(), batch.kv_lens_cpu.tolist(), strict=True)):
             if q_len:
                 pages = batch.page_table_cpu[index, : self.num_pages(length)].to(self.device, non_blocking=True)
-                part = Part(rows=slice(row, row + q_len), length=length, pages=pages, states=(0, 0))
+                tree = None if trees is None or index >= len(trees) else trees[index]
+                part = Part(rows=slice(row, row + q_len), length=length, pages=pages, states=(0, 0), tree=tree)
                 parts.append(self.with_states(part, batch, index) if STATE in batch.views else part)
             row += q_len
-        return GoodPlan(key=self.key(batch), parts=tuple(parts))
+        return GoodPlan(key=self.key(batch), parts=tuple(parts), trees=trees)
+
+    def room_for_trees(self, batch):
+        length = batch.decode_len
+        return torch.zeros(batch.num_decode_requests, length, length, dtype=torch.bool, device=self.device)
+
+    @hookimpl
+    def verify_mask(self, plan: ForwardPlan) -> VerifyMask:
+        return VerifyMask(parts=(MaskPart(slice(0, len(plan.trees)), plan.trees),))
 
     def with_states(self, part, batch, index):
         view, checkpoint = batch.states, (0, 0)
@@ -177,7 +192,11 @@ class GoodBackend:
         num_rows = part.rows.stop - part.rows.start
         rows = torch.arange(part.length - num_rows, part.length, device=self.device)[:, None]
         seen = self.seen(rows, torch.arange(len(keys), device=self.device), layer.facts.sliding_window)
+        seen = seen if part.tree is None else self.branched(seen, part.tree)
         out[part.rows] = softmax(q[part.rows], keys, values, seen=seen, layer=layer)[0].to(out.dtype)
+
+    def branched(self, seen, tree):
+        return torch.cat((seen[:, : -len(tree)], tree), 1)
 
     def seen(self, rows, keys, window):
         return (keys <= rows) if window is None else (keys <= rows) & (keys > rows - window)

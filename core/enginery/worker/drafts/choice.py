@@ -13,9 +13,11 @@ from enginery.checkpoint.files import scan_checkpoint, unstack
 from enginery.checkpoint.folder import read_config
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.drafting import DrafterSpec
+from enginery.contracts.model import ModelFacts
+from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
 from enginery.errors import CheckpointError, ConfigError
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import gives_trees, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
 from enginery.worker.weights.needed_weights import needed_weights
@@ -34,11 +36,15 @@ STANDALONE: Final = DrafterSpec(
 
 
 class ChosenDrafter(NamedTuple):
-    """length: tokens of a request in one step, at most. reason: for people to read, empty where nothing was said of drafters."""
+    """length: tokens of a request in one step, at most. reason: for people to read, empty where nothing was said of drafters.
+
+    trees: whether its guesses may branch.
+    """
 
     offer: Offer[DrafterSpec] | None
     length: int
     reason: str
+    trees: bool = False
 
 
 def choose_drafter(
@@ -66,7 +72,9 @@ def choose_drafter(
     else:
         offer, why = _named(asked.drafter, every, registry), "asked for"
     length = _length(asked, offer, config)
-    return ChosenDrafter(offer, length, f"{why}, from {offer.source}; up to {length} tokens of a request in a step")
+    trees = gives_trees(offer, registry.options_for(offer.name))
+    said = f"{why}, from {offer.source}; up to {length} tokens of a request in a step{', which may branch' if trees else ''}"
+    return ChosenDrafter(offer, length, said, trees)
 
 
 def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer[DrafterSpec]]:
@@ -159,6 +167,24 @@ def _length(asked: EngineOptions, offer: Offer[DrafterSpec], config: Mapping[str
     if int(asked.draft_length) == 0 and not offer.spec.is_model:
         raise ConfigError(f"--draft-length is 0, so {offer.name} would guess nothing; leave --drafter out, or take more")
     return int(asked.draft_length)
+
+
+def refuse_trees(chosen: ChosenDrafter, facts: ModelFacts, parallel: ParallelFacts, *, max_model_len: int) -> None:
+    """Raises `ConfigError` where drafts may not branch: in a window rows count from the end, and states go along one line."""
+    if not chosen.trees or (offer := chosen.offer) is None:
+        return
+    windows = [layer.sliding_window for layer in facts.layers if layer.sliding_window is not None]
+    reasons = {
+        "the model has layers with sliding windows": bool(windows) and min(windows) < max_model_len,
+        "the model has recurrent layers": facts.has_states,
+        "there are several ranks": parallel.num_ranks > 1,
+        "it is a model": offer.spec.is_model,
+    }
+    if found := [reason for reason, there in reasons.items() if there]:
+        raise ConfigError(
+            f"--drafter is {offer.name}, from {offer.source}, whose guesses branch, and {' and '.join(found)}; chains alone are "
+            "verified there: have it give no trees, or take another drafter"
+        )
 
 
 def drafter_decisions(chosen: ChosenDrafter) -> list[Decision]:

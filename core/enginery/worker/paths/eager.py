@@ -8,6 +8,7 @@ from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
+from enginery.worker.drafts.trees import write_masks
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.token_feed import TokenFeed
@@ -34,6 +35,7 @@ class EagerPath:
         # Outputs may be of rows that need no logits, behind the last attention too.
         tapped = self._keeps_all or bool(self._feed.named.outputs)
         there = self._relay.plan(self._feed.upload(step, batch, logits_rows=None if tapped else rows))
+        write_masks(step, there, self._relay)
         planned_s = time.perf_counter()
         hidden = self._results.hidden(self._model.forward(there), there)
         forwarded = hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)

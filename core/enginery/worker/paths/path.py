@@ -5,6 +5,7 @@ T tokens, N rows that need logits, S items that sample, C channels, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
+from enginery.worker.layout import sampled_seats
 
 
 class CapturedBatch(Protocol):
@@ -44,6 +46,42 @@ class Forwarded(NamedTuple):
     accepted: torch.Tensor | None = None
     captured: CapturedBatch | None = None
     padded: ForwardBatch | None = None
+
+
+class Verified(NamedTuple):
+    """What became of drafts. tokens, and marked with `NAN_TOKEN`: of all sampled rows, [R] int64, those that are told first.
+
+    accepted: [S] int64, how many drafts of each item are right. order: [R] int64, the rows as they were before; None: the same. All
+    are on the device.
+    """
+
+    tokens: torch.Tensor
+    marked: torch.Tensor
+    accepted: torch.Tensor
+    order: torch.Tensor | None = None
+
+
+class Launched(NamedTuple):
+    """A forward that the device may still be running, valid until the next one. logits: [S, V], of the items that sample."""
+
+    step: StepInput
+    forwarded: Forwarded
+    logits: torch.Tensor
+    captured: bool
+    laid_out_s: float
+
+    def seats(self) -> torch.Tensor:
+        """Of the items that sample: [S] int64, on the device."""
+        if self.forwarded.seats is None:
+            return to_device(sampled_seats(self.step), self.logits.device)
+        return self.forwarded.seats[: len(self.step.sampling)]
+
+    def verified(self, cuts: Mapping[int, int]) -> Verified | None:
+        """As `Runner._verify`, where a graph has done it: best tokens are asked for, as many as there are."""
+        accepted, best = self.forwarded.accepted, self.forwarded.greedy
+        if accepted is None or best is None or cuts or not self.step.run.greedy:
+            return None
+        return Verified(best[: len(self.logits)], best[: len(self.logits)], accepted[: len(self.step.sampling)])
 
 
 class ForwardPath(Protocol):

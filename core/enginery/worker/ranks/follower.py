@@ -11,8 +11,9 @@ import torch
 from enginery.contracts.step import StepInput
 from enginery.worker.layout import begins_of, logits_of_items, sampled_seats
 from enginery.worker.logprobs import row_blocks
+from enginery.worker.paths.path import Launched
 from enginery.worker.ranks.gloo import Group
-from enginery.worker.runner import Launched, Runner
+from enginery.worker.runner import Runner
 
 
 class Follower:

@@ -17,23 +17,30 @@ from enginery.api import (
     ForwardPlan,
     LayerSpec,
     LocalLayerId,
+    MaskPart,
     PlanKey,
     StalePlan,
     Unsupported,
+    VerifyMask,
     covering_plan,
     hookimpl,
 )
 from enginery_attn_cpu import native_part
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+MOST_TREE_ROWS = 127  # so that a row sees a key in each chunk of 128 before its own
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CpuPlan(ForwardPlan):
-    """numbers: the kernel's first arguments, addresses among them; kept: the tensors that these are of."""
+    """numbers: the kernel's first arguments, addresses among them; kept: the tensors that these are of.
+
+    trees: [requests, N, N] bool, written after planning, of requests whose drafts may branch; None: there are none.
+    """
 
     numbers: tuple[int, ...]
     kept: tuple[torch.Tensor, ...]
+    trees: torch.Tensor | None = None
 
 
 class Tables:
@@ -92,9 +99,18 @@ class CpuAttention:
                 each if each.stride(-1) == 1 else each.contiguous()
                 for each in (batch.q_lens_cpu, batch.kv_lens_cpu, batch.page_table_cpu)
             )
+        trees = _room_for_trees(batch) if batch.trees else None
+        masks = (0, 0) if trees is None else (trees.data_ptr(), len(trees))
         lens = (batch.num_requests, q_lens.data_ptr(), kv_lens.data_ptr())
-        numbers = (*lens, table.data_ptr(), table.stride(0), torch.get_num_threads())
-        return CpuPlan(key=key, numbers=numbers, kept=(q_lens, kv_lens, table))
+        numbers = (*lens, table.data_ptr(), table.stride(0), torch.get_num_threads(), *masks)
+        return CpuPlan(key=key, numbers=numbers, kept=(q_lens, kv_lens, table), trees=trees)
+
+    @hookimpl
+    def verify_mask(self, plan: ForwardPlan) -> VerifyMask:
+        """In the plan."""
+        assert isinstance(plan, CpuPlan)
+        assert plan.trees is not None, "it is asked of batches with trees"
+        return VerifyMask(parts=(MaskPart(slice(0, len(plan.trees)), plan.trees),))
 
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
@@ -151,3 +167,11 @@ class CpuAttention:
             layer.facts.softcap or 0.0,
             layer.scale,
         )
+
+
+def _room_for_trees(batch: ForwardBatch) -> torch.Tensor:
+    """Nothing is seen as yet: [requests, N, N] bool. Raises `Unsupported` for more rows than kernels take of a tree."""
+    length = batch.decode_len
+    if length > MOST_TREE_ROWS:
+        raise Unsupported(f"trees of {length} rows are more than the {MOST_TREE_ROWS} that the kernels take; draft fewer tokens")
+    return torch.zeros(batch.num_decode_requests, length, length, dtype=torch.bool)

@@ -44,6 +44,7 @@ CPU = AttnBackendSpec(
         unequal_values=True,
         graphs=True,
         batch_invariant=True,
+        trees=True,
     ),
     refuse_also=_refuse,
     record_calls=_record_calls,

@@ -8,8 +8,20 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch.nn.functional as F
 
-from enginery.api import BackendContext, ForwardBatch, ForwardPlan, KVPiece, LayerSpec, PlanKey, covering_plan, hookimpl
+from enginery.api import (
+    BackendContext,
+    ForwardBatch,
+    ForwardPlan,
+    KVPiece,
+    LayerSpec,
+    MaskPart,
+    PlanKey,
+    VerifyMask,
+    covering_plan,
+    hookimpl,
+)
 from enginery_attn_torch.kernels import explicit, fused
 from enginery_attn_torch.plan import DecodeGroup, Planner, RequestPart, TorchPlan, visible
 from enginery_attn_torch.ragged import RaggedAttention, TorchChunkPlan
@@ -35,13 +47,21 @@ class TorchAttention:
         num_decode = batch.num_decode_requests if batch.decode_len == 1 else 0
         grouped = num_decode if num_decode > 1 or batch.kv_lens is not None else 0
         starts = itertools.accumulate(q_lens, initial=0)
+        trees = self.planner.trees(batch)
         parts = [
-            self.planner.part(batch, row, start=start)
+            self.planner.part(batch, row, start=start, tree=None if trees is None or row >= len(trees) else trees[row])
             for row, (start, q_len) in enumerate(zip(starts, q_lens, strict=False))
             if row >= grouped and q_len
         ]
         key = PlanKey.of(batch, self.backend_id, capture=capture)
-        return TorchPlan(key=key, group=self.planner.group(batch, grouped) if grouped else None, parts=tuple(parts))
+        return TorchPlan(key=key, group=self.planner.group(batch, grouped) if grouped else None, parts=tuple(parts), trees=trees)
+
+    @hookimpl
+    def verify_mask(self, plan: ForwardPlan) -> VerifyMask:
+        """In the plan."""
+        assert isinstance(plan, TorchPlan)
+        assert plan.trees is not None, "it is asked of batches with trees"
+        return VerifyMask(parts=(MaskPart(slice(0, len(plan.trees)), plan.trees),))
 
     @hookimpl
     def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[TorchPlan, ...]:
@@ -94,6 +114,8 @@ class TorchAttention:
         num_queries = part.stop - part.start
         rows = q[part.start : part.stop].view(1, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)  # [1, K, G, S, D]
         mask = part.masks[layer.facts.sliding_window]
+        if part.tree is not None:
+            mask = F.pad(part.tree, (part.kv_len - num_queries, 0), value=True)
         seen = None if mask is None else mask[None]
         attended = _attention(rows, k, v, mask=seen, causal=part.causal, layer=layer)
         whole = attended.permute(0, 3, 1, 2, 4).reshape(num_queries, -1, attended.shape[-1])  # [S, H, V]

@@ -20,7 +20,8 @@ class RequestPart:
     """One request on its own: rows [start, stop) of the batch against its `kv_len` tokens.
 
     first_slot: where its tokens lie in one run, else None and `pages` [P] lists its pages. masks: per window, what each row may
-    see, [stop - start, kv_len] bool, or None where causality alone decides.
+    see, [stop - start, kv_len] bool, or None where causality alone decides. tree: [N, N] bool, in place of all masks, which of the
+    last N keys each of its N rows sees.
     """
 
     start: int
@@ -30,6 +31,7 @@ class RequestPart:
     pages: torch.Tensor
     masks: Mapping[Window, torch.Tensor | None]
     causal: bool
+    tree: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,10 +45,14 @@ class DecodeGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TorchPlan(ForwardPlan):
-    """The decoding requests as one group if they are several, everything else request by request."""
+    """The decoding requests as one group if they are several, everything else request by request.
+
+    trees: [requests, N, N] bool, device, written after planning, of requests whose drafts may branch; None: there are none.
+    """
 
     group: DecodeGroup | None
     parts: tuple[RequestPart, ...]
+    trees: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,13 @@ class Planner:
         masks = {window: self._seen(keys, kv_lens - 1, window) for window in self.windows}  # [B, L]
         return DecodeGroup(size=size, pages=self._on_device(pages), masks=masks)
 
-    def part(self, batch: ForwardBatch, row: int, *, start: int) -> RequestPart:
+    def trees(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Room for what the rows of the batch's trees see; None if it has none."""
+        if not batch.trees:
+            return None
+        return torch.empty(batch.num_decode_requests, batch.decode_len, batch.decode_len, dtype=torch.bool, device=self.device)
+
+    def part(self, batch: ForwardBatch, row: int, *, start: int, tree: torch.Tensor | None = None) -> RequestPart:
         """Request `row`, whose first token is row `start` of the batch."""
         q_len, kv_len = int(batch.q_lens_cpu[row]), int(batch.kv_lens_cpu[row])
         pages = batch.page_table_cpu[row, : -(-kv_len // self.page_size)].long()
@@ -77,7 +89,8 @@ class Planner:
         masks: dict[Window, torch.Tensor | None] = {}
         for window in self.windows:
             sees_all = window is None or kv_len <= window
-            masks[window] = None if sees_all and q_len in (1, kv_len) else self._seen(keys, queries, window)
+            needs_none = (sees_all and q_len in (1, kv_len)) or tree is not None
+            masks[window] = None if needs_none else self._seen(keys, queries, window)
         return RequestPart(
             start=start,
             stop=start + q_len,
@@ -86,6 +99,7 @@ class Planner:
             pages=self._on_device(pages),
             masks=masks,
             causal=q_len > 1,
+            tree=tree,
         )
 
     def _seen(self, keys: torch.Tensor, positions: torch.Tensor, window: Window) -> torch.Tensor:

@@ -24,5 +24,6 @@ TORCH = AttnBackendSpec(
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         unequal_values=True,
         device_lengths=True,
+        trees=True,
     ),
 )

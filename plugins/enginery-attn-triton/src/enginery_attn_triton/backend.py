@@ -12,10 +12,12 @@ from enginery.api import (
     ForwardPlan,
     KVPiece,
     LayerSpec,
+    MaskPart,
     Phase,
     PlanKey,
     StalePlan,
     Unsupported,
+    VerifyMask,
     covering_plan,
     hookimpl,
 )
@@ -52,7 +54,7 @@ class TritonAttention:
         workspace_bytes = self.cuts.of(batch.decode_len).workspace_bytes
         parts = self.arena.take("attention of split requests", workspace_bytes, may_move=True)
         if not capture:
-            return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts)
+            return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts, trees=self._room_for_trees(batch))
         decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * batch.decode_len
         if self.graphs is None or not decodes:
             raise Unsupported(
@@ -62,6 +64,20 @@ class TritonAttention:
         tables = self.graphs.tables(batch.num_requests, length=batch.decode_len, shares=batch.kv_lens is None)
         self.graphs.refresh(batch, page_size=self.geometry.page_size)
         return TritonPlan(key=key, tables=tables, parts=parts)
+
+    @hookimpl
+    def verify_mask(self, plan: ForwardPlan) -> VerifyMask:
+        """In the plan."""
+        assert isinstance(plan, TritonPlan)
+        assert plan.trees is not None, "it is asked of batches with trees"
+        return VerifyMask(parts=(MaskPart(slice(0, len(plan.trees)), plan.trees),))
+
+    def _room_for_trees(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """What the rows of the batch's trees will see: [requests, N, N] bool; None if it has none."""
+        if not batch.trees:
+            return None
+        shape = (batch.num_decode_requests, batch.decode_len, batch.decode_len)
+        return torch.empty(shape, dtype=torch.bool, device=self.planner.device)
 
     @hookimpl
     def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[TritonPlan, ...] | None:
@@ -127,6 +143,7 @@ class TritonAttention:
                 parts=planned.parts,
                 scores=scores,
                 lengths=batch.kv_lens,
+                trees=planned.trees,
             )
         if cut.dims in tables.prefill:
             run_prefill(q, memory, out, dims=cut.dims, tiles=tables.prefill[cut.dims], scores=scores)

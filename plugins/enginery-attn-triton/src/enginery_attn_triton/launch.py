@@ -86,10 +86,12 @@ def run_decode(
     parts: torch.Tensor,
     scores: Scores,
     lengths: torch.Tensor | None = None,
+    trees: torch.Tensor | None = None,
 ) -> None:
     """q, out: [S, H, .], of which the first rows are written. parts: uint8, as large as the cut says.
 
-    lengths: [S] int32, of each row's keys, where `split` has more; None: it has them.
+    lengths: [S] int32, of each row's keys, where `split` has more; None: it has them. trees: [requests, N, N] bool, which of its
+    last keys each row sees; None: all up to its own.
     """
     dims, num_rows = cut.dims, split.splits.shape[0]
     values = parts.view(torch.float32)
@@ -111,6 +113,8 @@ def run_decode(
             memory.pages,
             sinks,
             split.splits if lengths is None else lengths,
+            split.splits if trees is None else trees.view(torch.uint8),
+            cut.decode.length,
             *scores.factors,
             PAGE_SIZE=memory.k.shape[1],
             BLOCK_G=tile.group_rows,
@@ -120,6 +124,7 @@ def run_decode(
             VERIFIES=cut.decode.length > 1,
             LENGTHS=lengths is not None,
             WINDOW=scores.window or 0 if cut.decode.length > 1 or lengths is not None else 0,
+            TREES=trees is not None,
             CHAINED=cut.chained,
             launch_pdl=cut.chained,
             **_common(q, out, memory.k, memory.v, dims=dims),

@@ -54,10 +54,14 @@ class Tables:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TritonPlan(ForwardPlan):
-    """tables: on the device. parts: the workspace of split requests, uint8."""
+    """tables: on the device. parts: the workspace of split requests, uint8.
+
+    trees: [requests, N, N] bool, device, written after planning, of requests whose drafts may branch; None: there are none.
+    """
 
     tables: Tables
     parts: torch.Tensor
+    trees: torch.Tensor | None = None
 
 
 def tiles_of(q_lens: Ints, kv_lens: Ints, bases: Ints, *, first_row: int, tokens: int) -> Ints:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from enginery.api import ConfigError, DraftAsk
+from enginery.api import ConfigError, DraftAsk, DraftTree
 from enginery_draft_suffix.spec import SuffixOptions
 
 
-class Path(Protocol):
-    """What the trees guess: the part of `arctic_inference.suffix_decoding.SuffixDecodingDraft` that is used."""
+class Found(Protocol):
+    """What the trees guess: the part of `arctic_inference.suffix_decoding.SuffixDecodingDraft` that is used.
+
+    parents: of each token the place of the one before it, -1 for the context's last; those that come first are likeliest.
+    """
 
     @property
     def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def parents(self) -> Sequence[int]: ...
 
 
 class SuffixTrees(Protocol):
@@ -26,8 +32,15 @@ class SuffixTrees(Protocol):
     def add_active_response(self, req_id: str, token_ids: Sequence[int]) -> None: ...
 
     def speculate(
-        self, req_id: str, context: Sequence[int], max_spec_tokens: int, max_spec_factor: float, *, min_token_prob: float
-    ) -> Path: ...
+        self,
+        req_id: str,
+        context: Sequence[int],
+        max_spec_tokens: int,
+        max_spec_factor: float,
+        *,
+        min_token_prob: float,
+        use_tree_spec: bool,
+    ) -> Found: ...
 
 
 def open_trees(options: SuffixOptions) -> SuffixTrees:
@@ -65,7 +78,7 @@ class SuffixDrafter:
         self._num_seen: dict[str, int] = {}
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
-        """The best path of each."""
+        """The best path of each, or all paths that are likely enough (`SuffixOptions.trees`)."""
         for ask in asks:
             self._take_in(ask)  # all of them first: one request may go on as another just has
         return [self._propose(ask) for ask in asks]
@@ -101,8 +114,8 @@ class SuffixDrafter:
             del self._by_salt[salt]
         return own
 
-    def _propose(self, ask: DraftAsk) -> list[int]:
+    def _propose(self, ask: DraftAsk) -> Sequence[int]:
         options = self._options
-        context = list(ask.token_ids[-options.depth :])
-        path = self._of(ask).speculate(ask.key, context, ask.most, options.factor, min_token_prob=options.least_share)
-        return list(path.token_ids)
+        context, shares = list(ask.token_ids[-options.depth :]), {"min_token_prob": options.least_share}
+        found = self._of(ask).speculate(ask.key, context, ask.most, options.factor, use_tree_spec=options.trees, **shares)
+        return DraftTree(tuple(found.token_ids), tuple(found.parents)) if options.trees else list(found.token_ids)

@@ -12,6 +12,7 @@ from enginery.api import ConfigError, DraftContext, DrafterSpec, HostDrafter
 class SuffixOptions:
     """depth: tokens of the longest run. cached_requests: answers that are kept for others. factor: guesses for each token that
     matched. least_share: how often a token must have followed to be guessed. salts: of requests, whose answers are kept apart.
+    trees: guesses may branch, which needs a model and an attention backend that verify such.
     """
 
     depth: int = 24
@@ -19,6 +20,7 @@ class SuffixOptions:
     factor: float = 1.0
     least_share: float = 0.1
     salts: int = 64
+    trees: bool = False
 
 
 def build(context: DraftContext) -> HostDrafter:
@@ -39,11 +41,18 @@ def build(context: DraftContext) -> HostDrafter:
     return SuffixDrafter(partial(open_trees, options), options)
 
 
+def trees(options: object) -> bool:
+    """Only where they are asked for: chains are verified by more backends, and in graphs."""
+    assert isinstance(options, SuffixOptions)
+    return options.trees
+
+
 SUFFIX = DrafterSpec(
     name="suffix",
     api=(2, 0),
     summary="what followed a request's last tokens in recent answers",
     most=32,
     build=build,
+    trees=trees,
     options=SuffixOptions,
 )

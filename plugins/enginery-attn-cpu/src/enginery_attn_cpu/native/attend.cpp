@@ -107,6 +107,7 @@ float *room(int64_t floats) {
 bool attend(const Layer &layer, Batch batch, const Kernels &kernels) {
     const std::unique_ptr<Request[]> requests(new Request[batch.requests + 1]);
     bool known = true;
+    const uint8_t *tree = batch.trees;
     int64_t row = 0, units = 0, groups = 0, partials = 0, products = 0, most = 1, all_blocks = 0;
     for (int64_t r = 0; r < batch.requests; ++r) {
         const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r], rows = q_len * (layer.heads / layer.kv_heads);
@@ -114,7 +115,9 @@ bool attend(const Layer &layer, Batch batch, const Kernels &kernels) {
         const int64_t first = std::min(reached / kChunkKeys, chunks_of(kv_len) - 1), blocks = ceil_div(rows, kUnitRows);
         const int64_t chunks = chunks_of(kv_len) - first, of_chunk = layer.kv_heads * blocks;
         const int32_t *pages = batch.page_table + r * batch.table_stride;
-        requests[r] = {row, q_len, kv_len, first, chunks, blocks, units, groups, partials, all_blocks, pages};
+        requests[r] = {row, q_len, kv_len, first, chunks, blocks, units, groups, partials, all_blocks, pages,
+                       r < batch.num_trees ? tree : nullptr};
+        tree += r < batch.num_trees ? q_len * q_len : 0;
         for (int64_t page = first * kChunkKeys / layer.page_size; q_len > 0 && page * layer.page_size < kv_len; ++page) {
             known &= requests[r].pages[page] >= 0 && requests[r].pages[page] < layer.pages;
         }

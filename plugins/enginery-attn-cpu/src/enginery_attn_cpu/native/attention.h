@@ -29,7 +29,9 @@ struct Layer {
 };
 
 // q [rows, heads, dim] and out [rows, heads, value_dim] are of one type; strides of rows and heads are in elements. A request's rows
-// follow those of the one before. partials: of requests of several chunks; `attend` takes the memory.
+// follow those of the one before. partials: of requests of several chunks; `attend` takes the memory. trees: of the first num_trees
+// requests, N rows each, which of their last N keys each row sees, [num_trees, N, N] of 0 and 1. A row sees no key behind its own, and
+// with N up to kChunkKeys - 1 it sees one of every chunk before that.
 struct Batch {
     int64_t requests;
     const int32_t *q_lens, *kv_lens, *page_table;
@@ -40,13 +42,16 @@ struct Batch {
     int64_t q_row, q_head;
     void *out;
     int64_t out_row, out_head;
+    const uint8_t *trees;
+    int64_t num_trees;
 };
 
 // One request's work for one layer. first_chunk: the first that a window reaches; chunks: from there on. A prompt has blocks of rows,
-// first_block the first of them, and no units.
+// first_block the first of them, and no units. tree: [q_len, q_len], see `Batch`, or null.
 struct Request {
     int64_t row, q_len, kv_len, first_chunk, chunks, row_blocks, first_unit, first_group, first_partial, first_block;
     const int32_t *pages;
+    const uint8_t *tree;
 };
 
 // Rows [first_row, first_row + rows) of a request's queries of one KV head, where row f is token f / group and head f % group, over the

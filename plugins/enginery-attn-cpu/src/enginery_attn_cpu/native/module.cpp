@@ -65,7 +65,7 @@ T *pointer(int64_t address) {
 }
 
 PyObject *attend(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
-    const Py_ssize_t of_batch = 6, of_layer = 10, of_rows = 8;
+    const Py_ssize_t of_batch = 8, of_layer = 10, of_rows = 8;
     int64_t b[of_batch], l[of_layer], r[of_rows];
     if (!are(count, of_batch + of_layer + of_rows + 2, "attend") || !read(arguments, 0, of_batch, b) ||
         !read(arguments, of_batch, of_layer, l) || !read(arguments, of_batch + of_layer, of_rows, r)) {
@@ -76,7 +76,8 @@ PyObject *attend(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
     const Layer layer{pointer<const void>(l[0]), pointer<const void>(l[1]), l[2], l[3], l[4], l[5], l[6], l[7], l[8], l[9],
                       static_cast<float>(softcap), static_cast<float>(scale), pointer<const float>(r[7])};
     const Batch batch{b[0], pointer<const int32_t>(b[1]), pointer<const int32_t>(b[2]), pointer<const int32_t>(b[3]), b[4],
-                      nullptr, b[5], r[0], pointer<const void>(r[1]), r[2], r[3], pointer<void>(r[4]), r[5], r[6]};
+                      nullptr, b[5], r[0], pointer<const void>(r[1]), r[2], r[3], pointer<void>(r[4]), r[5], r[6],
+                      pointer<const uint8_t>(b[6]), b[7]};
     bool done;
     Py_BEGIN_ALLOW_THREADS
     done = ::attend(layer, batch, *chosen);
@@ -102,7 +103,7 @@ PyObject *use(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
 
 PyMethodDef methods[] = {
     {"attend", TOLD(attend), METH_FASTCALL,
-     "attend(requests, q_lens, kv_lens, page_table, table_stride, threads,\n"
+     "attend(requests, q_lens, kv_lens, page_table, table_stride, threads, trees, num_trees,\n"
      "keys, values, kv_type, pages, page_size, heads, kv_heads, dim, value_dim, window,\n"
      "type, q, q_row, q_head, out, out_row, out_head, sinks, softcap, scale): see native/attention.h. Types: 0 float32, 1 bfloat16."},
     {"use", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(use)), METH_FASTCALL,

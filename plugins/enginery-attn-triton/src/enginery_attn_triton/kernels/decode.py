@@ -6,7 +6,7 @@
 
 H query heads, K KV heads, V value dims. A program has up to BLOCK_M query heads of one KV head, of one request or of several that
 begin with the same pages, so keys are read once for all of them. Where drafts are verified, a request has several rows, and a
-program has as many of them as fit; each sees the keys up to its own.
+program has as many of them as fit; each sees the keys up to its own, or of a tree of drafts those on its way.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def decode(
     pages: tl.tensor,
     sinks: tl.tensor,
     lengths: tl.tensor,
+    trees: tl.tensor,
+    tree_rows: tl.tensor,
     inner: tl.tensor,
     outer: tl.tensor,
     Q_STRIDE: tl.constexpr,
@@ -60,6 +62,7 @@ def decode(
     VERIFIES: tl.constexpr,
     LENGTHS: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREES: tl.constexpr,
     CHAINED: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
@@ -69,6 +72,7 @@ def decode(
     and with VERIFIES the position of `row`. WINDOW: 0 for none; without VERIFIES and LENGTHS the first key tells.
     lengths: [.] int32, with LENGTHS the keys of each row, no more than its items have: an item behind them has a part that weighs
     nothing.
+    trees: [., N, N] uint8, with TREES and VERIFIES, by request, of N = tree_rows rows each: which of its last N keys each row sees.
     parts: [., H, V] float32, part_sums: [., H] float32, base 2: of items with a part; others write to `out`. splits: as in `merge`.
     """
     release_successor(CHAINED)
@@ -89,6 +93,11 @@ def decode(
     positions = places
     if VERIFIES:
         positions = tl.load(item + 6) + places // BLOCK_G
+    tree = trees
+    tree_first = row
+    if TREES:
+        tree = trees + row // tree_rows * tree_rows * tree_rows
+        tree_first = tl.load(item + 6) - row % tree_rows
     if LENGTHS:
         length = tl.load(lengths + row)
         last = tl.minimum(last, length)
@@ -115,6 +124,9 @@ def decode(
         first,
         last,
         last,
+        tree,
+        tree_rows,
+        tree_first,
         inner,
         outer,
         PAGED=True,
@@ -133,6 +145,7 @@ def decode(
         MASKED=True,
         CAUSAL=VERIFIES,
         WINDOW=WINDOW if VERIFIES or LENGTHS else 0,
+        TREES=TREES,
         DOT=DOT,
     )
     if LENGTHS:

@@ -132,6 +132,9 @@ def prefill(
                 start,
                 stop,
                 num_keys,
+                first_page,
+                0,
+                0,
                 inner,
                 outer,
                 PAGED=PAGED,
@@ -150,6 +153,7 @@ def prefill(
                 MASKED=part != 1,
                 CAUSAL=CAUSAL,
                 WINDOW=WINDOW,
+                TREES=False,
                 DOT=DOT,
             )
 

@@ -90,6 +90,9 @@ def fold_tiles(
     first: tl.tensor,
     last: tl.tensor,
     num_keys: tl.tensor,
+    tree: tl.tensor,
+    tree_rows: tl.tensor,
+    tree_first: tl.tensor,
     inner: tl.tensor,
     outer: tl.tensor,
     PAGED: tl.constexpr,
@@ -108,13 +111,15 @@ def fold_tiles(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREES: tl.constexpr,
     DOT: tl.constexpr,
 ) -> tl.tensor:
     """Fold keys [first, last) into acc [M, V], total [M] and top [M], and return the three.
 
     q_main: [M, D], q_rope: [M, P]. k, v: the pool or a tensor, at this head. pages: the request's, where PAGED; else its keys
     begin at row `first_slot`. positions: [M], of the rows, among num_keys keys. MASKED: with keys that not every row sees. SHARED:
-    the first V dims of a key are its value (MLA), and are loaded once. DOT: what is multiplied.
+    the first V dims of a key are its value (MLA), and are loaded once. tree: with TREES and CAUSAL, [tree_rows, tree_rows] uint8,
+    which of the keys from `tree_first` on the rows at these positions see. DOT: what is multiplied.
     """
     columns = tl.arange(0, BLOCK_N)
     for start in range(bound(first), bound(last), BLOCK_N):
@@ -142,6 +147,10 @@ def fold_tiles(
                 seen = seen & (keys[None, :] <= positions[:, None])
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
+            if TREES:
+                nodes, places = positions[:, None] - tree_first, keys[None, :] - tree_first
+                asked = seen & (places >= 0) & (nodes < tree_rows)
+                seen = seen & (tl.load(tree + nodes * tree_rows + places, mask=asked, other=1) != 0)
             scores = tl.where(seen, scores, NOTHING)
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)

@@ -258,12 +258,13 @@ class Both:
         self.recurrent.advance(mixed, gates, layer, batch, planned, out)
 
 
+CAN = dataclasses.replace(TORCH.capabilities, trees=False)
 BOTH = dataclasses.replace(
     TORCH,
     name="both",
     priority=1,
     capabilities=dataclasses.replace(
-        TORCH.capabilities, recurrences=LINEAR.capabilities.recurrences, phases=TORCH.capabilities.phases - {Phase.VERIFY}
+        CAN, recurrences=LINEAR.capabilities.recurrences, phases=TORCH.capabilities.phases - {Phase.VERIFY}
     ),
 )
 LEAVES = {"both": Both, "batch-only": BatchOnly, "batch-and-flag": BatchAndFlag, "without-hook": WithoutHook}
@@ -276,8 +277,8 @@ def register_models() -> list[ModelSpec]:
 
 @hookimpl
 def register_attn_backends() -> list[AttnBackendSpec]:
-    """All claim what the torch backend claims; `auto` takes that one."""
-    return [BOTH if name == BOTH.name else dataclasses.replace(TORCH, name=name, priority=1) for name in LEAVES]
+    """All claim what the torch backend claims, but for trees; `auto` takes that one."""
+    return [BOTH if name == BOTH.name else dataclasses.replace(TORCH, name=name, priority=1, capabilities=CAN) for name in LEAVES]
 
 
 @hookimpl

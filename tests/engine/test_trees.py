@@ -227,6 +227,34 @@ def test_a_grammar_that_fails_on_a_branch_harms_nobody(kind: str) -> None:
     assert answer(kind, trap, guesses, offer=with_trees) == (plain, None)
 
 
+class Beside(Guesses):
+    """Of its drafts, which are right, all, each with a wrong one in front."""
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        (right,) = super().propose(asks)
+        tokens = [token for place, each in enumerate(right) for token in (250 + place, each)]
+        before = [2 * place - 1 for place in range(len(right)) for _ in range(2)]
+        return [DraftTree(tuple(tokens), tuple(before))[: asks[0].most]]
+
+
+@in_turn(("kind", TRAPS), ("place", [1, 2, 5]))
+def test_a_grammar_that_fails_behind_a_right_node_ends_the_answer_where_plain_decoding_ends_it(kind: str, place: int) -> None:
+    plain = answer("none", -1, None)[0]
+    trap = plain[place]
+    guesses = Beside({at: plain[at : at + 4] for at in range(15)})
+    assert answer(kind, trap, guesses, offer=with_trees) == answer(kind, trap, None)
+
+
+def test_where_decoding_steps_are_recorded_trees_are_verified_eagerly(write_oracle: Callable[..., Oracle]) -> None:
+    oracle = write_oracle("llama", FAMILIES["llama"])
+    requests = requests_of(oracle, {"greedy": ASKS["greedy"]})
+    engine, _ = assert_equal_answers(Registry.load(), options(oracle, attention_backend="cpu"), requests, "comb", length=3)
+    if (graphs := engine._runner.graphs) is None or not engine._runner.sizes.verified_rows:
+        pytest.skip("nothing is recorded here: compiled operations are not installed")
+    assert len(graphs.steps) >= 2
+    assert engine.meter.stats().drafts.accepted > 3
+
+
 @in_turn(("name", ["llama", "deepseek-v2"]), ("overlap", [False, True]), ("backend", BACKENDS))
 def test_random_use_in_a_small_memory_breaks_no_promise(
     write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool, backend: str

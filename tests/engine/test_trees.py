@@ -245,16 +245,6 @@ def test_a_grammar_that_fails_behind_a_right_node_ends_the_answer_where_plain_de
     assert answer(kind, trap, guesses, offer=with_trees) == answer(kind, trap, None)
 
 
-def test_where_decoding_steps_are_recorded_trees_are_verified_eagerly(write_oracle: Callable[..., Oracle]) -> None:
-    oracle = write_oracle("llama", FAMILIES["llama"])
-    requests = requests_of(oracle, {"greedy": ASKS["greedy"]})
-    engine, _ = assert_equal_answers(Registry.load(), options(oracle, attention_backend="cpu"), requests, "comb", length=3)
-    if (graphs := engine._runner.graphs) is None or not engine._runner.sizes.verified_rows:
-        pytest.skip("nothing is recorded here: compiled operations are not installed")
-    assert len(graphs.steps) >= 2
-    assert engine.meter.stats().drafts.accepted > 3
-
-
 @in_turn(("name", ["llama", "deepseek-v2"]), ("overlap", [False, True]), ("backend", BACKENDS))
 def test_random_use_in_a_small_memory_breaks_no_promise(
     write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool, backend: str

@@ -148,19 +148,24 @@ def states_of(model: torch.nn.Module, tokens: Sequence[int]) -> tuple[torch.Tens
 
 
 DEEPSEEK = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+MIMO = ("enorm", "hnorm", "final_layernorm", "eh_proj")
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
 Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @torch.no_grad()
 def guessed_by_chain(
-    steps: Sequence[Step], features: torch.Tensor, shifted: Sequence[int], count: int
+    steps: Sequence[Step], features: torch.Tensor, shifted: Sequence[int], count: int, *, by_features: bool = False
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """As `guessed`, by modules one behind the other: the same rows, each time with the tokens one further."""
+    """As `guessed`, by modules one behind the other: the same rows, each time with the tokens one further.
+
+    by_features: each is given the target's hidden states, not what the one before it returned.
+    """
     ids, hidden = list(shifted), features
     tokens, every = [], []
     for step in steps[:count]:
-        hidden, logits = step(torch.tensor(ids), hidden)
+        carried, logits = step(torch.tensor(ids), hidden)
+        hidden = hidden if by_features else carried
         every.append(logits[-1])
         tokens.append(int(logits[-1].argmax()))
         ids = [*ids[1:], tokens[-1]]
@@ -210,7 +215,7 @@ def eagle3_step(head: Eagle3, target: torch.nn.Module) -> tuple[Step, Callable[[
 class Module:
     """Modules for multi-token prediction in a checkpoint: the last layers of a model that transformers made are theirs.
 
-    names: of the norms and products beside each layer, those of each module.
+    names: of the norms and products beside each layer, those of each module. window: of its layers, if they have one.
     """
 
     oracle: Oracle
@@ -219,6 +224,7 @@ class Module:
     names: tuple[tuple[str, ...], ...]
     carries_normed: bool
     is_qwen: bool
+    window: int | None = None
 
     def features(self, target: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
         """[T, C]: what goes into the first layer too many; of Qwen behind the target's norm."""
@@ -240,12 +246,15 @@ class Module:
             embedded = norm(target.model.embed_tokens.weight[ids], embedding_norm, eps)
             x = torch.cat((embedded, norm(hidden, hidden_norm, eps)), -1) @ mix.T
             positions = torch.arange(len(ids))[None]
-            mask = torch.full((1, 1, len(ids), len(ids)), -math.inf, dtype=torch.float64).triu(1)
+            distance = positions[0, :, None] - positions[0]
+            unseen = (distance < 0) | (distance >= (self.window or len(ids)))
+            mask = torch.zeros(1, 1, *unseen.shape, dtype=torch.float64).masked_fill(unseen, -math.inf)
+            kind = () if self.window is None else ("sliding_attention",)
             made = layer(
                 x[None],
                 attention_mask=mask,
                 position_ids=positions,
-                position_embeddings=target.model.rotary_emb(x[None], positions),
+                position_embeddings=target.model.rotary_emb(x[None], positions, *kind),
             )
             made = (made if isinstance(made, torch.Tensor) else made[0])[0]
             normed = norm(made, last_norm, eps)
@@ -261,11 +270,13 @@ def write_module(
     carries_normed: bool,
     is_qwen: bool = False,
     is_beside_images: bool = False,
+    is_mimo: bool = False,
     count: int = 1,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
     **config: object,
 ) -> Module:
-    """Of a model with `count` layers more: these are behind the last then, in DeepSeek's and GLM's layout, or in `mtp`, as Qwen's.
+    """Of a model with `count` layers more: these are behind the last then, in DeepSeek's and GLM's layout, or in `mtp`, as Qwen's
+    and MiMo's, which have no head of their own.
 
     is_beside_images: as the hub has Qwen3.5, its config in `text_config`, and longer names.
     """
@@ -274,17 +285,20 @@ def write_module(
     last = stated["num_hidden_layers"] - count
     names, beside, again = [], {}, {}
     for index in range(count):
-        at = "mtp" if is_qwen else f"model.layers.{last + index}"
-        own = [f"{at}.{name}.weight" for name in (QWEN if is_qwen else DEEPSEEK)]
+        at = "mtp" if is_qwen else f"model.mtp.layers.{index}" if is_mimo else f"model.layers.{last + index}"
+        own = [f"{at}.{name}.weight" for name in (QWEN if is_qwen else MIMO if is_mimo else DEEPSEEK)]
         beside |= drawn({**dict.fromkeys(own[:3], (SIZE,)), own[3]: (SIZE, 2 * SIZE)}, seed=3 + index)
         names.append(tuple(own))
-        if is_qwen:
-            tensors = {
-                name.replace(f"model.layers.{last + index}.", f"mtp.layers.{index}."): each for name, each in tensors.items()
-            }
+        if is_qwen or is_mimo:
+            to = f"model.mtp.layers.{index}." if is_mimo else f"mtp.layers.{index}."
+            tensors = {name.replace(f"model.layers.{last + index}.", to): each for name, each in tensors.items()}
         else:
             again[f"{at}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
             again[f"{at}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if is_mimo:
+        mtp = {name: each for name, each in tensors.items() if ".mtp." in name}
+        tensors = {name: each for name, each in tensors.items() if name not in mtp}
+        tensors |= {name.replace("post_attention_layernorm", "pre_mlp_layernorm"): each for name, each in mtp.items()}
     whole = {**tensors, **beside, **again}
     change(whole)
     stated |= {"num_hidden_layers": last, "num_nextn_predict_layers": count, **config}
@@ -300,4 +314,12 @@ def write_module(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
     save_file(whole, folder / "model.safetensors")
-    return Module(oracle=oracle, folder=folder, beside=beside, names=tuple(names), carries_normed=carries_normed, is_qwen=is_qwen)
+    return Module(
+        oracle=oracle,
+        folder=folder,
+        beside=beside,
+        names=tuple(names),
+        carries_normed=carries_normed,
+        is_qwen=is_qwen,
+        window=stated["sliding_window"] if is_mimo else None,
+    )

@@ -26,9 +26,9 @@ from engine.heads_made import (
 from engine.test_float8_weights import CONFIG, plain, quantised
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import answers_of
-from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
+from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, expert_shape, shape
 from parity.test_hybrids import DELTA, SOME_EXPERTS
-from transformers import LlamaConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import LlamaConfig, MiMoV2FlashConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from enginery.checkpoint import files
 from enginery.config.schema import EngineOptions
@@ -92,13 +92,14 @@ def assert_guesses(
     *,
     mixed: Callable[[torch.Tensor], torch.Tensor] = lambda features: features,
     own: torch.Tensor | None = None,
+    by_features: bool = False,
 ) -> None:
     """steps: of a chain's modules, or one, again and again. own: the target's tokens that the head knows; None for all."""
     assert len(found) > 3
     for tokens, guesses, looked_at in found[:5]:
         hidden, following, count = features(tokens)[:-1], tokens[1:], len(guesses)
         if len(steps) > 1:
-            expected, logits = guessed_by_chain(steps, hidden, following, count)
+            expected, logits = guessed_by_chain(steps, hidden, following, count, by_features=by_features)
         else:
             expected, logits = guessed(steps[0], hidden, following, count, mixed=mixed)
         assert guesses == expected
@@ -244,12 +245,25 @@ def test_an_eagle3_heads_weights_may_be_drawn(llama: Oracle, registry: Registry,
 KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]  # the last: the module's
 HYBRID = shape(**DELTA, num_hidden_layers=5, layer_types=KINDS)
 QWEN3_NEXT = Qwen3NextConfig(**HYBRID, **SOME_EXPERTS, experts_implementation="eager")
+MIMO = MiMoV2FlashConfig(
+    **shape(
+        num_hidden_layers=4,
+        head_dim=24,
+        v_head_dim=16,
+        n_routed_experts=8,
+        sliding_window=17,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+    )
+    | expert_shape()
+)
 MODULES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
     "deepseek-v3": (EXPERT_FAMILIES["deepseek-v3"], {"carries_normed": False}),
     "glm4-moe": (EXPERT_FAMILIES["glm4-moe"], {"carries_normed": True}),
     "glm4-moe-lite": (EXPERT_FAMILIES["glm4-moe-lite"], {"carries_normed": True}),
     "qwen3-next": (QWEN3_NEXT, {"carries_normed": True, "is_qwen": True}),
     "qwen3.5": (Qwen3_5TextConfig(**HYBRID), {"carries_normed": True, "is_qwen": True, "is_beside_images": True}),
+    "mimo-v2-flash": (MIMO, {"carries_normed": True, "is_mimo": True}),
 }
 
 
@@ -283,6 +297,9 @@ def chain_of(write_oracle: Callable[..., Oracle], tmp_path: Path) -> Callable[..
         changes: dict[str, object] = {"num_hidden_layers": 6, "experts_implementation": "eager"}
         if name == "qwen3.5":
             changes["layer_types"] = [*KINDS[:3], *["full_attention"] * 3]
+        elif name == "mimo-v2-flash":
+            changes["layer_types"] = ["full_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 3]
+            changes["mlp_layer_types"] = ["dense", "sparse", "sparse", *["dense"] * 3]
         elif config.to_dict().get("mlp_layer_types"):
             changes["mlp_layer_types"] = ["dense", *["sparse"] * 5]
         longer = type(config)(**{**config.to_dict(), **changes})
@@ -291,7 +308,9 @@ def chain_of(write_oracle: Callable[..., Oracle], tmp_path: Path) -> Callable[..
     return made
 
 
-@pytest.mark.parametrize(("name", "count"), [("deepseek-v3", 3), ("glm4-moe", 2), ("glm4-moe", 3), ("qwen3.5", 3)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("deepseek-v3", 3), ("glm4-moe", 2), ("glm4-moe", 3), ("qwen3.5", 3), ("mimo-v2-flash", 3)]
+)
 def test_a_chain_of_modules_guesses_as_transformers_layers_do(
     chain_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
@@ -302,7 +321,7 @@ def test_a_chain_of_modules_guesses_as_transformers_layers_do(
     assert {len(guesses) for _, guesses, _ in found[:5]} == {count}
     target, steps = module.steps()
     with torch.no_grad():
-        assert_guesses(found, steps, lambda tokens: module.features(target, tokens))
+        assert_guesses(found, steps, lambda tokens: module.features(target, tokens), by_features=name == "mimo-v2-flash")
 
 
 def test_a_chain_guesses_no_more_tokens_than_it_has_modules(chain_of: Callable[..., Module], registry: Registry) -> None:
@@ -437,7 +456,7 @@ def test_tokens_with_a_module_are_those_of_plain_decoding(
     assert_same_answers(registry, module.folder, module.oracle.prompts[1:5], monkeypatch, caplog, drafter="mtp")
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "mimo-v2-flash"])
 def test_tokens_with_a_chain_are_those_of_plain_decoding(
     chain_of: Callable[..., Module],
     registry: Registry,

@@ -6,7 +6,7 @@ import pytest
 from transformers import MiMoV2FlashConfig
 
 from enginery.api import CheckpointError
-from enginery_model_mimo import register_models
+from enginery_model_mimo import register_drafters, register_models
 from enginery_model_mimo.spec import describe, shape, value_scale
 
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=7, num_attention_heads=8)
@@ -74,3 +74,18 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
 def test_what_cannot_be_served_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(CheckpointError):
         describe(CONFIG | wrong)
+
+
+def test_the_layers_that_predict_further_tokens_are_windowed_and_dense() -> None:
+    """Three, of which the hub's config.json says nothing; 0 says that there are none."""
+    (drafter,) = register_drafters()
+    assert drafter.model is not None
+    assert drafter.modules is not None
+    assert drafter.suits is not None
+    facts = drafter.model.describe(HUB)
+    assert [(layer.sliding_window, layer.num_kv_heads, layer.sinks) for layer in facts.layers] == [(129, 8, True)] * 3
+    assert drafter.modules(HUB | {"num_nextn_predict_layers": 1}) == 1
+    assert drafter.suits(HUB)
+    assert not drafter.suits(HUB | {"num_nextn_predict_layers": 0})
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
+        drafter.modules(HUB | {"num_nextn_predict_layers": "three"})

@@ -1,14 +1,12 @@
 """MiMo-V2-Flash."""
 
-from enginery.api import ExpertNames, ModelSpec, hookimpl
-from enginery_model_mimo.spec import build, describe
-
-SINKS = {".self_attn.attention_sink_bias": (".self_attn.sinks",)}  # the hub's name, and ours
+from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
+from enginery_model_mimo.spec import MTP, SINKS, build, describe
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """One family."""
+    """One family. Only a drafter asks for the layers of `model.mtp`."""
     return [
         ModelSpec(
             name="mimo-v2-flash",
@@ -20,3 +18,9 @@ def register_models() -> list[ModelSpec]:
             ignored_weights=("model.mtp.*", "mtp.*"),
         )
     ]
+
+
+@hookimpl
+def register_drafters() -> list[DrafterSpec]:
+    """The layers of `model.mtp`, in checkpoints that have them."""
+    return [MTP]

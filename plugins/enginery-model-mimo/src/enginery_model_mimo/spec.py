@@ -9,10 +9,14 @@ from typing import Any, Final
 from enginery.api import (
     CheckpointError,
     DecoderShape,
+    DrafterSpec,
+    Feature,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
+    ModelSpec,
+    NormNames,
     Routing,
     read_decoder_shape,
     read_rope,
@@ -36,6 +40,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048,
     "norm_topk_prob": True,
+    "num_nextn_predict_layers": 3,  # the checkpoints have three, their config.json does not say so
 }
 
 
@@ -155,3 +160,59 @@ def build(context: ModelContext) -> Model:
     from enginery_model_mimo.model import build_decoder
 
     return build_decoder(context)
+
+
+def num_modules(config: Mapping[str, Any]) -> int:
+    """Layers of `model.mtp`, each of which predicts one token more."""
+    return whole_number(_complete(config), "num_nextn_predict_layers")
+
+
+def module_shape(config: Mapping[str, Any]) -> DecoderShape:
+    """Of the layers of `model.mtp`: as those with windows, and dense."""
+    whole, count = shape(config), num_modules(config)
+    assert whole.window_rope is not None, "windows have angles of their own"
+    return dataclasses.replace(
+        whole,
+        windows=(_window(_complete(config)),) * count,
+        rope=whole.window_rope,
+        window_rope=None,
+        experts=None,
+        sinks=frozenset(range(count)) if config.get("add_swa_attention_sink_bias", True) else frozenset(),
+        norms=NormNames(mlp="pre_mlp_layernorm"),
+    )
+
+
+def describe_modules(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of the layers of `model.mtp`."""
+    return module_shape(config).facts()
+
+
+def build_modules(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_mimo.model import build_modules
+
+    return build_modules(context)
+
+
+# What a checkpoint calls its tensors and what they are called here.
+SINKS: Final = {".self_attn.attention_sink_bias": (".self_attn.sinks",)}
+
+MTP: Final = DrafterSpec(
+    name="mtp",
+    api=(2, 0),
+    summary="the layers beside the model that were trained to predict further tokens",
+    most=8,
+    takes_features=True,
+    features=lambda config, target: (Feature(target.num_decoder_layers),),
+    modules=num_modules,
+    suits=lambda config: bool(_complete(config)["num_nextn_predict_layers"]),
+    model=ModelSpec(
+        name="mtp",
+        api=(2, 0),
+        architectures=("MiMoV2FlashForCausalLM",),
+        describe=describe_modules,
+        build=build_modules,
+        ignored_weights=("*",),  # the model's own
+        stacked_weights=SINKS,
+    ),
+)

@@ -177,8 +177,9 @@ class OpTable:
     of MLA, in place: RMSNorm of each latent's first R dims, rotation of its last P and of those of each query head; then latents,
     which may be of another dtype there, go to the rows of their slots.
     gated_silu(x [N, 2C]): silu(first half) * second half.
-    route(logits [T, E] float32, bias [E] float32 or None, routing): the experts of each token. The bias counts in the choice of
-    groups and experts, not in the weights (DeepSeek-V3).
+    route(logits [T, E], bias [E] float32 or None, routing): the experts of each token, scored in float32. The bias counts in the
+    choice of groups and experts, not in the weights (DeepSeek-V3). Logits of a shorter type are widened before a plugin has them,
+    unless it states `OpSpec.narrow_logits`.
     bind_experts(gate_up [E, 2I, C], down [E, C, I], shape, biases): gates before ups; may repack; keeps what it needs. Of `shape`
     the activation matters; sizes are those of the tensors, which may be a rank's part.
     greedy(logits [N, V]): the index of each row's largest, of equal ones the first: [N] int64. Runs inside of graphs.
@@ -215,7 +216,8 @@ class OpSpec:
     load: imports what is heavy and returns the functions by field name. schemes: by `bind_linear` and `bind_experts`, how stored
     weights may come; without an entry they come as plain numbers. record_calls: on CPUs; given a list, has each call that torch's
     operators do not make appended to it as (function, arguments), of this thread, until it is given None; `only_torch` where there
-    are none; None: steps with its operations are not recorded. docs/write-an-op.md has the rules.
+    are none; None: steps with its operations are not recorded. narrow_logits: `route` takes logits of the model's type and widens
+    them itself. docs/write-an-op.md has the rules.
     """
 
     name: str
@@ -226,3 +228,4 @@ class OpSpec:
     load: Callable[[OpNeeds], Mapping[str, Callable[..., Any]]]
     schemes: Mapping[str, frozenset[Scheme]] = field(default_factory=dict)
     record_calls: RecordCalls | None = None
+    narrow_logits: bool = False

@@ -103,7 +103,7 @@ class MixtureOfExperts:
         """[T, C] -> [T, C]: with several ranks a partial sum."""
         add_joined = self.experts.add_joined
         joins = self.num_joined > 0 and (add_joined is None or len(x) <= JOINED_ROWS)
-        routed = self.route(self.router(x).float(), self.bias, self.joined if joins else self.routing)
+        routed = self.route(self.router(x), self.bias, self.joined if joins else self.routing)
         gate = None if self.shared_gate is None else self.shared_gate(x).sigmoid_()  # [T, 1]
         if joins and gate is not None:
             routed.weights[:, -self.num_joined :] = gate

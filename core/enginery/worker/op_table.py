@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from enginery.contracts.ops import OpNeeds, OpSpec, OpTable
+from enginery.contracts.ops import OpNeeds, OpSpec, OpTable, Routed, Routing
 from enginery.errors import EnginError, PluginError
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.nn.op_cases import OP_CASES, results_of
@@ -22,6 +22,8 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer
 from enginery.plugin.selection import op_winners
+
+RouteFn = Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]
 
 
 def load_table(offers: Sequence[Offer[OpSpec]], needs: OpNeeds, device: torch.device) -> OpTable:
@@ -36,10 +38,21 @@ def load_table(offers: Sequence[Offer[OpSpec]], needs: OpNeeds, device: torch.de
         loaded = load_ops(offer, needs)
         if problems := [problem for name in loaded if (problem := argument_problem(name, loaded[name], references[name]))]:
             raise PluginError("\n  - ".join([f"{offer.source} loads operations that cannot be used:", *problems]))
+        if "route" in loaded and not offer.spec.narrow_logits:
+            loaded = {**loaded, "route": widening(loaded["route"])}
         table = {**table, **loaded}
     if device.type == "cpu":
         check_results(table, offers, needs, device)
     return OpTable(**table)
+
+
+def widening(route: RouteFn) -> RouteFn:
+    """The same, given logits in float32 whatever comes."""
+
+    def widened(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> Routed:
+        return route(logits.float(), bias, routing)
+
+    return widened
 
 
 def load_ops(offer: Offer[OpSpec], needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:

@@ -64,6 +64,17 @@ def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: in
 
 
 @on_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_routing_widens_logits_of_the_models_type(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(3, 128).to(dtype)
+    expected = reference_experts.route(logits, None, ROUTERS["qwen3"][1])
+    actual = route(logits.to(device), None, ROUTERS["qwen3"][1], dependent_launch=chained(device))
+    assert torch.equal(actual.ids.cpu(), expected.ids)
+    torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
+
+
+@on_devices
 @pytest.mark.parametrize("name", ROUTERS)
 def test_no_tokens_have_no_experts(name: str, device: str) -> None:
     num_experts, routing = ROUTERS[name]

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from enginery.contracts.ops import OpNeeds, OpSpec, OpTable
+from enginery.contracts.ops import OpNeeds, OpSpec, OpTable, Routing
 from enginery.contracts.versions import HookGroup
 from enginery.errors import PluginError
 from enginery.nn import reference_ops
@@ -48,6 +48,22 @@ def test_a_sound_plugin_overrides_what_it_provides_and_nothing_else() -> None:
     table = load_table((offer({"gated_silu": gated_silu}),), NEEDS, CPU)
     assert table.gated_silu is gated_silu
     assert table.rms_norm is reference_ops.rms_norm
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_router_is_given_float32_unless_it_takes_what_models_compute_in(narrow: bool) -> None:
+    given = []
+
+    def route(logits, bias, routing):
+        given.append(logits.dtype)
+        return reference_ops.route(logits, bias, routing)
+
+    offered = offer({"route": route})
+    offered = dataclasses.replace(offered, spec=dataclasses.replace(offered.spec, narrow_logits=narrow))
+    table = load_table((offered,), NEEDS, CPU)
+    routed = table.route(torch.randn(3, 8).bfloat16(), None, Routing(top_k=2))
+    assert given[-1] is (torch.bfloat16 if narrow else torch.float32)
+    assert routed.weights.dtype is torch.float32
 
 
 def test_what_is_loaded_must_be_what_is_declared() -> None:

@@ -11,13 +11,14 @@ from enginery.nn import reference_experts
 from enginery_ops_triton.kernels import routing as kernels
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
+WIDENED: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_EXPERTS: Final = 1024  # a program has a token's scores in registers
 
 
 def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, dependent_launch: bool) -> Routed:
-    """The experts of each row of logits [T, E] float32, of equal scores the lowest."""
+    """The experts of each row of logits [T, E], of equal scores the lowest."""
     num_tokens, num_experts = logits.shape
-    if num_experts > MOST_EXPERTS or logits.dtype is not torch.float32 or logits.stride(1) != 1:
+    if num_experts > MOST_EXPERTS or logits.dtype not in WIDENED or logits.stride(1) != 1:
         return reference_experts.route(logits, bias, routing)
     num_columns = routing.top_k + routing.num_shared
     ids = torch.empty((num_tokens, num_columns), dtype=torch.int32, device=logits.device)

@@ -68,4 +68,5 @@ TRITON = OpSpec(
     refuse=_refuse,
     load=_load,
     schemes={"bind_experts": frozenset({FLOAT8_BLOCKS, FLOAT4_BLOCKS})},
+    narrow_logits=True,
 )

@@ -61,7 +61,7 @@ def route(
     correction = tl.load(bias + expert, mask=inside, other=0.0) if BIAS else 0.0
     wait_for_predecessor(CHAINED)
     at = logits + row * row_stride
-    logit = tl.load(at + expert, mask=inside, other=float("-inf"))  # [groups, members]
+    logit = tl.load(at + expert, mask=inside, other=float("-inf")).to(tl.float32)  # [groups, members]
     peak = tl.max(tl.max(logit, axis=1), axis=0)
     mass = tl.sum(tl.sum(tl.exp(logit - peak), axis=1), axis=0)
     ranked = score_of(logit, peak, mass, SIGMOID) + correction
@@ -87,7 +87,7 @@ def route(
         picked = tl.where(place == step, (0x7FFFFFFF - (top & 0x7FFFFFFF)).to(tl.int32), picked)
         key = tl.where(key == top, least_key, key)
     wanted = place < TOP_K
-    weight = score_of(tl.load(at + picked, mask=wanted, other=0.0), peak, mass, SIGMOID)
+    weight = score_of(tl.load(at + picked, mask=wanted, other=0.0).to(tl.float32), peak, mass, SIGMOID)
     if RENORMALISE:
         weight /= tl.sum(tl.where(wanted, weight, 0.0), axis=0) + 1e-20
     columns = row * NUM_COLUMNS + place

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +21,10 @@ from enginery.testing.cases import AttnCase
 from enginery.testing.rules import compare
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
+from enginery_attn_triton import splitting
 from enginery_attn_triton.plan import tiles_of
 from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
-from enginery_attn_triton.splitting import RecentCut, split_decoding, split_verifying
+from enginery_attn_triton.splitting import MIN_TILE_KEYS, RecentCut, split_decoding, split_tiles, split_verifying
 from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
 
 H200 = Device(num_units=132, shared_bytes=227 << 10)
@@ -152,6 +157,48 @@ def test_tiles_cover_each_token_once_the_longest_first(requests, tokens) -> None
     assert [first + token for first, token in ((5, row) for row in range(int(q_lens.sum())))] == covered
     ends = table[:, 3] - table[:, 2] + table[:, 1]
     assert (ends[:-1] >= ends[1:]).all()
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 3000)), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 900),
+    most=st.integers(2, 9),
+    parts=st.sampled_from([40, 4000]),
+)
+def test_split_tiles_see_all_keys_once_and_have_parts_of_their_own(requests, window, most, parts) -> None:
+    q_lens, kv_lens = (lens(*values) for values in zip(*[(new, cached + new) for new, cached in requests], strict=True))
+    tile = dataclasses.replace(prefill_tile(LayerCut.of(LLAMA, itemsize=2, device=H200).dims, H200, max_rows=16), keys=16)
+    cut = DecodeCut(window=window, tile_keys=16, programs=2, wave=4, extra=0, parts=parts)
+    tiles = tiles_of(q_lens, kv_lens, np.arange(len(q_lens), dtype=np.int32), first_row=3, tokens=tile.tokens)
+    found = split_tiles(tiles, cut, tile, most=most)
+    if found is None:
+        seen = kv_lens if window is None else np.minimum(kv_lens, window + tile.tokens + tile.keys)
+        assert (seen < 2 * MIN_TILE_KEYS).all() or parts == 40
+        return
+    used = []
+    for row in tiles.tolist():
+        mine = found.items[(found.items[:, :5] == row[:5]).all(1)]
+        last = row[3] - row[2] + min(row[1] + tile.tokens, row[2])
+        assert mine[0, 5] <= max(0, row[3] - row[2] + row[1] + 1 - (window or last))
+        assert mine[-1, 6] >= last
+        assert (mine[1:, 5] == mine[:-1, 6]).all()
+        assert (mine[:, 5:7] % tile.keys == 0).all()
+        assert len(mine) <= most
+        for first, count in found.splits[row[0] + row[1] : row[0] + min(row[1] + tile.tokens, row[2])]:
+            assert mine[:, 7].tolist() == ([-1] if count == 0 else list(range(count)))
+            used += range(first, first + count)
+    assert sorted(used) == list(range(len(used)))
+    assert len(used) <= parts
+
+
+def test_a_prompt_whose_prefix_is_known_is_split_over_the_whole_device() -> None:
+    gpt_oss = LayerCut.of(AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=64), itemsize=2, device=H200)
+    tile = prefill_tile(gpt_oss.dims, H200, max_rows=16 * 8)
+    tiles = tiles_of(lens(16), lens(8192), lens(0), first_row=0, tokens=tile.tokens)
+    found = split_tiles(tiles, gpt_oss.decode, tile, most=132 // 8)
+    assert found is not None
+    assert len(found.items) == 16
+    assert split_tiles(tiles, gpt_oss.decode, tile, most=1) is None
 
 
 def test_tiles_fit_into_shared_memory() -> None:
@@ -293,6 +340,37 @@ def test_keys_behind_lengths_that_the_device_alone_knows_weigh_nothing(interpret
         compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype="float32", what="bounds")
 
 
+SPLIT_PROMPTS = (
+    AttnLayerFacts(num_heads=4, num_kv_heads=1, head_dim=16, sinks=True),
+    AttnLayerFacts(num_heads=8, num_kv_heads=2, head_dim=24, softcap=3.0),
+    AttnLayerFacts(num_heads=4, num_kv_heads=1, head_dim=16, sliding_window=150, sinks=True),
+    AttnLayerFacts(num_heads=4, num_kv_heads=1, head_dim=48, latent=LatentFacts(rank=32, rope_dim=16, nope_dim=16, value_dim=16)),
+)
+
+
+@pytest.mark.parametrize("facts", SPLIT_PROMPTS, ids=str)
+@pytest.mark.parametrize(
+    "turns", [[(300, 3)], [(420, 19)], [(130, 1), (261, 2)], [(7, 1), (3, 2), (400, 5)], [(1250, 17)]], ids=str
+)
+def test_prompts_of_few_rows_have_their_keys_split(interpreter, monkeypatch, facts, turns) -> None:
+    monkeypatch.setattr(splitting, "MIN_TILE_KEYS", 48)
+    monkeypatch.setattr(Device, "of", lambda device: Device(num_units=24, shared_bytes=1 << 20))
+    bench = Workbench(Interpreted.subject(), AttnCase(facts=facts, page_size=16, dtype="float32"))
+    made = bench.turns(turns)
+    batch = bench.relay.plan(bench.batch(made, Phase.MIXED))
+    (tiles,) = batch.plan.tables.prefill.values()
+    assert tiles.splits is not None
+    compare(bench.attend(batch, made), [bench.expected(turn) for turn in made], dtype="float32", what=str(facts))
+
+
+def test_split_prompts_compile_for_hopper_without_a_gpu() -> None:
+    """In a process of its own, where triton is imported for the compiler. The interpreter takes what that refuses."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("hopper_prompts.py")
+    made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert made.returncode == 0, made.stderr
+
+
 def test_a_workspace_that_another_backend_took_smaller_is_replaced(bench) -> None:
     """FlashInfer takes one of the same name before, in a composite of both; what it planned keeps the one it has."""
     bench.backend.arena = DeviceArena(bench.device)
@@ -372,11 +450,11 @@ def test_keys_beyond_two_to_the_31_values_are_read_on_cuda() -> None:
 
     tile = prefill_tile(cut.dims, H200, max_rows=16)
     table = torch.from_numpy(tiles_of(lens(16), lens(32), lens(0), first_row=0, tokens=tile.tokens)).cuda()
-    run_prefill(q, memory, out, dims=cut.dims, tiles=Tiles(table=table, tile=tile), scores=scores)
+    parts = torch.empty(cut.workspace_bytes, dtype=torch.uint8, device="cuda")
+    run_prefill(q, memory, out, cut=cut, tiles=Tiles(table=table, tile=tile), parts=parts, scores=scores)
     torch.testing.assert_close(out.double(), wanted, atol=0.02, rtol=0.02)
 
     items, splits = (torch.from_numpy(part).cuda() for part in split_decoding(lens(32), cut.decode, columns=2)[:2])
-    parts = torch.empty(cut.workspace_bytes, dtype=torch.uint8, device="cuda")
     last = torch.empty_like(out[:1])
     run_decode(
         q[-1:],

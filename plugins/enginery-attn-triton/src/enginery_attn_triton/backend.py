@@ -145,5 +145,5 @@ class TritonAttention:
                 lengths=batch.kv_lens,
                 trees=planned.trees,
             )
-        if cut.dims in tables.prefill:
-            run_prefill(q, memory, out, dims=cut.dims, tiles=tables.prefill[cut.dims], scores=scores)
+        if tiles := tables.prefill.get((cut.dims, facts.sliding_window)):
+            run_prefill(q, memory, out, cut=cut, tiles=tiles, parts=planned.parts, scores=scores)

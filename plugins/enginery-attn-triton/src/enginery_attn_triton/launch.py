@@ -18,6 +18,7 @@ from enginery_attn_triton.tiling import HeadDims, LayerCut, Tile
 _LOG2_E: Final = math.log2(math.e)
 _MERGED_AT_ONCE: Final = 8192  # values of parts
 _MERGING: Final = 2048  # programs; most of them find nothing to merge in a large batch
+_MANY_ROWS, _FEW_PARTS = 16, 16  # that so many rows have each, about, as the device takes no more programs than a few waves
 _DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -93,7 +94,7 @@ def run_decode(
     lengths: [S] int32, of each row's keys, where `split` has more; None: it has them. trees: [requests, N, N] bool, which of its
     last keys each row sees; None: all up to its own.
     """
-    dims, num_rows = cut.dims, split.splits.shape[0]
+    dims = cut.dims
     values = parts.view(torch.float32)
     sums = values[cut.decode.parts * dims.num_heads * dims.value :]
     sinks = q if scores.sinks is None else scores.sinks
@@ -131,40 +132,64 @@ def run_decode(
             **_of_tile(tile),
         )
     if split.merged:
-        merge[(min(dims.num_heads, max(1, _MERGING // num_rows)), num_rows)](
-            out,
-            values,
-            sums,
-            split.splits,
-            sinks,
-            OUT_STRIDE=out.stride(0),
-            OUT_HEAD=out.stride(1),
-            NUM_HEADS=dims.num_heads,
-            V=dims.value,
-            BLOCK_S=max(16, _MERGED_AT_ONCE // dims.blocks[2]),
-            BLOCK_V=dims.blocks[2],
-            SINKS=scores.sinks is not None,
-            CHAINED=cut.chained,
-            launch_pdl=cut.chained,
-            num_warps=4,
-        )
+        _merge(out, values, sums, split.splits, cut=cut, sinks=sinks, has_sinks=scores.sinks is not None)
 
 
-def run_prefill(q: torch.Tensor, memory: Memory, out: torch.Tensor, *, dims: HeadDims, tiles: Tiles, scores: Scores) -> None:
-    """q, out: [S, H, .], of which the tiles' rows are written."""
+def _merge(
+    out: torch.Tensor,
+    values: torch.Tensor,
+    sums: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    cut: LayerCut,
+    sinks: torch.Tensor,
+    has_sinks: bool,
+) -> None:
+    """The rows that have parts: splits [rows, 2]. values, sums: of the parts, float32."""
+    dims, num_rows = cut.dims, len(splits)
+    few = num_rows >= _MANY_ROWS
+    merge[(min(dims.num_heads, max(1, _MERGING // num_rows)), num_rows)](
+        out,
+        values,
+        sums,
+        splits,
+        sinks,
+        OUT_STRIDE=out.stride(0),
+        OUT_HEAD=out.stride(1),
+        NUM_HEADS=dims.num_heads,
+        V=dims.value,
+        BLOCK_S=_FEW_PARTS if few else max(16, _MERGED_AT_ONCE // dims.blocks[2]),
+        BLOCK_V=dims.blocks[2],
+        SINKS=has_sinks,
+        CHAINED=cut.chained,
+        launch_pdl=cut.chained,
+        num_warps=1 if few and dims.blocks[2] <= 128 else 4,
+    )
+
+
+def run_prefill(
+    q: torch.Tensor, memory: Memory, out: torch.Tensor, *, cut: LayerCut, tiles: Tiles, parts: torch.Tensor, scores: Scores
+) -> None:
+    """q, out: [S, H, .], of which the tiles' rows are written. parts: as of `run_decode`."""
+    values = parts.view(torch.float32)
+    sums = values[cut.decode.parts * cut.dims.num_heads * cut.dims.value :]
     _run_tiles(
         q,
         memory.k,
         memory.v,
         out,
-        dims=dims,
+        dims=cut.dims,
         tiles=tiles,
         scores=scores,
         pages=memory.pages,
         page_size=memory.k.shape[1],
         causal=True,
         lse=None,
+        parts=(values, sums),
     )
+    if tiles.splits is not None:
+        sinks = q if scores.sinks is None else scores.sinks
+        _merge(out, values, sums, tiles.splits, cut=cut, sinks=sinks, has_sinks=scores.sinks is not None)
 
 
 def run_ragged(
@@ -197,8 +222,11 @@ def _run_tiles(
     page_size: int,
     causal: bool,
     lse: torch.Tensor | None,
+    parts: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
+    """parts: room for the results of tiles whose keys are split, and for their sums."""
     tile = tiles.tile
+    values, sums = (out, out) if parts is None else parts
     blocks = -(-dims.group // tile.group_rows)
     prefill[(dims.num_kv_heads * blocks, tiles.table.shape[0])](
         q,
@@ -206,6 +234,9 @@ def _run_tiles(
         v,
         out,
         out if lse is None else lse,
+        values,
+        sums,
+        tiles.table if tiles.splits is None else tiles.splits,
         tiles.table,
         tiles.table if pages is None else pages,
         q if scores.sinks is None else scores.sinks,

@@ -18,8 +18,10 @@ import torch
 from enginery.api import ForwardBatch, ForwardPlan, Unsupported
 from enginery.kv.shared_prefixes import Ints, SharedPrefix
 from enginery_attn_triton.spec import MOST_ROWS, TABLE_BYTES
-from enginery_attn_triton.splitting import Cutting, RecentCut, sharing, split_alone, split_decoding
+from enginery_attn_triton.splitting import Cutting, RecentCut, sharing, split_alone, split_decoding, split_tiles
 from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCuts, Tile, prefill_tile
+
+TilesKey = tuple[HeadDims, int | None]  # of layers with such dims and such a window
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,18 +39,22 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tiles:
-    """Other requests in tiles of rows. table: [tiles, 8] int32, as `kernels.prefill` has it."""
+    """Other requests in tiles of rows. table: [tiles, 8] int32, as `kernels.prefill` has it.
+
+    splits: [S, 2] int32, as `kernels.merge` has them, of all rows of the batch; None: no tile's keys are split.
+    """
 
     table: torch.Tensor
     tile: Tile
+    splits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tables:
-    """Of one batch. decode: by cut. prefill: by the layer's dims. pages: [B * P] int32."""
+    """Of one batch. decode: by cut. prefill: by the layer's dims and window. pages: [B * P] int32."""
 
     decode: Mapping[DecodeCut, Split]
-    prefill: Mapping[HeadDims, Tiles]
+    prefill: Mapping[TilesKey, Tiles]
     pages: torch.Tensor
 
 
@@ -73,6 +79,7 @@ def tiles_of(q_lens: Ints, kv_lens: Ints, bases: Ints, *, first_row: int, tokens
     table[:, 0] = (first_row + np.cumsum(q_lens) - q_lens)[request]
     table[:, 1] = first
     table[:, 2], table[:, 3], table[:, 4] = q_lens[request], kv_lens[request], bases[request]
+    table[:, 6], table[:, 7] = np.iinfo(np.int32).max, -1
     return table[np.argsort(-(table[:, 3] - table[:, 2] + first), kind="stable")]
 
 
@@ -230,7 +237,7 @@ class Planner:
 
     def tables(self, batch: ForwardBatch) -> Tables:
         """Of the decoding requests at the front, of the others, and the page table."""
-        q_lens, kv_lens = batch.q_lens_cpu.numpy(), batch.kv_lens_cpu.numpy()
+        kv_lens = batch.kv_lens_cpu.numpy()
         table, count = used_pages(batch, page_size=self.page_size), batch.num_decode_requests
         columns, packed, length = table.shape[1], Packed(), batch.decode_len
         cuts = self.cuts.of(length).distinct
@@ -245,13 +252,7 @@ class Planner:
                     kv_lens[:count], cut, columns=columns, page_size=self.page_size, shared=shared
                 )
             splits[cut] = packed.add(items[num_tall:]), packed.add(parts), packed.add(items[:num_tall])
-        tiles: dict[HeadDims, tuple[int, Tile]] = {}
-        longest = int(q_lens[count:].max(initial=0))
-        for dims in {each.dims: None for each in cuts} if longest else ():
-            tile = prefill_tile(dims, self.facts, max_rows=longest * dims.group)
-            bases = np.arange(count, len(q_lens), dtype=np.int32) * np.int32(columns)
-            numbers = tiles_of(q_lens[count:], kv_lens[count:], bases, first_row=count * length, tokens=tile.tokens)
-            tiles[dims] = packed.add(numbers), tile
+        tiles = self._prompts(batch, packed, columns=columns)
         pages = packed.add(table)
         uploaded = packed.host(self.device).to(self.device, non_blocking=True)
 
@@ -260,8 +261,32 @@ class Planner:
             merged = bool(packed.arrays[splits[cut][1]][:, 1].any())
             return Split(items=items, splits=parts, tall=tall if len(tall) else None, merged=merged)
 
+        def tiles_at(table: int, of_rows: int | None, tile: Tile) -> Tiles:
+            splits_at = None if of_rows is None else packed.view(uploaded, of_rows)
+            return Tiles(table=packed.view(uploaded, table), tile=tile, splits=splits_at)
+
         return Tables(
             decode={cut: split_of(cut) for cut in splits},
-            prefill={dims: Tiles(table=packed.view(uploaded, number), tile=tile) for dims, (number, tile) in tiles.items()},
+            prefill={key: tiles_at(*placed) for key, placed in tiles.items()},
             pages=packed.view(uploaded, pages),
         )
+
+    def _prompts(self, batch: ForwardBatch, packed: Packed, *, columns: int) -> dict[TilesKey, tuple[int, int | None, Tile]]:
+        """Of the requests behind the decoding ones, where in `packed` their tiles are, and their splits if there are some."""
+        count, first_row = batch.num_decode_requests, batch.num_decode_requests * batch.decode_len
+        q_lens, kv_lens = batch.q_lens_cpu.numpy()[count:], batch.kv_lens_cpu.numpy()[count:]
+        bases = np.arange(count, count + len(q_lens), dtype=np.int32) * np.int32(columns)
+        longest = int(q_lens.max(initial=0))
+        whole: dict[HeadDims, tuple[Ints, int, Tile]] = {}
+        found: dict[TilesKey, tuple[int, int | None, Tile]] = {}
+        for each in self.cuts.of(batch.decode_len).distinct if longest else ():
+            if each.dims not in whole:
+                tile = prefill_tile(each.dims, self.facts, max_rows=longest * each.dims.group)
+                tiles = tiles_of(q_lens, kv_lens, bases, first_row=first_row, tokens=tile.tokens)
+                whole[each.dims] = tiles, packed.add(tiles), tile
+            tiles, place, tile = whole[each.dims]
+            programs = each.dims.num_kv_heads * -(-each.dims.group // tile.group_rows)
+            cut = split_tiles(tiles, each.decode, tile, most=self.facts.num_units // (programs * len(tiles)))
+            key = each.dims, each.decode.window
+            found[key] = (place, None, tile) if cut is None else (packed.add(cut.items), packed.add(cut.splits), tile)
+        return found

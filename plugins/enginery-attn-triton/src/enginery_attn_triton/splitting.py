@@ -1,4 +1,4 @@
-"""How the keys of decoding requests are cut into items, for programs of about the same length.
+"""How the keys of decoding requests, and of few rows of prompts, are cut into items, for programs of about the same length.
 
 B requests, P columns of the page table, R rows of keys that are cut, I items.
 """
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from enginery.kv.shared_prefixes import Ints, SharedPrefix, shared_prefixes
-from enginery_attn_triton.tiling import MAX_WAVES, TALL_WAVES, DecodeCut
+from enginery_attn_triton.tiling import MAX_WAVES, TALL_WAVES, DecodeCut, Tile
 
 MIN_SHARED_TOKENS: Final = 256  # that requests begin with, for them to be read once
 MIN_SHARING: Final = 2  # requests
@@ -21,6 +21,7 @@ MIN_SPLIT_KEYS: Final = 64
 WAVE_KEYS: Final = 1024  # of an item, where there is more than one wave of items
 ITEM_TILES: Final = 2  # what an item costs besides its keys, as so many tiles
 MIN_SHARED_KEYS: Final = 512  # of an item for several requests: it writes a part for each of them
+MIN_TILE_KEYS: Final = 256  # of a part of a prompt's tile
 RECUT_KEYS: Final = 32  # a captured step is cut anew when a request has so many keys more
 
 
@@ -217,6 +218,41 @@ def _filling_waves(tiles: Ints, cut: DecodeCut, *, num_requests: int, least: int
         if int(np.max(per)) <= 1.5 * int(np.add.reduce(tiles)) / cut.wave + ITEM_TILES:
             return per
     return tiles_per_item(tiles, most=num_requests + cut.room(num_requests, waves=waves), least=least)
+
+
+class TileCutting(NamedTuple):
+    """items: [I, 8], tiles of which each has a part of the keys. splits: [S, 2], of all rows up to the last of a tile."""
+
+    items: Ints
+    splits: Ints
+
+
+def split_tiles(tiles: Ints, cut: DecodeCut, tile: Tile, *, most: int) -> TileCutting | None:
+    """Of prompts that are too few rows to fill the device: each tile's keys in up to `most` parts. None: all keys stay together.
+
+    tiles: [., 8] as `kernels.prefill` has them, unsplit.
+    """
+    if most < 2:
+        return None
+    first_row, token, num_rows, num_keys = tiles[:, :4].T
+    rows = np.minimum(num_rows - token, tile.tokens)
+    stop = num_keys - num_rows + token + rows
+    start = np.zeros_like(stop) if cut.window is None else np.maximum(stop - rows + 1 - cut.window, 0) // tile.keys * tile.keys
+    blocks = (stop - start + (tile.keys - 1)) // tile.keys
+    counts = np.clip(np.minimum(blocks, blocks * tile.keys // MIN_TILE_KEYS), 1, most)
+    parts = np.where(counts > 1, counts, 0)
+    if not parts.any() or int(parts @ rows) > cut.parts:
+        return None
+    items = tiles.repeat(counts, axis=0)
+    index = np.arange(len(items)) - (counts.cumsum() - counts).repeat(counts)
+    for column, number in ((5, index), (6, index + 1)):
+        items[:, column] = start.repeat(counts) + blocks.repeat(counts) * number // counts.repeat(counts) * tile.keys
+    items[:, 7] = np.where(parts.repeat(counts) > 0, index, -1)
+    splits = np.zeros((int((first_row + num_rows).max()), 2), dtype=np.int32)
+    for row, size, count in zip(first_row + token, rows, parts, strict=True):
+        splits[row : row + size, 1] = count
+    splits[:, 0] = splits[:, 1].cumsum() - splits[:, 1]
+    return TileCutting(items, splits)
 
 
 class RecentCut:

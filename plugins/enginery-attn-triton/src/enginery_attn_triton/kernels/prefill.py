@@ -3,6 +3,8 @@
     keys of a tile's rows    [ window's edge | seen by every row .......... | diagonal ]
                                masked          not masked                     masked
 
+Of prompts that are too few rows to fill the device, a program has a part of a tile's keys, and `merge` follows, as in decode.py.
+
 H query heads, K KV heads, S rows, V value dims. The query heads of a KV head are rows of one tile: GROUP heads of TOKENS tokens.
 """
 
@@ -21,6 +23,9 @@ def prefill(
     v: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
+    parts: tl.tensor,
+    part_sums: tl.tensor,
+    splits: tl.tensor,
     tiles: tl.tensor,
     pages: tl.tensor,
     sinks: tl.tensor,
@@ -60,11 +65,14 @@ def prefill(
     """Grid: (K * HEAD_BLOCKS, tiles). lse: [S, H] float32, natural, written where LSE.
 
     tiles: [., 8] int32: the request's first row, the tile's first token of it, its rows, its keys, first of its pages or of its
-    keys. BLOCK_G: of a tile's rows, those of one token, which are query heads of one KV head.
+    keys; first and end of the keys that the program looks at, multiples of BLOCK_N, and which part of its rows they are, or -1 if
+    they are all. BLOCK_G: of a tile's rows, those of one token, which are query heads of one KV head. parts, part_sums: as `decode`
+    has them, splits: as `merge`.
     """
     tile = tiles + tl.program_id(1) * 8
     first_row, token, num_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     num_keys, base = tl.load(tile + 3), tl.load(tile + 4)
+    first_key, end_key, index = tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
     kv_head, block = tl.program_id(0) // HEAD_BLOCKS, tl.program_id(0) % HEAD_BLOCKS
 
     places = tl.arange(0, BLOCK_M)
@@ -117,6 +125,7 @@ def prefill(
             start, stop = edge, full
         else:
             start, stop = full, end
+        start, stop = tl.maximum(start, first_key), tl.minimum(stop, end_key)
         if WINDOW > 0 or part > 0:
             acc, total, top = fold_tiles(
                 acc,
@@ -157,8 +166,15 @@ def prefill(
                 DOT=DOT,
             )
 
-    if LSE:
-        tl.store(lse + rows * NUM_HEADS + heads, (top + tl.log2(total)) / LOG2_E, mask=real)
-    if SINKS:
-        total += tl.exp2(tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E - tl.where(real, top, 0.0))
-    tl.store(out_places, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
+    if index < 0:
+        if LSE:
+            tl.store(lse + rows * NUM_HEADS + heads, (top + tl.log2(total)) / LOG2_E, mask=real)
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E - tl.where(real, top, 0.0))
+        tl.store(out_places, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
+    else:
+        total = tl.where(total > 0.0, total, 1.0)  # of no key at all: `top` says that it weighs nothing
+        places_of_parts = tl.load(splits + rows * 2, mask=real, other=0) + index
+        entries = places_of_parts.to(tl.int64) * NUM_HEADS + heads
+        tl.store(parts + entries[:, None] * V + dims[None, :], acc / total[:, None], mask=wanted)
+        tl.store(part_sums + entries, top + tl.log2(total), mask=real)

@@ -18,13 +18,16 @@ SIZES = ExpertSizes(num_experts=128, columns=2880, inner=2880, dtype=torch.bfloa
 def compiled(kernel: triton.JITFunction, blocks: Float4Blocks, block: ProductBlock) -> str:
     """Its PTX. Tensors begin at multiples of 16 bytes."""
     constants = dict(INNER=SIZES.inner, COLUMNS=SIZES.columns, TOP_K=4, BLOCK_M=blocks.m, BLOCK_N=block.n, GROUP=block.group)
+    constants |= dict(FEW=blocks.few)
     constants |= dict(STAGES=block.stages, SPLIT=block.split, NARROW=True, ALONE=blocks.alone, BIASED=True, CHAINED=True)
     constants |= dict(KIND="clamped_swiglu", ALPHA=1.702, LIMIT=7.0)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in TYPES}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=block.num_warps, launch_pdl=True))
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=block.num_warps, maxnreg=block.registers, launch_pdl=True)
+    )
     assert made.asm["cubin"]
     assert made.metadata.shared <= 227 * 1024
     return made.asm["ptx"]

@@ -15,6 +15,10 @@ from enginery_ops_triton.small_linear import few_rows_shape
         (6400, 4096, 16, None),  # 400 are too many
         (4096, 14336, 32, (32, 256, 1, 5)),
         (4096, 14336, 64, (64, 128, 2, 5)),
+        (2880, 4096, 32, (32, 256, 1, 5)),  # 90 programs, two thirds of the multiprocessors
+        (2880, 4096, 64, None),
+        (128, 2880, 32, (16, 256, 12, 2)),  # a router
+        (128, 2880, 64, None),
         (2048, 14336, 32, None),  # 64 programs leave half of the device idle
         (4096, 3072, 17, None),
         (1024, 2048, 16, (32, 512, 4, 3)),

@@ -124,7 +124,7 @@ TILINGS = {
     "alone": Float4Blocks(m=16, gate_up=block(64), down=block(128, stages=3), alone=True),
     "split": Float4Blocks(m=8, gate_up=block(32, split=2), down=block(64, split=3), alone=True),
     "tiles": Float4Blocks(m=16, gate_up=block(64, stages=3), down=block(64, group=1)),
-    "wide tiles": Float4Blocks(m=32, gate_up=block(128), down=block(128, group=2)),
+    "wide tiles": Float4Blocks(m=32, gate_up=block(128), down=block(128, group=2), few=16),
 }
 
 

@@ -1,7 +1,7 @@
 """Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200.
 
-Those of experts_float4.py for up to 16 pairs of an expert are from the sweep of docs/benchmarks/kernels_moe_float4.py, those for
-single pairs from whole steps of gpt-oss-120b (docs/log.md), the others from counts of instructions and bytes.
+Those of experts_float4.py for up to 16 and for 128 pairs of an expert are from the sweep of docs/benchmarks/kernels_moe_float4.py,
+those for single pairs from whole steps of gpt-oss-120b (docs/log.md), the others from counts of instructions and bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ class PairBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductBlock:
-    """Rows and columns of the weight in a program's block, blocks in flight, tiles that go through the weights together, and
-    programs that share the columns, of weights in MXFP4."""
+    """Rows and columns of the weight in a program's block, blocks in flight, tiles that go through the weights together.
+
+    Of weights in MXFP4 alone: split: programs that share the columns. registers: of a thread, at the most, so that more programs
+    fit on a multiprocessor; None: as many as the compiler takes.
+    """
 
     n: int
     k: int
@@ -41,6 +44,7 @@ class ProductBlock:
     stages: int
     group: int = 8
     split: int = 1
+    registers: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +59,16 @@ class TileBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Float4Blocks:
-    """For weights in MXFP4, whose blocks have all 128 columns of a group. alone: each pair of a token and an expert is a tile."""
+    """For weights in MXFP4, whose blocks have all 128 columns of a group.
+
+    alone: each pair of a token and an expert is a tile. few: tiles of no more pairs are computed as tiles of so many; 0: none are.
+    """
 
     m: int
     gate_up: ProductBlock
     down: ProductBlock
     alone: bool = False
+    few: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +113,18 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
         gate_up, down = _groups(64, num_warps=2, stages=3, split=3), _groups(128, num_warps=4, stages=3, split=6)
         return Float4Blocks(m=8, gate_up=gate_up, down=down, alone=True)
     if m == 16:
-        gate_up, down = _groups(128, num_warps=4, stages=4), _groups(128, num_warps=4, stages=3)
-        return Float4Blocks(m=m, gate_up=gate_up, down=down)
+        block = _groups(128, num_warps=4, stages=3, registers=96)  # five programs a multiprocessor, not four
+        return Float4Blocks(m=m, gate_up=block, down=block)
     if m <= 64:
         block = _groups(128, num_warps=4, stages=4 if m == 32 else 3)
-    else:
-        block = _groups(128, num_warps=8, stages=2)
-    return Float4Blocks(m=m, gate_up=block, down=block)
+        return Float4Blocks(m=m, gate_up=block, down=block)
+    block = _groups(128, num_warps=8, stages=3)
+    return Float4Blocks(m=m, gate_up=block, down=block, few=32)
 
 
-def _groups(rows: int, *, num_warps: int, stages: int, split: int = 1) -> ProductBlock:
+def _groups(rows: int, *, num_warps: int, stages: int, split: int = 1, registers: int | None = None) -> ProductBlock:
     """Of so many rows and a group of columns."""
-    return ProductBlock(n=rows, k=128, num_warps=num_warps, stages=stages, split=split)
+    return ProductBlock(n=rows, k=128, num_warps=num_warps, stages=stages, split=split, registers=registers)
 
 
 def _rows(columns: int, whole: int = 128) -> RowBlock:

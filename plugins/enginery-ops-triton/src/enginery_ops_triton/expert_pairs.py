@@ -13,7 +13,8 @@ from enginery_ops_triton.kernels import experts as kernels
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
 SORT_FEW, SORT_BLOCK = 256, 4096  # pairs that a program looks at together
-SUM_BLOCK: Final = 1024
+SUM_BLOCK, LEAST_SUM_BLOCK = 1024, 128  # columns of a program
+SUM_PROGRAMS: Final = 256  # wanted, where there are few tokens
 
 
 class SortedPairs(NamedTuple):
@@ -49,6 +50,8 @@ def add_up(parts: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, dep
     """out [T, C] = the sum over K of weights [T, K] * parts [T K, C], in float32 inside; of parts [T K, P, C] over P as well."""
     (num_tokens, columns), top_k = out.shape, weights.shape[1]
     block = min(SUM_BLOCK, next_power_of_2(columns))
+    while block > LEAST_SUM_BLOCK and num_tokens * -(-columns // block) < SUM_PROGRAMS:
+        block //= 2
     kernels.weighted_sum[(num_tokens, -(-columns // block))](
         parts,
         weights.contiguous(),

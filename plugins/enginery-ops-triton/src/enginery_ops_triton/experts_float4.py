@@ -93,6 +93,7 @@ class Float4Experts:
             COLUMNS=self.columns,
             TOP_K=top_k,
             BLOCK_M=blocks.m,
+            FEW=blocks.few,
             BLOCK_N=block.n,
             GROUP=block.group,
             STAGES=block.stages,
@@ -105,6 +106,7 @@ class Float4Experts:
             LIMIT=self.activation.limit,
             CHAINED=self.dependent_launch,
             num_warps=block.num_warps,
+            maxnreg=block.registers,
             launch_pdl=self.dependent_launch,
         )
         return inner
@@ -125,6 +127,7 @@ class Float4Experts:
             INNER=self.inner,
             COLUMNS=self.columns,
             BLOCK_M=blocks.m,
+            FEW=blocks.few,
             BLOCK_N=block.n,
             GROUP=block.group,
             STAGES=block.stages,
@@ -134,6 +137,7 @@ class Float4Experts:
             BIASED=self.biased,
             CHAINED=self.dependent_launch,
             num_warps=block.num_warps,
+            maxnreg=block.registers,
             launch_pdl=self.dependent_launch,
         )
         return parts

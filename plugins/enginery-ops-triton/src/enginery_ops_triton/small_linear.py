@@ -48,11 +48,15 @@ def matvec_shape(columns: int) -> MatvecShape:
 
 
 def few_rows_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> FewRowsShape | None:
-    """From docs/benchmarks/kernels-few-rows.json: what is fastest keeps all programs on the device at once. None: cuBLAS is.
+    """From docs/benchmarks/kernels-few-rows.json and kernels-few-rows-gpt-oss.json. None: cuBLAS is faster.
+
+    What is fastest keeps all programs on the device at once.
 
     For up to `FEW_ROWS` rows a multiprocessor has room for two programs with three blocks in flight, or three with two. More rows
-    leave room for one with five.
+    leave room for one with five. So few outputs as a router has leave the device to many programs of 16 each.
     """
+    if columns <= 3072 and outputs <= 512 and FEW_ROWS < rows <= 32:
+        return FewRowsShape(block_n=16, block_k=256, split=-(-columns // 256), stages=2)
     if columns <= 3072 and outputs <= 4096:  # a program has one block, which is on its way before x is there
         block_k = min(512, next_power_of_2(columns))
         split = -(-columns // block_k)
@@ -62,7 +66,8 @@ def few_rows_shape(outputs: int, columns: int, rows: int, *, multiprocessors: in
         stages = 3 if programs <= 2 * multiprocessors else 2
         return FewRowsShape(block_n=64, block_k=256, split=4, stages=stages) if programs <= 3 * multiprocessors else None
     programs = -(-outputs // 32)
-    if not FEW_ROWS < rows <= MOST_ROWS or not multiprocessors * 3 // 4 <= programs <= multiprocessors or columns < 4096:
+    least = multiprocessors * 2 // 3 if rows <= 32 else multiprocessors * 3 // 4
+    if not FEW_ROWS < rows <= MOST_ROWS or not least <= programs <= multiprocessors or columns < 4096:
         return None
     if rows <= 32:
         return FewRowsShape(block_n=32, block_k=256, split=1, stages=5)

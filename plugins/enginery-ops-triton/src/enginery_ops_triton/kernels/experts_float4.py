@@ -124,6 +124,101 @@ def tile_at(tiles: tl.tensor, tile: tl.tensor, ALONE: tl.constexpr) -> tuple[tl.
 
 
 @kernel
+def store_gated(
+    acc: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    m: tl.tensor,
+    end: tl.tensor,
+    block_n: tl.tensor,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> None:
+    """acc: [BLOCK_N, BLOCK_M], gates and ups by turns, of pairs m < end; out: [pairs, INNER]."""
+    apart = tl.reshape(acc, (BLOCK_N // (2 * ROWS_PAIRED), 2, ROWS_PAIRED, BLOCK_M))
+    gate, up = tl.split(tl.permute(apart, (0, 2, 3, 1)))  # each [BLOCK_N / 16, 8, BLOCK_M]
+    gate = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M))
+    up = tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
+    n = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
+    gate = biased(gate, bias_at, inside, BIASED)
+    up = biased(up, bias_at + INNER, inside, BIASED)
+    result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N / 2]
+    tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
+
+
+@kernel
+def gate_up_tile(
+    x: tl.tensor,
+    words: tl.tensor,
+    exponents: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    block_n: tl.tensor,
+    x_stride: int,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    ALONE: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> None:
+    """What a program of `gate_up_of_float4` does with pairs [first, end) of an expert, BLOCK_M at the most."""
+    rows: tl.constexpr = (INNER + ROWS_PAIRED - 1) // ROWS_PAIRED * ROWS_PAIRED * 2
+    groups: tl.constexpr = (COLUMNS + GROUP_COLUMNS - 1) // GROUP_COLUMNS
+    m = first + tl.arange(0, BLOCK_M)
+    known = tl.minimum(m, end - 1)
+    token = (known if ALONE else tl.load(order + known)) // TOP_K
+    row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
+    acc = product(
+        words + expert * (groups * rows * LANES),
+        exponents + expert * (groups * rows),
+        x + token[None, :].to(tl.int64) * x_stride + tl.arange(0, LANES)[:, None],
+        row,
+        m < end,
+        rows,
+        COLUMNS,
+        BLOCK_M,
+        STAGES,
+        SPLIT,
+        NARROW,
+    )
+    last = True
+    if SPLIT > 1:
+        at = partial + m[None, :].to(tl.int64) * (SPLIT * rows) + row[:, None]
+        kept = (m < end)[None, :] & (row >= 0)[:, None]
+        tl.store(at + tl.program_id(1) * rows, acc, mask=kept)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for other in range(SPLIT):
+                acc += tl.load(at + other * rows, mask=kept, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
+    if last:
+        store_gated(acc, bias, out, expert, m, end, block_n, INNER, BLOCK_M, BLOCK_N, BIASED, KIND, ALPHA, LIMIT)
+
+
+@kernel
 def gate_up_of_float4(
     x: tl.tensor,
     words: tl.tensor,
@@ -139,6 +234,7 @@ def gate_up_of_float4(
     COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -156,56 +252,120 @@ def gate_up_of_float4(
     Weights have eight gates and their eight ups by turns, the last ones filled up: BLOCK_N of those rows give BLOCK_N / 2 outputs.
     ALONE: each pair is a tile, tiles are the pairs' experts, and order is not read. SPLIT: programs that share the columns. Each
     leaves its sums in `partial` [pairs, SPLIT, rows] float32; the last to arrive adds them up in a fixed order and clears its
-    counter in `arrived` [tiles and blocks] for the next launch.
+    counter in `arrived` [tiles and blocks] for the next launch. FEW: tiles of no more pairs, as the last ones of experts are, take
+    products of that size; 0: all are alike.
     """
     rows: tl.constexpr = (INNER + ROWS_PAIRED - 1) // ROWS_PAIRED * ROWS_PAIRED * 2
-    groups: tl.constexpr = (COLUMNS + GROUP_COLUMNS - 1) // GROUP_COLUMNS
     release_successor(CHAINED)
     tile, block_n = tile_and_block((rows + BLOCK_N - 1) // BLOCK_N, GROUP)
     wait_for_predecessor(CHAINED)
     expert, first, end = tile_at(tiles, tile, ALONE)
-    m = first + tl.arange(0, BLOCK_M)
-    row = tl.minimum(block_n * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if expert >= 0:
-        known = tl.minimum(m, end - 1)
-        token = (known if ALONE else tl.load(order + known)) // TOP_K
-        acc = product(
-            words + expert * (groups * rows * LANES),
-            exponents + expert * (groups * rows),
-            x + token[None, :].to(tl.int64) * x_stride + tl.arange(0, LANES)[:, None],
-            row,
-            m < end,
-            rows,
+    if FEW > 0 and (expert >= 0) & (end - first <= FEW):
+        gate_up_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            partial,
+            arrived,
+            expert,
+            first,
+            end,
+            block_n,
+            x_stride,
+            INNER,
             COLUMNS,
-            BLOCK_M,
+            TOP_K,
+            FEW,
+            BLOCK_N,
             STAGES,
             SPLIT,
             NARROW,
+            ALONE,
+            BIASED,
+            KIND,
+            ALPHA,
+            LIMIT,
         )
-    last = True
-    if SPLIT > 1:
-        at = partial + m[None, :].to(tl.int64) * (SPLIT * rows) + row[:, None]
-        kept = (m < end)[None, :] & (row >= 0)[:, None]
-        tl.store(at + tl.program_id(1) * rows, acc, mask=kept)
-        tl.debug_barrier()  # all threads have stored before one of them says so
-        last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            for other in range(SPLIT):
-                acc += tl.load(at + other * rows, mask=kept, other=0.0, cache_modifier=".cg")
-            tl.store(arrived + tl.program_id(0), 0)
-    if (expert >= 0) & last:
-        apart = tl.reshape(acc, (BLOCK_N // (2 * ROWS_PAIRED), 2, ROWS_PAIRED, BLOCK_M))
-        gate, up = tl.split(tl.permute(apart, (0, 2, 3, 1)))  # each [BLOCK_N / 16, 8, BLOCK_M]
-        gate = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M))
-        up = tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
-        n = block_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        bias_at, inside = (bias + expert * (2 * INNER) + n)[:, None], (n < INNER)[:, None]
-        gate = biased(gate, bias_at, inside, BIASED)
-        up = biased(up, bias_at + INNER, inside, BIASED)
-        result = tl.trans(round_to(gated(gate, up, KIND, ALPHA, LIMIT), out.dtype.element_ty))  # [BLOCK_M, BLOCK_N / 2]
-        tl.store(out + m[:, None].to(tl.int64) * INNER + n[None, :], result, mask=(m[:, None] < end) & (n[None, :] < INNER))
+    if (expert >= 0) & (end - first > FEW):
+        gate_up_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            partial,
+            arrived,
+            expert,
+            first,
+            end,
+            block_n,
+            x_stride,
+            INNER,
+            COLUMNS,
+            TOP_K,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            SPLIT,
+            NARROW,
+            ALONE,
+            BIASED,
+            KIND,
+            ALPHA,
+            LIMIT,
+        )
+
+
+@kernel
+def down_tile(
+    x: tl.tensor,
+    words: tl.tensor,
+    exponents: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    block_n: tl.tensor,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    ALONE: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> None:
+    """What a program of `down_of_float4` does with pairs [first, end) of an expert, BLOCK_M at the most."""
+    groups: tl.constexpr = (INNER + GROUP_COLUMNS - 1) // GROUP_COLUMNS
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = first + tl.arange(0, BLOCK_M)
+    known = tl.minimum(m, end - 1)
+    acc = product(
+        words + expert * (groups * COLUMNS * LANES),
+        exponents + expert * (groups * COLUMNS),
+        x + known[None, :].to(tl.int64) * INNER + tl.arange(0, LANES)[:, None],
+        tl.minimum(n, COLUMNS - 1),
+        m < end,
+        COLUMNS,
+        INNER,
+        BLOCK_M,
+        STAGES,
+        SPLIT,
+        NARROW,
+    )
+    part = tl.program_id(1)
+    acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], ((n < COLUMNS) & (part == 0))[:, None], BIASED)
+    pair = (known if ALONE else tl.load(order + known)).to(tl.int64)
+    result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
+    out_at = out + (pair[:, None] * SPLIT + part) * COLUMNS + n[None, :]
+    tl.store(out_at, result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
 
 
 @kernel
@@ -220,6 +380,7 @@ def down_of_float4(
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -230,31 +391,51 @@ def down_of_float4(
     CHAINED: tl.constexpr,
 ) -> None:
     """x: [pairs, INNER], from `gate_up_of_float4`; out: [pairs, SPLIT, COLUMNS], in the pairs' own order, sums of SPLIT parts."""
-    groups: tl.constexpr = (INNER + GROUP_COLUMNS - 1) // GROUP_COLUMNS
     release_successor(CHAINED)
     tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
-    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_predecessor(CHAINED)
     expert, first, end = tile_at(tiles, tile, ALONE)
-    if expert >= 0:
-        m = first + tl.arange(0, BLOCK_M)
-        known = tl.minimum(m, end - 1)
-        acc = product(
-            words + expert * (groups * COLUMNS * LANES),
-            exponents + expert * (groups * COLUMNS),
-            x + known[None, :].to(tl.int64) * INNER + tl.arange(0, LANES)[:, None],
-            tl.minimum(n, COLUMNS - 1),
-            m < end,
-            COLUMNS,
+    if FEW > 0 and (expert >= 0) & (end - first <= FEW):
+        down_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            expert,
+            first,
+            end,
+            block_n,
             INNER,
-            BLOCK_M,
+            COLUMNS,
+            FEW,
+            BLOCK_N,
             STAGES,
             SPLIT,
             NARROW,
+            ALONE,
+            BIASED,
         )
-        part = tl.program_id(1)
-        acc = biased(acc, (bias + expert * COLUMNS + n)[:, None], ((n < COLUMNS) & (part == 0))[:, None], BIASED)
-        pair = (known if ALONE else tl.load(order + known)).to(tl.int64)
-        result = tl.trans(round_to(acc, out.dtype.element_ty))  # [BLOCK_M, BLOCK_N]
-        out_at = out + (pair[:, None] * SPLIT + part) * COLUMNS + n[None, :]
-        tl.store(out_at, result, mask=(m[:, None] < end) & (n[None, :] < COLUMNS))
+    if (expert >= 0) & (end - first > FEW):
+        down_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            expert,
+            first,
+            end,
+            block_n,
+            INNER,
+            COLUMNS,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            SPLIT,
+            NARROW,
+            ALONE,
+            BIASED,
+        )

@@ -39,7 +39,7 @@ TOKENS = (1, 2, 8, 32, 64, 256, 1024, 8192)
 CHECKED = 24  # tokens
 BYTES_EACH = 0.5 + 1 / 32  # of a value and its part of a scale
 GATE = Activation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
-MOST_SHARED = 227 << 10
+UNFIT = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,37 +153,65 @@ def compare(models: Sequence[str], tokens: Sequence[int], *, plain: bool) -> Ite
 
 
 def candidates(shape: Shape, num_tokens: int) -> Iterator[tuple[str, Float4Blocks]]:
-    """Those of one product at a time, with the other as it is chosen."""
+    """Those of one product at a time, with the other as it is chosen. `sweep` tries the best two of them together, too."""
     chosen = shape.blocks(num_tokens)
     yield "chosen", chosen
-    few = num_tokens * ROUTING.top_k <= shape.num_experts // 4
-    ms = (8, 16) if few else tuple(sorted({max(chosen.m // 2, 16), chosen.m, min(2 * chosen.m, 256)}))
-    warps = ((32, 2), (64, 2), (64, 4), (128, 2)) if few else ((64, 2), (128, 2), (128, 4), (256, 4), (128, 8), (256, 8))
-    sizes = itertools.product(ms, (False, True) if few else (False,), warps, (2, 3, 4, 6, 8))
-    for m, alone, (n, num_warps), stages in sizes:
-        registers, shared = n * m // (num_warps * 32), stages * (n * 68 + 128 * m * DTYPE.itemsize)
-        if registers <= 128 and shared <= MOST_SHARED and (stages > 2 or m >= 64) and (stages < 6 or few):
-            for which in ("gate_up", "down"):
-                block = replace(chosen.gate_up, n=n, num_warps=num_warps, stages=stages)
-                yield which, replace(chosen, m=m, alone=alone, **{which: block})
+    for m, few, alone, (n, num_warps, stages, registers) in tried(num_tokens * ROUTING.top_k, shape, chosen.m):
+        block = replace(chosen.gate_up, n=n, num_warps=num_warps, stages=stages, registers=registers, split=1)
+        for which in ("gate_up", "down"):
+            yield which, replace(chosen, m=m, alone=alone, few=few, **{which: block})
+
+
+def tried(num_pairs: int, shape: Shape, m: int) -> Iterator[tuple[int, int, bool, tuple[int, int, int, int | None]]]:
+    """Pairs of a tile and of its smaller kind, whether each pair is one; rows, warps, stages, registers."""
+    if num_pairs <= shape.num_experts // 4:
+        sizes = itertools.product(((32, 2), (64, 2), (64, 4), (128, 2)), (2, 3, 4, 6, 8))
+        for alone, of, (warps, stages) in itertools.product((False, True), (8, 16), sizes):
+            yield of, 0, alone, (*warps, stages, None)
+    elif m == 16:
+        yield from ((m, 0, False, sizes) for sizes in OF_FEW)
+    else:
+        yield from ((of, few, False, sizes) for of, few in ((64, 16), (128, 0), (128, 32)) for sizes in OF_MANY)
+
+
+OF_FEW = (
+    *((128, 4, stages, registers) for stages in (3, 4, 5) for registers in (None, 96)),
+    *((64, 2, stages, 80) for stages in (3, 4)),
+    *((256, 4, stages, 168) for stages in (3, 4)),
+)
+OF_MANY = tuple((128, warps, stages, None) for warps in (4, 8) for stages in (2, 3, 4))
 
 
 def sweep(models: Sequence[str], tokens: Sequence[int]) -> Iterator[dict[str, Any]]:
     for name in models:
         layer = Layer(SHAPES[name])
-        bound = layer.bound()
         for num_tokens in tokens:
-            inputs = [layer.inputs(num_tokens) for _ in range(num_calls(num_tokens))]
-            known = floor(layer.shape, [routed for _, routed in inputs], BYTES_EACH)
-            times = []
-            for which, blocks in dict.fromkeys(candidates(layer.shape, num_tokens)):
-                try:
-                    taken = time_us([partial(bound.of_blocks, *each, blocks) for each in inputs], replays=3)
-                except triton.runtime.errors.OutOfResources:
-                    continue
-                times.append((round(taken, 1), which, str(blocks)))
-            yield {"model": name, "tokens": num_tokens, **known, "us": sorted(times)}
-        del layer, bound
+            yield {"model": name, "tokens": num_tokens, **swept(layer, num_tokens)}
+
+
+def swept(layer: Layer, num_tokens: int) -> dict[str, Any]:
+    """Every candidate's time, the fastest first, numbers checked."""
+    bound, inputs = layer.bound(), [layer.inputs(num_tokens) for _ in range(num_calls(num_tokens))]
+    x, routed = inputs[0]
+    expected = layer.exact(x[:CHECKED], Routed(routed.ids[:CHECKED], routed.weights[:CHECKED]))
+    times: list[tuple[float, str, Float4Blocks]] = []
+
+    def measure(which: str, blocks: Float4Blocks) -> None:
+        try:
+            error = relative_error(bound.of_blocks(x, routed, blocks)[:CHECKED], expected)
+            taken = time_us([partial(bound.of_blocks, *each, blocks) for each in inputs], replays=5)
+        except UNFIT:
+            return
+        assert error < 1e-2, blocks
+        times.append((round(taken, 1), which, blocks))
+
+    for which, blocks in dict.fromkeys(candidates(layer.shape, num_tokens)):
+        measure(which, blocks)
+    times.sort(key=lambda each: each[0])
+    gate_up, down = (next(blocks for _, which, blocks in times if which == wanted) for wanted in ("gate_up", "down"))
+    measure("both", replace(gate_up, down=down.down))
+    known = floor(layer.shape, [routed for _, routed in inputs], BYTES_EACH)
+    return {**known, "us": [(us, which, str(blocks)) for us, which, blocks in sorted(times, key=lambda each: each[0])]}
 
 
 def compile_part(part: int, parts: int, models: Sequence[str], tokens: Sequence[int], *, swept: bool) -> None:
@@ -201,7 +229,7 @@ def compile_part(part: int, parts: int, models: Sequence[str], tokens: Sequence[
         for blocks in list(dict.fromkeys(every))[part::parts]:
             try:
                 bound.of_blocks(x, Routed(ids, torch.rand(ids.shape, device=DEVICE)), blocks)
-            except triton.runtime.errors.OutOfResources:
+            except UNFIT:
                 continue
         torch.cuda.synchronize()
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.heads_made import Eagle3
+from engine.heads_made import Eagle3, write_module
 from engine.test_draft_models import SELVES, TOKENS, asking, assert_told, by_itself, counts_of, embedded, prompt_of
+from engine.test_model_heads import MODULES
 from engine.test_right_heads import SIZE, deepseek, glm, head_by_feature, module_tensors, small, target_tensors, write
 from engine.test_right_heads import counts_of as counts_of_right_head
 from engine.test_speculation import ASKS, answers_of, assert_equal_answers
@@ -139,3 +140,28 @@ def test_launching_waits_for_nothing(
     monkeypatch.setattr(engine._runner, "sample", watched_sample)
     answers_of(engine, others)
     assert drafter == "lookup" or (True, True) in ran
+
+
+@pytest.mark.parametrize(("drafter", "length"), [("lookup", "3"), ("mtp", "3"), ("mtp", "1")])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_hybrid_says_the_same_with_drafts_whose_states_graphs_move(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, *, drafter: str, length: str, graphs: bool
+) -> None:
+    """Greedy and drawn, with penalties and log-probabilities; a next turn goes on from a checkpoint that a verification made."""
+    config, kind = MODULES["qwen3-next"]
+    module = write_module(write_oracle("mtp qwen3-next", config), tmp_path / "mtp", **kind)
+    hybrid = Oracle(module.folder, module.oracle.model)
+    again = [[3 + at, *hybrid.prompts[at][:7]] * 4 for at in range(3)]
+    requests = [asking(f"{at}", prompt, max_tokens=40 - at) for at, prompt in enumerate(again)]
+    requests += [asking(about, again[0], **{"max_tokens": 30, **asked}) for about, asked in ASKS.items()]
+    changes = {**ON, "attention_backend": "triton", "linear_attention_backend": "delta", "page_size": 16}
+    expected = answers_of(Engine.build(options(hybrid, **changes), registry), requests)
+    engine = Engine.build(options(hybrid, **changes, graphs=graphs, drafter=drafter, draft_length=length), registry)
+    assert (engine._runner.sizes.verified_rows > 0) is graphs
+    assert_told(answers_of(engine, requests), expected)
+    counts = counts_of(engine)
+    assert counts.drafted > 0
+    assert drafter == "mtp" or counts.accepted > 0
+    turns = [asking(f"turn {at}", [*prompt, *expected[f"{at}"].tokens, 7, 8]) for at, prompt in enumerate(again)]
+    plain = answers_of(Engine.build(options(hybrid, **changes, prefix_cache=False), registry), turns)
+    assert_told(answers_of(engine, turns), plain)

@@ -34,7 +34,7 @@ SHAPE, RATES, DRAFT_VOCABULARY = "llama-3.1-8b", (0.7655,) * 3, 32000
 PROMPT = "Tell me a story about a fox named Mia."
 
 
-def options(folder: Path, device: str) -> EngineOptions:
+def options(folder: Path, device: str, attention: str = "triton") -> EngineOptions:
     """With the head; its config.json and the target's are written to the folder."""
     (folder / "target").mkdir()
     (folder / "head").mkdir()
@@ -46,7 +46,8 @@ def options(folder: Path, device: str) -> EngineOptions:
         load_format="dummy",
         device=device,
         dtype="bfloat16",
-        attention_backend="triton",
+        attention_backend=attention,
+        plugin_options=("flashinfer.prefill=fa2",) if attention == "flashinfer" else (),
         max_model_len=641,
         max_batch_requests=256,
         prefill_fraction=1.0,
@@ -108,7 +109,7 @@ def embedded(drafter: str, loads: argparse.Namespace) -> Iterator[dict[str, Any]
 
 def rows_of(loads: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """One engine after the other."""
-    drafting = options(folder, "cuda")
+    drafting = options(folder, "cuda", loads.attention)
     plain = {"drafter": "off", "draft_model": None, "draft_length": "auto"}
     if not loads.auto:
         yield from measured("forced", drafting, loads, rates=RATES)
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--attention", default="triton", help="what verifies; with flashinfer the head has triton")
     asked = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

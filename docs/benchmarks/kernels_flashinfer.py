@@ -1,13 +1,14 @@
 """FlashInfer's kernels beside Triton's, as the plugins run them: `python docs/benchmarks/kernels_flashinfer.py --commit ID > FILE`.
 
-Numbers are checked first, against float64. Decoding is a replay of a graph, as bytes of keys and values over time; prefill is timed
-eagerly, as multiply-adds that causality leaves; planning is the host's time for one batch. One layer of Llama-3.1-8B's dims, whose
-queries, keys and values are parts of one tensor, as a model has them.
+Numbers are checked first, against float64. Decoding, and verifying drafts, is a replay of a graph, as bytes of keys and values over
+time; prefill is timed eagerly, as multiply-adds that causality leaves; planning is the host's time for one batch. One layer of
+Llama-3.1-8B's dims, whose queries, keys and values are parts of one tensor, as a model has them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import statistics
@@ -44,7 +45,8 @@ from enginery_attn_triton.backend import TritonAttention
 PAGE = 16
 FACTS = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
 LAYER = LayerSpec(global_id=GlobalLayerId(0), local_id=LocalLayerId(0), facts=FACTS, scale=FACTS.head_dim**-0.5)
-DECODES = ((64, 4096), (16, 32768), (256, 1024), (1, 32768))
+DECODES = ((64, 1, 4096), (16, 1, 32768), (256, 1, 1024), (1, 1, 32768))  # requests, rows of each, all tokens
+VERIFIED = ((1, 4, 1024), (8, 4, 1024), (64, 4, 1024), (1, 4, 32768), (64, 4, 4096), (128, 2, 4096), (32, 8, 4096), (64, 1, 1024))
 PREFILLS = (  # requests, new, all
     *((4, 4096, 4096), (2, 4096, 4096), (1, 32768, 32768), (1, 8192, 32768), (1, 8192, 16384), (8, 512, 4096)),
 )
@@ -97,6 +99,12 @@ def backend_of(name: str, memory: Memory) -> Any:
         options=BACKENDS[name],
     )
     return TritonAttention(context) if name == "triton" else FlashInferAttention(context, FlashInferKernels)
+
+
+def verification_of(requests: int, new: int, length: int) -> ForwardBatch:
+    """Drafts of as many rows of each request; decoding where that is one."""
+    phase = Phase.DECODE if new == 1 else Phase.VERIFY
+    return dataclasses.replace(ragged_batch([(new, length)] * requests, phase=phase), decode_len=new)
 
 
 def batch_of(requests: int, new: int, length: int, *, shared: int = 0) -> ForwardBatch:
@@ -183,8 +191,9 @@ class Step:
         parts = whole.split((FACTS.num_heads, FACTS.num_kv_heads, FACTS.num_kv_heads), dim=1)
         return cls(batch=batch, memory=memory, q=parts[0], k=parts[1], v=parts[2], out=torch.empty_like(q))
 
-    def attending(self, backend: AttnBackend) -> Callable[[], None]:
-        return partial(backend.attend, self.q, self.k, self.v, LAYER, self.batch, self.out)
+    def attending(self, backend: AttnBackend, batch: ForwardBatch) -> Callable[[], None]:
+        """batch: the step's, planned."""
+        return partial(backend.attend, self.q, self.k, self.v, LAYER, batch, batch.plan, self.out)
 
     def relative_error(self) -> float:
         return relative_error(self.q, self.out, self.batch, self.memory)
@@ -196,17 +205,16 @@ class Step:
         return pairs * FACTS.num_heads * 4 * FACTS.head_dim
 
 
-def decodes(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def decodes(name: str, dtype: torch.dtype, steps: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
     """Graphs of eight layers."""
-    for requests, length in DECODES:
-        batch = batch_of(requests, 1, length)
+    for requests, new, length in steps:
+        batch = verification_of(requests, new, length)
         memory = memory_of(requests * -(-length // PAGE), dtype)
         backend, step = backend_of(name, memory), Step.of(batch, memory)
         eager = host_s(partial(backend.plan_forward_metadata, batch, False))
-        backend.init_graph_state(requests, requests)
+        backend.init_graph_state(requests, requests * new)
         plan = backend.plan_forward_metadata(batch, True)
-        batch = batch.planned(plan)
-        run = step.attending(backend)
+        run = step.attending(backend, batch.planned(plan))
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -218,7 +226,8 @@ def decodes(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         error = step.relative_error()
         seconds = device_s(graph.replay, launches=2) / 8
         moved = 2 * requests * length * FACTS.num_kv_heads * FACTS.head_dim * dtype.itemsize
-        what = {"backend": name, "kind": "decode", "requests": requests, "length": length, "relative_error": error}
+        what = {"backend": name, "kind": "decode" if new == 1 else "verify", "requests": requests, "rows": new}
+        what |= {"length": length, "relative_error": error}
         yield what | {"seconds": seconds, "bytes_per_s": moved / seconds, "plan_s": eager, "refresh_s": refresh}
 
 
@@ -234,8 +243,8 @@ def prefills(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 
 def timed(backend: Any, step: Step) -> dict[str, Any]:
     """Of a batch that is planned here."""
-    step = step._replace(batch=step.batch.planned(backend.plan_forward_metadata(step.batch, False)))
-    run = step.attending(backend)
+    batch = step.batch.planned(backend.plan_forward_metadata(step.batch, False))
+    run = step.attending(backend, batch)
     run()
     error, seconds = step.relative_error(), device_s(run, launches=2)
     return {"relative_error": error, "seconds": seconds, "flop_per_s": step.flop() / seconds}
@@ -253,7 +262,7 @@ def copies(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         for least in (1 << 40, 0):
             backend.planner.prefill.least_readers = least
             row = timed(backend, step)
-            (part,) = [cut.prefill for cut in batch.plan.cuts.values()]
+            (part,) = [cut.prefill for cut in backend.plan_forward_metadata(batch, False).cuts.values()]
             if part.gathering is not None:
                 copy = partial(backend.kernels.gather, memory.kv, part.gathering.lists, part.gathering.into)
                 moved = requests * length * FACTS.num_kv_heads * FACTS.head_dim * 2 * (dtype.itemsize + 2)
@@ -283,8 +292,7 @@ def shared(name: str) -> Iterator[dict[str, Any]]:
         for once in (True, False):
             backend.planner.shared_tokens = 512 if once else 0
             planning = host_s(partial(backend.plan_forward_metadata, batch, False))
-            batch = batch.planned(backend.plan_forward_metadata(batch, False))
-            run = step.attending(backend)
+            run = step.attending(backend, batch.planned(backend.plan_forward_metadata(batch, False)))
             run()
             error = step.relative_error()
             torch.cuda.synchronize()
@@ -297,15 +305,20 @@ def shared(name: str) -> Iterator[dict[str, Any]]:
             yield what | {"read_once": once, "relative_error": error, "seconds": seconds, "plan_s": planning}
 
 
-def rows(*, only_prefill: bool) -> Iterator[dict[str, Any]]:
-    for name in BACKENDS:
+def rows(*, only_prefill: bool, only_verify: bool) -> Iterator[dict[str, Any]]:
+    if not only_prefill:
+        for name in ("triton", "flashinfer prefill=fa2"):
+            yield from decodes(name, torch.bfloat16, VERIFIED)
+    for name in () if only_verify else BACKENDS:
         dtype = torch.float8_e4m3fn if "fp8" in name else torch.bfloat16
         if "prefill=" not in name and not only_prefill:
-            yield from decodes(name, dtype)
+            yield from decodes(name, dtype, DECODES)
         if "graphs" not in name:
             yield from prefills(name, dtype)
         if name in ("flashinfer", "flashinfer prefill=fa2", "flashinfer fp8"):
             yield from copies(name, dtype)
+    if only_verify:
+        return
     yield from mixed("flashinfer")
     if not only_prefill:
         yield from shared("flashinfer")
@@ -315,11 +328,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--only-prefill", action="store_true")
+    parser.add_argument("--only-verify", action="store_true")
     asked = parser.parse_args()
     torch.manual_seed(0)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "flashinfer-python")}
     found = []
-    for row in rows(only_prefill=asked.only_prefill):
+    for row in rows(only_prefill=asked.only_prefill, only_verify=asked.only_verify):
         assert row["relative_error"] < 0.01, row
         found.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)

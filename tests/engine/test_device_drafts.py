@@ -18,7 +18,9 @@ from engine.test_speculation import ASKS, Told, answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle
 
+from enginery.api import ForwardBatch, ForwardPlan, Phase, Unsupported, hookimpl
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import BackendContext
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest
@@ -59,23 +61,33 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("enginery.worker.runner.recorded", lambda device: Passed())
 
 
-def captured(asked: EngineOptions, registry: Registry, **named: object) -> tuple[Engine, AgainAndAgain, DraftGraphs]:
-    """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most."""
+def captured(
+    asked: EngineOptions,
+    registry: Registry,
+    *,
+    recurrent: Callable[[BackendContext], object] | None = None,
+    **named: object,
+) -> tuple[Engine, AgainAndAgain, DraftGraphs | None]:
+    """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most.
+
+    recurrent: builds the backend of recurrent layers.
+    """
 
     class Short(GraphBackend):
         most_pages = 128 // asked.page_size
 
     class Composed(Registry):
-        def create_attn_backend(self, name: str, context: object) -> object:
-            return Short(context)
+        def create_attn_backend(self, name: str, context: BackendContext) -> object:
+            return Short(context) if recurrent is None or name != "linear" else recurrent(context)
 
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)
     capture, geometry = AgainAndAgain(), parts.geometry
-    assert parts.draft_model is not None
-    facts = parts.choice.facts
+    facts, drafts = parts.choice.facts, None
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
-    drafts = DraftGraphs.build(parts.draft_model, ops=parts.ops, geometry=geometry, capture=capture, state=state)
+    if parts.draft_model is not None:
+        drafts = DraftGraphs.build(parts.draft_model, ops=parts.ops, geometry=geometry, capture=capture, state=state)
+        assert drafts is not None
     buffers = GraphBuffers(torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size))
     graphs = DecodeGraphs.build(
         parts.model,
@@ -89,8 +101,7 @@ def captured(asked: EngineOptions, registry: Registry, **named: object) -> tuple
     )
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
-    assert drafts is not None
-    for step in graphs.steps:
+    for step in graphs.steps if drafts is not None else ():
         drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
     return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked, **named), capture, drafts
 
@@ -232,6 +243,27 @@ def test_best_tokens_are_accepted_within_the_graph(
     assert_told(answers_of(engine, requests), expected)
     counts = engine.meter.stats().drafts
     assert 0.3 < counts.accepted / counts.drafted < 0.95
+
+
+def test_sizes_that_a_backend_refuses_to_capture_are_verified_eagerly(
+    unread: None, write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = write_oracle("self llama", SELVES["llama"])
+    requests = requests_of([oracle.prompts[index] for index in (0, 5)])
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    plan, asked = GraphBackend.plan_forward_metadata, list[int]()
+
+    def refusing(self: GraphBackend, batch: ForwardBatch, capture: bool) -> ForwardPlan:
+        if capture and batch.phase is Phase.VERIFY and batch.num_requests == 2:
+            asked.append(batch.decode_len)
+            raise Unsupported("not two")
+        return plan(self, batch, capture)
+
+    monkeypatch.setattr(GraphBackend, "plan_forward_metadata", hookimpl(refusing))
+    engine, _, _ = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry)
+    assert_told(answers_of(engine, requests), expected)
+    assert_always_right(engine)
+    assert len(asked) == len(set(asked)) > 0, "once, not in each step"
 
 
 @pytest.mark.parametrize(("rates", "told"), [((1.0, 1.0, 1.0), 4.0), ((1.0, 0.0, 1.0), 2.0)])

@@ -18,6 +18,7 @@ from parity.test_gpt_oss import CONFIG as GPT_OSS
 from parity.test_hybrids import HYBRIDS
 from parity.test_mamba import FAMILIES as MAMBA
 
+from enginery.contracts.batch import Phase
 from enginery.contracts.grammars import Grammar, GrammarKind
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams
 from enginery.engine.engine import Engine
@@ -178,8 +179,14 @@ def test_backends_that_do_not_verify_recurrent_layers_are_refused_by_name(
 ) -> None:
     oracle = write_oracle("qwen3_next", MODELS["qwen3_next"])
     asked = options(oracle, drafter="lookup")
-    with pytest.raises(Unsupported, match=r"(?s)fla.* phase verify is not among"):
-        Engine.build(dataclasses.replace(asked, linear_attention_backend="fla"), registry)
+    (linear,) = (offer for offer in registry.attn_backends if offer.name == "linear")
+    can = dataclasses.replace(linear.spec.capabilities, phases=linear.spec.capabilities.phases - {Phase.VERIFY})
+    silent = dataclasses.replace(linear, spec=dataclasses.replace(linear.spec, capabilities=can))
+    others = tuple(silent if offer is linear else offer for offer in registry.attn_backends)
+    with pytest.raises(Unsupported, match=r"(?s)linear.* phase verify is not among"):
+        Engine.build(
+            dataclasses.replace(asked, linear_attention_backend="linear"), dataclasses.replace(registry, attn_backends=others)
+        )
     monkeypatch.delattr(LinearAttention, "commit_state")
     with pytest.raises(PluginError, match=r"linear claims to verify drafts .* LinearAttention has no hook commit_state"):
         Engine.build(asked, registry)

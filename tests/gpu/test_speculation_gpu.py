@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.heads_made import Eagle3
+from engine.heads_made import Eagle3, write_module
 from engine.test_draft_models import SELVES, TOKENS, asking, assert_told, by_itself, counts_of, embedded, prompt_of
+from engine.test_model_heads import MODULES
 from engine.test_right_heads import SIZE, deepseek, glm, head_by_feature, module_tensors, small, target_tensors, write
 from engine.test_right_heads import counts_of as counts_of_right_head
-from engine.test_speculation import ASKS, answers_of, assert_equal_answers
+from engine.test_speculation import ASKS, Scripted, answers_of, assert_equal_answers, with_drafter
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
 from transformers import LlamaConfig
@@ -139,3 +140,30 @@ def test_launching_waits_for_nothing(
     monkeypatch.setattr(engine._runner, "sample", watched_sample)
     answers_of(engine, others)
     assert drafter == "lookup" or (True, True) in ran
+
+
+@pytest.mark.parametrize(("drafter", "length"), [("lookup", "3"), ("scripted", "3"), ("mtp", "3"), ("mtp", "1")])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_hybrid_says_the_same_with_drafts_whose_states_graphs_move(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, *, drafter: str, length: str, graphs: bool
+) -> None:
+    """Greedy and drawn, with penalties and log-probabilities; a next turn goes on from a checkpoint that a verification made."""
+    config, kind = MODULES["qwen3-next"]
+    module = write_module(write_oracle("mtp qwen3-next", config), tmp_path / "mtp", **kind)
+    hybrid = Oracle(module.folder, module.oracle.model)
+    prompts = {about: (3 + at, *hybrid.prompts[at % 6][:12]) for at, about in enumerate(ASKS)}
+    requests = [asking(about, prompts[about], **{"max_tokens": 30, **asked}) for about, asked in ASKS.items()]
+    changes = {**ON, "attention_backend": "triton", "linear_attention_backend": "delta", "page_size": 16}
+    plain = Engine.build(options(hybrid, **changes, prefix_cache=False), registry)
+    expected = answers_of(plain, requests)
+    turns = [asking(f"turn {about}", (*prompts[about], *expected[about].tokens, 7, 8)) for about in ("greedy", "seeded")]
+    next_expected = answers_of(plain, turns)
+    answers = {each.prompt_token_ids: {**expected, **next_expected}[each.request_id].tokens for each in (*turns, *requests)}
+    registry = registry if drafter != "scripted" else with_drafter(registry, lambda _: Scripted("random", answers))
+    engine = Engine.build(options(hybrid, **changes, graphs=graphs, drafter=drafter, draft_length=length), registry)
+    assert (engine._runner.sizes.verified_rows > 0) is graphs
+    assert_told(answers_of(engine, requests), expected)
+    assert_told(answers_of(engine, turns), next_expected)
+    counts = counts_of(engine)
+    assert counts.drafted > 0
+    assert drafter != "scripted" or 0.3 < counts.accepted / counts.drafted < 0.95

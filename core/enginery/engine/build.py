@@ -248,9 +248,12 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
 
 
 def _kept_bytes(choice: Choice) -> int:
-    """What recurrent layers keep, in float32, of the rows that verify drafts, until it is known how many of them stand."""
+    """What recurrent layers keep, in float32, of the rows that verify drafts, until it is known how many of them stand: of those of
+    an eager step, and for good of those of a captured one.
+    """
     layers = [layer.recurrent for layer in choice.facts.layers if layer.recurrent is not None and choice.drafter is not None]
-    return choice.settings.max_batch_requests * sum(4 * (layer.mixed_width + layer.gates_width) for layer in layers)
+    rows = choice.settings.max_batch_requests + choice.settings.max_graph_requests
+    return rows * sum(4 * (layer.mixed_width + layer.gates_width) for layer in layers)
 
 
 def _recorded_bytes(choice: Choice) -> int:

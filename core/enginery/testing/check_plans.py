@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -12,18 +12,19 @@ import torch
 from enginery.attention.axes import token_fields
 from enginery.attention.watch import digest
 from enginery.contracts.batch import FULL, ForwardBatch, Phase
-from enginery.contracts.plan import ForwardPlan
-from enginery.errors import StalePlan
+from enginery.contracts.plan import Accepted, ForwardPlan
+from enginery.errors import StalePlan, Unsupported
 from enginery.testing.cases import AttnCase
 from enginery.testing.readback import no_reads
 from enginery.testing.rules import BrokenRule, SkippedCheck, compare, raising, rule
 from enginery.testing.stage import Turn
 from enginery.testing.subject import Subject, leaf_cases, usual_cases
 from enginery.testing.workbench import Workbench
-from enginery.worker.paths.decode_graphs import Capture
+from enginery.worker.paths.decode_graphs import Capture, Replayable
 from enginery.worker.paths.host_capture import HostCapture
 
 _GRAPH_SIZE: Final = 8
+_VERIFIED: Final = 3  # rows of a request that verifies drafts
 
 
 @rule(leaf_cases, "Return a frozen dataclass derived from ForwardPlan, with context.instance in its key.")
@@ -131,34 +132,104 @@ def attend_reads_nothing(subject: Subject, case: AttnCase) -> None:
 
 
 @rule(leaf_cases, "What a captured plan points to stays where it is; refresh_graph_metadata writes new lengths and pages into it.")
-def captured_equals_eager(subject: Subject, case: AttnCase) -> None:
+def captured_equals_eager(subject: Subject, case: AttnCase) -> str | None:
     """A captured step, replayed for as many requests or fewer, gives what an eager one gives."""
     capture = _capture_of(subject)
-    bench = Workbench(subject, case, watched=capture is _capture)
-    if bench.relay.ask("init_graph_state", max_batch_size=_GRAPH_SIZE, max_num_tokens=_GRAPH_SIZE) is None:
-        raise BrokenRule("init_graph_state answers None")
-    captured = bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=_GRAPH_SIZE, tokens=_GRAPH_SIZE), capture=True)
-    inputs, whole = bench.inputs([], _GRAPH_SIZE), bench.guarded_out(_GRAPH_SIZE)
-
-    def step() -> None:
-        bench.relay.ask("device_prologue", plan=captured.plan)
-        bench.call(inputs, captured, captured.plan, whole[1:-1])
-
-    with torch.inference_mode():
-        graph = capture(step)
+    bench = _bench_of(subject, case, capture, most_rows=_GRAPH_SIZE)
+    step = CapturedCall(bench, capture, size=_GRAPH_SIZE)
     for cached in ((40, 0, 15, 16, 3, 70, 33, 1), (9, 0, 90), (20,)):
-        turns = bench.turns([(length, 1) for length in cached])
-        more = _GRAPH_SIZE - len(turns)
-        batch = bench.pad(bench.batch(turns, Phase.DECODE), requests=more, tokens=more)
-        new = [*bench.inputs(turns, _GRAPH_SIZE), *token_fields(batch)]
-        for static, values in zip([*inputs, *token_fields(captured)], new, strict=True):
+        step.replay(bench.turns([(length, 1) for length in cached]))
+    if Phase.VERIFY not in subject.can.phases or subject.device.type == "cpu":  # where steps that verify are not recorded
+        return None
+    return verifies_captured(_bench_of(subject, case, capture, most_rows=_GRAPH_SIZE * _VERIFIED), capture)
+
+
+def verifies_captured(bench: Workbench, capture: Capture) -> str | None:
+    """Drafts are verified in a graph, and recurrent states moved in another. Returns why it is done eagerly, where it is.
+
+    Raises `BrokenRule`. bench: whose graphs have room.
+    """
+    try:
+        step = CapturedCall(bench, capture, size=_GRAPH_SIZE, length=_VERIFIED)
+    except Unsupported as error:
+        return f"drafts are verified eagerly: {error}"
+    for cached in ((40, 0, 15, 16, 3, 30, 33, 1), (9, 0, 50), (20,)):
+        bench.forget()
+        whole = bench.turns([(length, _VERIFIED + 4) for length in cached])
+        turns = [turn._replace(new=_VERIFIED) for turn in whole]
+        step.replay(turns)
+        if bench.case.facts.recurrent is None:
+            continue
+        right = [(place + 1) % _VERIFIED for place in range(len(turns))]
+        step.move_states(right)
+        going_on = [turn._replace(cached=turn.cached + 1 + count, new=2) for turn, count in zip(turns, right, strict=True)]
+        what = f"after {right} right drafts of {_VERIFIED - 1}, whose states a graph moved"
+        expected = [bench.expected(turn) for turn in going_on]
+        compare(bench.run(going_on, Phase.PREFILL), expected, dtype=bench.case.dtype, leeway=bench.case.leeway, what=what)
+    return None
+
+
+class CapturedCall:
+    """One layer of a captured step of `size` requests of `length` rows each."""
+
+    def __init__(self, bench: Workbench, capture: Capture, *, size: int, length: int = 1) -> None:
+        """Raises `Unsupported` where the backend captures no such step."""
+        self.bench, self.capture, self.size, self.length = bench, capture, size, length
+        self.phase = Phase.DECODE if length == 1 else Phase.VERIFY
+        self.batch = bench.relay.plan(self.padded([]), capture=True)
+        self.inputs, self.whole = bench.inputs([], size * length), bench.guarded_out(size * length)
+        self.counts = torch.zeros(size, dtype=torch.int64, device=bench.device)
+        self.graph = self._captured(self._call)
+        moves = bench.case.facts.recurrent is not None and length > 1
+        self.moving = self._captured(self._move) if moves else None
+
+    def padded(self, turns: Sequence[Turn]) -> ForwardBatch:
+        """As long as what is captured."""
+        more = self.size - len(turns)
+        batch = dataclasses.replace(self.bench.batch(turns, self.phase), decode_len=self.length)
+        return self.bench.pad(batch, requests=more, tokens=more * self.length)
+
+    def replay(self, turns: Sequence[Turn], batch: ForwardBatch | None = None) -> None:
+        """Raises `BrokenRule` if the results are not the formula's. batch: of these turns, padded; None: as they are."""
+        bench, captured = self.bench, self.batch
+        batch = self.padded(turns) if batch is None else batch
+        new = [*bench.inputs(turns, batch.num_tokens), *token_fields(batch)]
+        for static, values in zip([*self.inputs, *token_fields(captured)], new, strict=True):
             static.copy_(values)
         assert captured.plan is not None, "it was planned to be captured"
         bench.relay.refresh(captured.plan, batch)
         with torch.inference_mode():
-            graph.replay()
-        expected, what = [bench.expected(turn) for turn in turns], f"a graph of {_GRAPH_SIZE} requests replayed for {len(turns)}"
-        compare(bench.rows_of(whole, turns), expected, dtype=case.dtype, leeway=case.leeway, what=what)
+            self.graph.replay()
+        rows = "" if self.length == 1 else f" of {self.length} rows"
+        what = f"a graph of {self.size} requests{rows} replayed for {len(turns)}"
+        expected = [bench.expected(turn) for turn in turns]
+        compare(bench.rows_of(self.whole, turns), expected, dtype=bench.case.dtype, leeway=bench.case.leeway, what=what)
+
+    def move_states(self, right: Sequence[int]) -> None:
+        """By a graph of its own: behind so many drafts of each request."""
+        assert self.moving is not None, "there are states"
+        self.counts.zero_()[: len(right)] = torch.tensor(right, device=self.counts.device)
+        with torch.inference_mode():
+            self.moving.replay()
+
+    def _captured(self, call: Callable[[], None]) -> Replayable:
+        with torch.inference_mode():
+            return self.capture(call)
+
+    def _call(self) -> None:
+        self.bench.relay.ask("device_prologue", plan=self.batch.plan)
+        self.bench.call(self.inputs, self.batch, self.batch.plan, self.whole[1:-1])
+
+    def _move(self) -> None:
+        if self.bench.relay.ask("commit_state", plan=self.batch.plan, accepted=Accepted(counts=self.counts)) is None:
+            raise BrokenRule("it claims to verify drafts, and commit_state does nothing")
+
+
+def _bench_of(subject: Subject, case: AttnCase, capture: Capture, *, most_rows: int) -> Workbench:
+    bench = Workbench(subject, case, watched=capture is _capture)
+    if bench.relay.ask("init_graph_state", max_batch_size=_GRAPH_SIZE, max_num_tokens=most_rows) is None:
+        raise BrokenRule("init_graph_state answers None")
+    return bench
 
 
 def _capture_of(subject: Subject) -> Capture:

@@ -289,6 +289,7 @@ class Runner:
         """
         step, logits = launched.step, launched.logits
         if (verified := launched.verified(cuts)) is not None:
+            self.keep_accepted(launched, verified.accepted, None)
             return verified
         if launched.forwarded.greedy is not None and step.run.greedy:
             marked = launched.forwarded.greedy[: len(logits)]
@@ -320,13 +321,16 @@ class Runner:
         self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
         return Verified(tokens, marked, accepted, order)
 
-    def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor) -> None:
+    def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor | None) -> None:
         """Move states behind the drafts that are right, of the items that verified some; all rows of the others stand. Where drafts
-        branch, bring what is kept of the right ones together. right: [n], path: [n, N], see `accept`.
+        branch, bring what is kept of the right ones together. right: [n], path: [n, N], see `accept`; None: there are no branches.
         """
-        step, batch = launched.step, launched.forwarded.batch
+        step, batch, captured = launched.step, launched.forwarded.batch, launched.forwarded.captured
         assert batch is not None, "a step that verifies keeps its batch"
-        if step.parents:
+        if captured is not None:
+            captured.keep_accepted(right)
+            return
+        if path is not None and step.parents:
             assert self._pool is not None, "where drafts may branch, the runner knows the pool"
             move_standing(batch, path, right, self._pool)
         if not step.states:

@@ -7,10 +7,13 @@ import importlib.util
 
 import pytest
 import torch
+from engine.test_graphs import AgainAndAgain
 from few_checks import ABOUT_PLANS, few
+from pairwise import spread
 
-from enginery.api import AttnLayerFacts, Phase, RecurrentFacts, Unsupported
+from enginery.api import STATE, AttnLayerFacts, Phase, RecurrentFacts, Unsupported
 from enginery.testing.cases import AttnCase
+from enginery.testing.check_plans import CapturedCall, verifies_captured
 from enginery.testing.conformance import Check, checks_of
 from enginery.testing.rules import compare
 from enginery.testing.subject import Subject
@@ -56,11 +59,11 @@ class TestDeltaOnCuda(AttnBackendSuite):
     device = "cuda"
 
 
-def bench_of(**facts: object) -> Workbench:
-    rule = RecurrentFacts(key_heads=2, value_heads=4, key_dim=16, value_dim=8, conv_kernel=4, **facts)
+def bench_of(most_rows: int = 4, **facts: object) -> Workbench:
+    rule = RecurrentFacts(**{"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 8, "conv_kernel": 4, **facts})
     layer = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=16, recurrent=rule)
     made = Workbench(TestDeltaInterpreted.subject(), AttnCase(facts=layer, page_size=16, dtype="float32"))
-    made.relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=4)
+    made.relay.ask("init_graph_state", max_batch_size=8, max_num_tokens=most_rows)
     return made
 
 
@@ -76,6 +79,58 @@ def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_pages(fact
         assert captured.plan.decode.reads.data_ptr() == place
 
 
+FORMS = (
+    {"rule": "delta", "decay": "head"},
+    {"rule": "linear", "decay": "head", "ssm": True},
+    {"rule": "scan", "decay": "channel", "value_dim": 1, "conv_kernel": 0},
+    {"rule": "conv", "decay": "constant", "key_dim": 0, "value_dim": 1},
+)
+
+
+@interpreted
+@pytest.mark.parametrize("facts", spread(FORMS, 2), ids=str)
+def test_drafts_are_verified_in_a_graph_and_states_moved_in_another(facts: dict[str, object]) -> None:
+    assert verifies_captured(bench_of(24, **facts), AgainAndAgain()) is None
+
+
+@interpreted
+def test_a_graph_makes_the_checkpoints_of_the_batch_that_it_is_replayed_for() -> None:
+    """And none of those before: states at these are those of the first rows, if they stand."""
+    bench = bench_of(24, rule="delta", decay="head")
+    step = CapturedCall(bench, AgainAndAgain(), size=4, length=3)
+    for rows, right in (([0, 2, 3], [0, 1, 2]), ([1, 0, 3], [2, 2, 1]), ([0, 0, 0], [1, 1, 1])):
+        bench.forget()
+        turns = [turn._replace(new=3) for turn in bench.turns([(5, 8), (0, 8), (20, 8)])]
+        pages, before = [bench.tokens(1).states[0] for _ in turns], bench.memory()
+        batch = step.padded(turns)
+        marks = {"checkpoints_cpu": [*pages, 0], "checkpoint_rows_cpu": [*rows, 0]}
+        view = dataclasses.replace(
+            batch.states, **{name: torch.tensor(values, dtype=torch.int32) for name, values in marks.items()}
+        )
+        step.replay(turns, dataclasses.replace(batch, views={**batch.views, STATE: view}))
+        step.move_states(right)
+        passed = [0 < after <= 1 + count for after, count in zip(rows, right, strict=True)]
+        for page, made in zip(pages, passed, strict=True):
+            assert made or all(torch.equal(old[page], new[page]) for old, new in zip(before, bench.memory(), strict=True))
+        resumed = [
+            turn._replace(tokens=dataclasses.replace(turn.tokens, states=[page]), cached=turn.cached + after, new=2)
+            for turn, page, after, made in zip(turns, pages, rows, passed, strict=True)
+            if made
+        ]
+        if resumed:
+            compare(bench.run(resumed, Phase.PREFILL), [bench.expected(turn) for turn in resumed], dtype="float32", what=f"{rows}")
+
+
+@interpreted
+def test_all_graphs_keep_what_they_verify_in_one_place() -> None:
+    """Of twenty sizes each would take what the largest does."""
+    bench = bench_of(24, rule="delta", decay="head")
+    steps = [CapturedCall(bench, AgainAndAgain(), size=size, length=3) for size in (2, 4)]
+    kept = [bench.backend._unsettled[step.batch.plan][bench.layer.local_id] for step in steps]
+    assert [len(each.mixed) for each in kept] == [6, 12]
+    assert len({(each.mixed.data_ptr(), each.gates.data_ptr()) for each in kept}) == 1
+
+
 @interpreted
 def test_two_captured_plans_have_memory_of_their_own() -> None:
     """Micro-batches put two into one graph."""
@@ -87,5 +142,5 @@ def test_two_captured_plans_have_memory_of_their_own() -> None:
 @interpreted
 def test_a_prefill_is_not_captured() -> None:
     bench = bench_of(rule="delta", decay="head")
-    with pytest.raises(Unsupported, match="captures decoding steps of one token"):
+    with pytest.raises(Unsupported, match="captures steps that decode, with as many rows of each"):
         bench.relay.plan(bench.batch(bench.turns([(0, 5)]), Phase.PREFILL), capture=True)

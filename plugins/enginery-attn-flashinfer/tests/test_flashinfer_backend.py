@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from engine.test_graphs import AgainAndAgain
 
 from enginery.api import AttnLayerFacts, BackendContext, ForwardBatch, HookGroup, LayerKV, Phase, PlanKey, StalePlan, Unsupported
 from enginery.kv.arena import DeviceArena
 from enginery.testing.cases import AttnCase
+from enginery.testing.check_plans import verifies_captured
 from enginery.testing.conformance import Check
 from enginery.testing.rules import compare
 from enginery.testing.subject import Offer, Subject
@@ -116,6 +119,12 @@ class TorchKernels:
 
     def prefill(self, workspace: torch.Tensor) -> TorchWrapper:
         return TorchWrapper(self.page_size, causal=True)
+
+    def verify(self, workspace: torch.Tensor) -> TorchWrapper:
+        return TorchWrapper(self.page_size, causal=True)
+
+    def captured_verify(self, workspace: torch.Tensor, pages: PageLists) -> TorchWrapper:
+        return TorchWrapper(self.page_size, causal=True, fixed=pages)
 
     def ragged(self, workspace: torch.Tensor) -> TorchRaggedWrapper:
         return TorchRaggedWrapper()
@@ -327,6 +336,25 @@ def test_a_captured_plan_reads_what_was_refreshed_last() -> None:
         compare(bench.replay(plans[size], turns), [bench.expected(turn) for turn in turns], dtype="bfloat16", what=f"{cached}")
 
 
+@pytest.mark.parametrize("facts", [GQA, dataclasses.replace(GQA, sliding_window=9, num_kv_heads=1)], ids=str)
+def test_drafts_are_verified_in_graphs(facts: AttnLayerFacts) -> None:
+    """Planned with empty requests behind, so that tiles are small."""
+    bench = made(facts)
+    bench.relay.ask("init_graph_state", max_batch_size=8, max_num_tokens=24)
+    assert verifies_captured(bench, AgainAndAgain()) is None
+    (front,) = bench.backend.graphs._fronts[8, 3].values()
+    assert len(front.item.q_lens) > 8
+    assert set(front.item.q_lens) == {3, 0}
+
+
+def test_what_would_need_too_much_memory_is_not_captured() -> None:
+    bench = made(dataclasses.replace(GQA, num_heads=32, num_kv_heads=4, head_dim=128), workspace_mb=12)
+    bench.relay.ask("init_graph_state", max_batch_size=8, max_num_tokens=24)
+    told = verifies_captured(bench, AgainAndAgain())
+    assert told is not None
+    assert re.search(r"verifies 3 rows of 8 requests may take \d+ MiB for split requests, and of .*=12 others leave \d+", told)
+
+
 def test_captured_steps_read_shared_pages_once_where_there_are_some() -> None:
     bench = made(shared_prefix_tokens=32, shared_prefix_in_graphs=True)
     bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=12)
@@ -347,7 +375,7 @@ def test_what_cannot_be_captured_or_refreshed_is_refused() -> None:
     with pytest.raises(Unsupported, match="after init_graph_state"):
         bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=2, tokens=2), capture=True)
     bench.relay.ask("init_graph_state", max_batch_size=6, max_num_tokens=6)
-    with pytest.raises(Unsupported, match="one token per request"):
+    with pytest.raises(Unsupported, match="as many rows of each request"):
         bench.relay.plan(bench.batch(bench.turns([(5, 3)]), Phase.PREFILL), capture=True)
     with pytest.raises(Unsupported, match="init_graph_state was told 6"):
         bench.relay.plan(bench.pad(bench.batch([], Phase.DECODE), requests=7, tokens=7), capture=True)

@@ -13,7 +13,7 @@ import torch
 
 from enginery.api import AttnLayerFacts, AttnNeeds, LatentFacts, LayerKV, Phase
 from enginery.kv.shared_prefixes import SharedPrefix
-from enginery_attn_flashinfer.cuts import Cut
+from enginery_attn_flashinfer.cuts import Cut, planned_requests
 from enginery_attn_flashinfer.leases import Pool
 from enginery_attn_flashinfer.pages import Rows, gather_lists, page_lists
 from enginery_attn_flashinfer.plan import split_off
@@ -206,6 +206,25 @@ def test_between_groups_there_is_a_request_without_keys() -> None:
     assert nothing.q_lens.tolist() == [9, 0, 0, 0, 0, 0, 0]
     assert not nothing.kv_lens.any()
     assert not first_pages.any()
+
+
+def test_a_captured_step_that_verifies_is_planned_with_tiles_for_its_rows() -> None:
+    """As `PrefillSplitQOKVIndptr` of FlashInfer 0.6.11 has it: in a graph, a tile is for rows - requests + 1 rows of a request."""
+    llama = Cut.of(LLAMA)
+    for head_dim, length, tile in ((128, 2, 16), (128, 4, 16), (128, 5, 64), (128, 16, 64), (128, 17, 128), (256, 17, 64)):
+        cut = dataclasses.replace(llama, head_dim=head_dim)
+        for count in (1, 8, 64):
+            planned = planned_requests([cut], num_requests=count, length=length)
+            assert planned >= count
+            longest = count * length - planned + 1
+            assert longest >= length, "its rows fit"
+            assert cut.tile(longest) == tile
+            tiles = -(-count * length * cut.group // tile) + planned - 1  # as many as there is room for
+            assert tiles >= count * -(-length * cut.group // tile)
+            assert cut.verify_bytes(num_units=132, num_requests=planned, num_rows=count * length) == (
+                4 * 32 * max(33, tiles) * tile * (head_dim + 1) + 256
+            )
+    assert planned_requests([llama], num_requests=64, length=4) == 253
 
 
 def test_the_workspace_is_as_large_as_the_plan_of_flashinfer_can_ask_for() -> None:

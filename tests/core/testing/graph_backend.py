@@ -33,6 +33,7 @@ class GraphBackend(GoodBackend):
     most_pages: int | None = None
 
     init_mha_chunk_metadata = None
+    commit_state = None  # it has softmax layers alone
 
     def __init__(self, context) -> None:
         super().__init__(context)

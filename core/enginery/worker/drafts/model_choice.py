@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import FULL
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import ModelFacts, ModelSpec
-from enginery.errors import CheckpointError, ConfigError
+from enginery.errors import CheckpointError, ConfigError, Unsupported
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
@@ -20,6 +22,8 @@ from enginery.worker.choice import Choice, shipped_drafters
 from enginery.worker.drafts.choice import needs_a_cpu
 from enginery.worker.needs import attn_needs, verifying
 from enginery.worker.weights.formats import stated_quantization
+
+_log: Final = logging.getLogger(__name__)
 
 
 def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice) -> Choice | None:
@@ -99,14 +103,23 @@ def _own_family(offer: Offer[DrafterSpec], architectures: Sequence[str], folder:
 def _choose_attention(
     asked: EngineOptions, registry: Registry, facts: ModelFacts, target: Choice, *, reads: bool
 ) -> AttentionChoice:
-    """The backends of its own layers, or the target's, if it reads what these wrote."""
+    """The backends of its own layers, or the target's, if it reads what these wrote.
+
+    Those that are asked for are the target's: where one cannot run a draft model, another is found.
+    """
     if reads:
         return target.attention
     softmax, recurrent = (
         verifying(attn_needs(facts.layers, target.settings, target.device_facts, recurrent=each)) for each in (False, True)
     )
     softmax = dataclasses.replace(softmax, device_lengths=target.device_facts.kind != "cpu")
-    return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]
+    try:
+        return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]
+    except Unsupported as error:
+        free = dataclasses.replace(asked, attention_backend="auto", prefill_attention_backend=None, decode_attention_backend=None)
+        chosen = choose_attention(free, registry, softmax=softmax, recurrent=recurrent)[0]
+        _log.info("the draft model's attention is %s: %s", chosen.name, error)
+        return chosen
 
 
 def _layers_read(facts: ModelFacts, offer: Offer[DrafterSpec], config: Mapping[str, object], *, target: Choice) -> tuple[int, ...]:

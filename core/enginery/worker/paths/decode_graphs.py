@@ -2,7 +2,8 @@
 On a CPU `recorded_steps` does the same without a device.
 
 Of steps that verify drafts, one per batch size and number of rows of a request. Drafts that are the best tokens are accepted within
-it; where tokens are sampled otherwise, that is done anew behind it.
+it; where tokens are sampled otherwise, that is done anew behind it. Recurrent states move on in a graph of their own, which is
+replayed when it is settled how many drafts stand.
 
     host      pad to a captured size, copy the token fields over those of the graph, let the backend refresh its captured plan
     device    [ fill pending ids | device_prologue | model | logits | best tokens, kept ]      one launch
@@ -28,6 +29,7 @@ from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
+from enginery.contracts.plan import Accepted
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
 from enginery.speculate.acceptance import accept
@@ -82,7 +84,8 @@ class CapturedStep:
 
     batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
     where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
-    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens.
+    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens. moving: moves recurrent states by as
+    many drafts as `accepted` says; None: there are none, or nothing is verified.
     """
 
     packed: torch.Tensor
@@ -92,6 +95,16 @@ class CapturedStep:
     best: torch.Tensor
     hidden: torch.Tensor | None
     accepted: torch.Tensor | None
+    moving: Replayable | None
+
+    def keep_accepted(self, right: torch.Tensor) -> None:
+        """Move states behind so many drafts of each request that has some: [n] int64, device."""
+        assert self.accepted is not None, "the step verifies drafts"
+        if self.moving is None:
+            return
+        if right.data_ptr() != self.accepted.data_ptr():
+            self.accepted[: len(right)].copy_(right)
+        self.moving.replay()
 
     @property
     def seats(self) -> torch.Tensor:
@@ -148,6 +161,7 @@ class DecodeGraphs:
         self._noted = False
         self._capture = capture
         self._captured: dict[tuple[int, int], CapturedStep] = {}
+        self._refused: set[tuple[int, int]] = set()
 
     @classmethod
     def build(
@@ -198,21 +212,19 @@ class DecodeGraphs:
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
         self.capture(self.sizes[-1])
-        if self.feed.width > 1:
-            self._capture_verifying()
-
-    def _capture_verifying(self) -> None:
-        """Capture the largest step that verifies as many drafts as there may be; if that fails, they are verified eagerly."""
         most, length = self.sizes[-1], self.feed.width
-        fitting = [size for size in self.sizes if size * length <= most]
-        if any(layer.recurrent is not None for layer in self.geometry.layers) or not fitting:
-            return  # states move on when it is known how many drafts are right, by a plan of this very batch
-        try:
-            self.capture(fitting[-1], length)
-        except Unsupported as error:
-            _log.info("drafts are verified eagerly: %s", error)
-        else:
+        fitting = [size for size in self.sizes if length > 1 and size * length <= most]
+        if fitting and self._capture_verifying(fitting[-1], length):
             self.verified_rows = most
+
+    def _capture_verifying(self, size: int, length: int) -> bool:
+        """Capture a step that verifies drafts; if that cannot be, they are verified eagerly."""
+        try:
+            self.capture(size, length)
+        except Unsupported as error:
+            _log.info("drafts of %d requests are verified eagerly: %s", size, error)
+            self._refused.add((size, length))
+        return (size, length) in self._captured
 
     @torch.inference_mode()
     def capture(self, size: int, length: int = 1) -> None:
@@ -244,22 +256,24 @@ class DecodeGraphs:
             if kept is not None:
                 kept.copy_(hidden)
 
-        graph = self._capture(run)
         self._captured[size, length] = CapturedStep(
             packed=packed,
             batch=batch,
-            graph=graph,
-            logits=found[-1],
+            graph=self._capture(run),
+            logits=found[-1],  # of the last run
             best=self.best[:num_rows],
             hidden=kept,
             accepted=accepted,
+            moving=_captured_moving(self.relay, batch, accepted=accepted, geometry=self.geometry, capture=self._capture),
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
     def ready(self, step: StepInput) -> bool:
         """Whether there is a graph of the step's size, which is captured now if it was not yet. If not, it has to run eagerly."""
         key = step.run.size, step.decode_len
-        if key not in self._captured:
+        if key not in self._captured and step.verifies and key not in self._refused:
+            self._capture_verifying(*key)
+        elif key not in self._captured and not step.verifies:
             self.capture(*key)
         return key in self._captured
 
@@ -333,6 +347,21 @@ def _told_last(
         inputs = forced.tokens(inputs, sampled, places)
     right = out.copy_(accept(sampled, inputs, None, num_drafts).counts)
     return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + right)
+
+
+def _captured_moving(
+    relay: BackendRelay, batch: ForwardBatch, *, accepted: torch.Tensor | None, geometry: KVGeometry, capture: Capture
+) -> Replayable | None:
+    """Moves states behind so many drafts of each request of a captured batch: [requests] int64, device, found in each replay."""
+    if accepted is None or all(layer.recurrent is None for layer in geometry.layers):
+        return None
+    counts = accepted
+
+    def move() -> None:
+        done = relay.ask("commit_state", plan=batch.plan, accepted=Accepted(counts=counts))
+        assert done is not None, "a backend of recurrent layers that verifies commits states"
+
+    return capture(move)
 
 
 def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:

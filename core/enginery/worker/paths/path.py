@@ -22,6 +22,10 @@ class CapturedBatch(Protocol):
     @property
     def batch(self) -> ForwardBatch: ...
 
+    def keep_accepted(self, right: torch.Tensor) -> None:
+        """Move states behind so many drafts of each request that has some: [n] int64, device."""
+        ...
+
 
 class Forwarded(NamedTuple):
     """What a forward left on the device, valid until the next one.

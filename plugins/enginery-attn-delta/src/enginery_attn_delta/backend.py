@@ -29,12 +29,30 @@ from enginery_attn_delta.plan import DeltaPlan, plan_rows, refresh
 
 
 class Kept(NamedTuple):
-    """What a layer was given of rows that verify drafts, until its states move on. out: for results that nobody reads again."""
+    """What a layer was given of rows that verify drafts, until its states move on."""
 
     layer: LayerSpec
     mixed: torch.Tensor
     gates: torch.Tensor
-    out: torch.Tensor
+
+
+class GraphState:
+    """Where captured steps that verify drafts keep what recurrent layers are given: one place for all, as one runs at a time.
+
+    most_requests, most_rows: of a captured step.
+    """
+
+    def __init__(self, most_requests: int, most_rows: int) -> None:
+        self.most_requests, self.most_rows = most_requests, most_rows
+        self._places: dict[LocalLayerId, tuple[torch.Tensor, ...]] = {}
+
+    def kept(self, layer: LayerSpec, mixed: torch.Tensor, gates: torch.Tensor) -> Kept:
+        """A copy of both, where every step has it: [most rows, C] and [most rows, G], taken when a layer's first is captured."""
+        given = (mixed, gates)
+        if layer.local_id not in self._places:
+            self._places[layer.local_id] = tuple(part.new_empty(self.most_rows, part.shape[1]) for part in given)
+        places = zip(self._places[layer.local_id], given, strict=True)
+        return Kept(layer, *(place[: len(part)].copy_(part) for place, part in places))
 
 
 class DeltaAttention:
@@ -47,34 +65,39 @@ class DeltaAttention:
         self.backend_id = context.instance
         self.states = context.states
         self.device = context.device
-        self.max_graph_requests = 0
+        self.graphs = GraphState(0, 0)
         self._unsettled: WeakKeyDictionary[ForwardPlan, dict[LocalLayerId, Kept]] = WeakKeyDictionary()
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> DeltaPlan:
         """Upload where rows and states are; of a plan that is captured, `refresh_graph_metadata` writes the pages there."""
-        one_each = batch.phase is Phase.DECODE and batch.num_tokens == batch.num_requests
-        if capture and not (one_each and 0 < batch.num_requests <= self.max_graph_requests):
+        if capture:
+            self._check_capture(batch)
+        return plan_rows(batch, PlanKey.of(batch, self.backend_id, capture=capture), self.device)
+
+    def _check_capture(self, batch: ForwardBatch) -> None:
+        """Raises `Unsupported` for a batch that cannot be captured."""
+        graphs, length = self.graphs, batch.decode_len
+        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * length > 0
+        if not decodes or batch.num_requests > graphs.most_requests or batch.num_tokens > graphs.most_rows:
             raise Unsupported(
-                f"{self.backend_id} captures decoding steps of one token for each of up to {self.max_graph_requests} requests; "
-                f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
+                f"{self.backend_id} captures steps that decode, with as many rows of each request, for up to "
+                f"{graphs.most_requests} requests and {graphs.most_rows} rows; this is a batch of {batch.num_requests} requests "
+                f"and {batch.num_tokens} tokens in phase {batch.phase}"
             )
-        decode, verified, prefill = plan_rows(batch, self.device)
-        key = PlanKey.of(batch, self.backend_id, capture=capture)
-        return DeltaPlan(key=key, decode=decode, verified=verified, prefill=prefill)
 
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
-        """Each captured plan has memory of its own, of a few bytes a request."""
-        self.max_graph_requests = max_batch_size
+        """Each captured plan has memory of its own, of a few bytes a request; for verified rows see `GraphState`."""
+        self.graphs = GraphState(max_batch_size, max_num_tokens)
         return True
 
     @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
         """Write this batch's pages to where the captured plan has them."""
-        if not isinstance(plan, DeltaPlan) or plan.decode is None or plan.key.num_requests != batch.num_requests:
+        if not isinstance(plan, DeltaPlan) or not plan.key.capture or plan.key.num_requests != batch.num_requests:
             raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
-        refresh(plan.decode, batch)
+        refresh(plan, batch)
         return True
 
     def advance(
@@ -86,24 +109,36 @@ class DeltaAttention:
         for rows in planned.groups:
             convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
             recur_rows(convolved, gates, layer, states, rows, out)
-        if planned.verified is not None:
-            stop = planned.verified.num_requests * batch.decode_len
-            kept = Kept(layer, mixed[:stop].clone(), gates[:stop].clone(), torch.empty_like(out[:stop]))
-            self._unsettled.setdefault(planned, {})[layer.local_id] = kept
+        self.keep(mixed, gates, layer, batch, planned)
+
+    def keep(self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: DeltaPlan) -> None:
+        """Keep what the layer was given of rows that verify drafts, for `commit_state`; of a captured step, where the graph writes
+        it each time.
+        """
+        if plan.verified is None:
+            return
+        rows = slice(0, plan.verified.num_requests * batch.decode_len)
+        mixed, gates = mixed[rows], gates[rows]
+        kept = self.graphs.kept(layer, mixed, gates) if plan.key.capture else Kept(layer, mixed.clone(), gates.clone())
+        self._unsettled.setdefault(plan, {})[layer.local_id] = kept
 
     @hookimpl
     def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
-        """Run over the rows that stand once more, now from the states to where they are written."""
+        """Run over the rows that stand once more, now from the states to where they are written.
+
+        Of a captured plan as often as it is asked: it is captured too, and replayed.
+        """
         if not isinstance(plan, DeltaPlan) or plan.key.backend != self.backend_id:
             raise StalePlan(f"{self.backend_id} is to commit states of {plan!r:.100}, which it has not planned")
         if plan.verified is None:
             return True
-        unsettled = self._unsettled.pop(plan, None)
+        unsettled = self._unsettled.get(plan) if plan.key.capture else self._unsettled.pop(plan, None)
         if unsettled is None:
             raise StalePlan(f"the states of the plan made for {plan.key} were committed before, or no layer has advanced with it")
         groups = plan.verified.standing(accepted.counts[: plan.verified.num_requests])
-        for layer, mixed, gates, out in unsettled.values():
-            states = self.states.layer(layer.local_id)
+        for layer, mixed, gates in unsettled.values():
+            (facts, _), states = facts_of(layer), self.states.layer(layer.local_id)
+            out = mixed.new_empty(len(mixed), facts.value_heads, facts.value_dim)  # which nobody reads
             for rows in groups:
                 convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
                 recur_rows(convolved, gates, layer, states, rows, out)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from enginery.api import ForwardBatch, ForwardPlan
+from enginery.api import ForwardBatch, ForwardPlan, PlanKey
 from enginery_attn_delta.launch import CHUNK_ROWS, Rows
 
 Ints = npt.NDArray[np.int32]
@@ -24,15 +24,14 @@ NOWHERE = -1  # in place of the page that a state would be written to
 class Verified:
     """The leading requests, which verify drafts. rows: as they are advanced, and states stay.
 
-    pages: [B] int32, where their states go. marked: the rows before checkpoints, of `requests` [N]; None: there are none. marks:
-    [2, N] int32, the checkpoints' pages, and after how many rows they are made.
+    pages: [B] int32, where their states go. marked: the rows before checkpoints, of `requests` [N], written to their pages; None:
+    there are none. Of a captured plan they are all requests', without rows and pages where there is no checkpoint.
     """
 
     rows: Rows
     pages: torch.Tensor
     requests: torch.Tensor
     marked: Rows | None
-    marks: torch.Tensor
 
     @property
     def num_requests(self) -> int:
@@ -45,35 +44,45 @@ class Verified:
         moved = dataclasses.replace(self.rows, stop_rows=self.rows.first_rows + stands, writes=self.pages)
         if self.marked is None:
             return [moved]
-        pages, after = self.marks
-        kept = torch.where(stands.index_select(0, self.requests) >= after, pages, NOWHERE)
+        after = self.marked.stop_rows - self.marked.first_rows
+        kept = torch.where(stands.index_select(0, self.requests) >= after, self.marked.writes, NOWHERE)
         return [dataclasses.replace(self.marked, writes=kept), moved]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeltaPlan(ForwardPlan):
     """decode: of the requests at the front of the batch that have one token each; verified: of those there that verify drafts;
-    prefill: of the others. None: there are none.
+    prefill: of the others. None: there are none. uploaded: what all of it is views of, int32.
     """
 
     decode: Rows | None
     prefill: Rows | None
-    verified: Verified | None = None
+    verified: Verified | None
+    uploaded: torch.Tensor
+
+    @property
+    def leading(self) -> tuple[Rows, ...]:
+        """Of the requests at the front, if there are any."""
+        verified = None if self.verified is None else self.verified.rows
+        return tuple(rows for rows in (self.decode, verified) if rows is not None)
 
     @property
     def groups(self) -> tuple[Rows, ...]:
         """Those that there are."""
-        verified = None if self.verified is None else self.verified.rows
-        return tuple(rows for rows in (self.decode, verified, self.prefill) if rows is not None)
+        return self.leading if self.prefill is None else (*self.leading, self.prefill)
 
 
 class Group:
-    """Some requests of a batch, on the host: the first row of each, how many it has, and its pages; [B]."""
+    """Some requests of a batch, on the host: the first row of each, how many it has, and its pages; [B].
 
-    def __init__(self, first_rows: Ints, lengths: Ints, reads: Ints, writes: Ints) -> None:
+    room: [B], for how many rows there are tiles; None: as many as there are.
+    """
+
+    def __init__(self, first_rows: Ints, lengths: Ints, reads: Ints, writes: Ints, *, room: Ints | None = None) -> None:
         self.first_rows, self.lengths, self.reads, self.writes = first_rows, lengths, reads, writes
-        self.tile_rows = 1 if bool((lengths == 1).all()) else CHUNK_ROWS
-        counts = -(-lengths // self.tile_rows)
+        tiled = lengths if room is None else room
+        self.tile_rows = 1 if bool((tiled == 1).all()) else CHUNK_ROWS
+        counts = -(-tiled // self.tile_rows)
         request = np.repeat(np.arange(len(counts)), counts)
         begin = (np.arange(len(request)) - (np.cumsum(counts) - counts)[request]) * self.tile_rows
         self.tiles = np.stack((request, begin), axis=1)  # [N, 2]
@@ -107,44 +116,63 @@ class Group:
         )
 
 
-def plan_rows(batch: ForwardBatch, device: torch.device) -> tuple[Rows | None, Verified | None, Rows | None]:
+def plan_rows(batch: ForwardBatch, key: PlanKey, device: torch.device) -> DeltaPlan:
     """Of the requests that decode, that verify drafts, and of the others."""
+    groups = _groups(batch, capture=key.capture)
+    packed = [group.packed() for group in groups]
+    uploaded = upload(np.concatenate(packed), device)
+    there = uploaded.split_with_sizes([len(each) for each in packed])
+    leading, others, *verifying = (group.rows(part) for group, part in zip(groups, there, strict=True))
+    verified = None
+    if verifying:
+        still, marked = verifying
+        requests = marked.first_rows // batch.decode_len
+        verified = Verified(rows=still, pages=leading.writes, requests=requests, marked=marked if len(requests) else None)
+    decodes = verified is None and len(leading.reads) > 0
+    return DeltaPlan(
+        key=key,
+        decode=leading if decodes else None,
+        prefill=others if len(others.reads) else None,
+        verified=verified,
+        uploaded=uploaded,
+    )
+
+
+def _groups(batch: ForwardBatch, *, capture: bool) -> list[Group]:
+    """The leading requests and the others; where the leading ones verify drafts, these twice more: as they are advanced, without
+    pages to write to, and up to their checkpoints. capture: of a plan that is captured, whose sizes are always the same.
+    """
     count, length = batch.num_decode_requests, batch.decode_len
     others = Group.of(batch, slice(count, batch.num_requests), first_row=count * length)
     leading = Group.of(batch, slice(0, count), first_row=0)
-    groups = [leading, others] if length == 1 else [leading, others, *_verifying(batch, leading)]
-    packed = [group.packed() for group in groups]
-    there = upload(np.concatenate(packed), device).split_with_sizes([len(each) for each in packed])
-    prefill = others.rows(there[1]) if len(others.lengths) else None
     if length == 1 or not count:
-        return (leading.rows(there[0]) if count else None), None, prefill
-    *_, still, marked = (group.rows(part) for group, part in zip(groups, there, strict=True))
-    verified = Verified(
-        rows=still,
-        pages=leading.rows(there[0]).writes,
-        requests=marked.first_rows // length,
-        marked=marked if len(marked.reads) else None,
-        marks=torch.stack((marked.writes, marked.stop_rows - marked.first_rows)),
-    )
-    return None, verified, prefill
-
-
-def _verifying(batch: ForwardBatch, leading: Group) -> tuple[Group, Group]:
-    """The leading requests without pages to write to, and those of them that have checkpoints, up to these."""
+        return [leading, others]
     still = Group(leading.first_rows, leading.lengths, leading.reads, np.full_like(leading.writes, NOWHERE))
+    return [leading, others, still, _marked(batch, leading, every=capture)]
+
+
+def _marked(batch: ForwardBatch, leading: Group, *, every: bool) -> Group:
+    """Requests with the rows before their checkpoints; every: also those that have none, with no rows."""
     pages, rows = batch.states.checkpoints_cpu, batch.states.checkpoint_rows_cpu
     count = len(leading.lengths)
     after = np.zeros(count, np.int32) if rows is None else rows[:count].numpy()
+    kept = np.full(count, NOWHERE, np.int32) if pages is None else np.where(after > 0, pages[:count].numpy(), NOWHERE)
+    reads = np.where(after > 0, leading.reads, FROM_ZEROS)
+    if every:
+        return Group(leading.first_rows, after, reads, kept, room=leading.lengths)
     chosen = np.flatnonzero(after)
-    kept = after[:0] if pages is None else pages[:count].numpy()[chosen]
-    return still, Group(leading.first_rows[chosen], after[chosen], leading.reads[chosen], kept)
+    return Group(leading.first_rows[chosen], after[chosen], reads[chosen], kept[chosen])
 
 
-def refresh(rows: Rows, batch: ForwardBatch) -> None:
-    """Write the pages of another batch of one token a request to where a captured plan has them, in one copy."""
-    group = Group.of(batch, slice(0, batch.num_requests), first_row=0)
-    moves = torch.as_strided(rows.reads, (2 * len(rows.reads),), (1,))  # reads, then writes
-    moves.copy_(host_ints(np.concatenate((group.reads, group.writes)), rows.reads.device), non_blocking=True)
+def refresh(plan: DeltaPlan, batch: ForwardBatch) -> None:
+    """Write the pages of another batch of as many requests and rows to where a captured plan has them, in one copy."""
+    if plan.decode is not None:
+        group = Group.of(batch, slice(0, batch.num_requests), first_row=0)
+        moves = torch.as_strided(plan.decode.reads, (2 * len(plan.decode.reads),), (1,))  # reads, then writes
+        values = np.concatenate((group.reads, group.writes))
+    else:
+        moves, values = plan.uploaded, np.concatenate([group.packed() for group in _groups(batch, capture=True)])
+    moves.copy_(host_ints(values, moves.device), non_blocking=True)
 
 
 def upload(values: Ints, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from enginery.api import BackendContext, ForwardBatch, ForwardPlan, LayerSpec, covering_plan, hookimpl
+from enginery.api import Accepted, BackendContext, ForwardBatch, ForwardPlan, LayerSpec, covering_plan, hookimpl
 from enginery_attn_delta.backend import DeltaAttention, convolve_rows, facts_of, recur_rows
 from enginery_attn_delta.plan import DeltaPlan
 from enginery_attn_fla.chunks import Chunks, can_chunk, chunk_places, run_chunks
@@ -36,7 +36,7 @@ class ChunkedAttention:
         """The plan of `DeltaAttention`, with what prefills need besides."""
         planned = self.by_token.plan_forward_metadata(batch, capture)
         chunks = None if planned.prefill is None else _plan_chunks(batch, self.device)
-        return ChunkedPlan(key=planned.key, decode=planned.decode, prefill=planned.prefill, chunks=chunks)
+        return ChunkedPlan(**vars(planned), chunks=chunks)
 
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
@@ -54,20 +54,21 @@ class ChunkedAttention:
         """mixed: [T, C], gates: [T, G], out: [T, HV, V]. See `enginery.api.Advances`."""
         planned = covering_plan(plan, batch, ChunkedPlan, backend=self.backend_id)
         states, (facts, weights) = self.states.layer(layer.local_id), facts_of(layer)
-        if planned.decode is not None:
-            convolved = convolve_rows(mixed, layer, states, planned.decode, out, dtype=torch.float32)
-            recur_rows(convolved, gates, layer, states, planned.decode, out)
+        for rows in planned.leading:
+            convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
+            recur_rows(convolved, gates, layer, states, rows, out)
+        self.by_token.keep(mixed, gates, layer, batch, planned)
         if planned.prefill is None or planned.chunks is None:
             return
         convolved = convolve_rows(mixed, layer, states, planned.prefill, out, dtype=mixed.dtype)
         if not can_chunk(facts):
             recur_rows(convolved, gates, layer, states, planned.prefill, out)
             return
-        rows = planned.chunks.rows
-        out[rows] = run_chunks(
+        own = planned.chunks.rows
+        out[own] = run_chunks(
             self.kernels,
-            convolved[rows],
-            gates[rows],
+            convolved[own],
+            gates[own],
             facts,
             weights,
             chunks=planned.chunks,
@@ -75,23 +76,28 @@ class ChunkedAttention:
             scale=layer.scale,
         )
 
+    @hookimpl
+    def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
+        """See `DeltaAttention`."""
+        return self.by_token.commit_state(plan, accepted)
+
 
 def _plan_chunks(batch: ForwardBatch, device: torch.device) -> Chunks:
     """Of the requests behind those that decode; without those that have no tokens. One upload, from pinned memory."""
-    first = batch.num_decode_requests if batch.decode_len == 1 else 0
+    first = batch.num_decode_requests
     q_lens, kv_lens = batch.q_lens_cpu[first:].numpy(), batch.kv_lens_cpu[first:].numpy()
     has_rows = q_lens > 0
     lengths, fresh = q_lens[has_rows], (q_lens == kv_lens)[has_rows]
     writes = batch.states.writes_cpu[first:].numpy()[has_rows]
     reads = np.where(fresh, writes, batch.states.reads_cpu[first:].numpy()[has_rows])  # a page that is there; it is cleared
-    first_rows = np.concatenate(([0], np.cumsum(lengths)))
+    begin, first_rows = first * batch.decode_len, np.concatenate(([0], np.cumsum(lengths)))
     indices, offsets = chunk_places(lengths.astype(np.int64))
     parts = (first_rows, reads, writes, fresh, offsets, indices.reshape(-1))
     host = torch.empty(sum(len(part) for part in parts), dtype=torch.int64, pin_memory=device.type == "cuda")
     host.numpy()[:] = np.concatenate(parts)
     on_device = host.to(device, non_blocking=True).split_with_sizes([len(part) for part in parts])
     return Chunks(
-        rows=slice(first, first + int(first_rows[-1])),
+        rows=slice(begin, begin + int(first_rows[-1])),
         first_rows=on_device[0],
         first_rows_cpu=torch.from_numpy(first_rows.astype(np.int64)),
         reads=on_device[1],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
 
 
 def refuse_also(needs: AttnNeeds) -> list[Reason]:
@@ -32,6 +32,7 @@ FLA = AttnBackendSpec(
         dtypes=frozenset({"bfloat16", "float16"}),
         kv_dtypes=frozenset({"bfloat16", "float16"}),
         min_compute_capability=(8, 0),
+        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         causal=False,
         recurrences=RECURRENCES,
         graphs=True,

@@ -18,7 +18,7 @@ from enginery.api import (
     hookimpl,
 )
 from enginery_attn_flashinfer.contract import KernelSettings, LoadKernels
-from enginery_attn_flashinfer.cuts import Cut
+from enginery_attn_flashinfer.cuts import Cut, planned_requests
 from enginery_attn_flashinfer.graphs import GraphState
 from enginery_attn_flashinfer.pages import Rows
 from enginery_attn_flashinfer.plan import CutPlan, FlashInferPlan, Planner, SharedPart, scratch_views
@@ -28,7 +28,8 @@ from enginery_attn_flashinfer.spec import FlashInferOptions
 class FlashInferAttention:
     """MHA, GQA and MQA over pages, with sliding window and soft cap; decoding steps in graphs; shared prefixes read once.
 
-    Requests of one token at the front of a batch are decoded, whatever the phase. Implements `enginery.api.AttnBackend`.
+    Requests of one token at the front of a batch are decoded, whatever the phase; those whose drafts are verified are no prefills
+    either. Implements `enginery.api.AttnBackend`.
     """
 
     def __init__(self, context: BackendContext, load: LoadKernels) -> None:
@@ -62,18 +63,18 @@ class FlashInferAttention:
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> FlashInferPlan:
         """Lease wrappers and plan this batch in them; of one that is captured, the wrappers that `refresh_graph_metadata` plans."""
         key = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture)
-        workspace = self.arena.take("attention of split requests", self.workspace_bytes, may_move=True)
         if not capture:
-            return self.planner.plan(batch, key, workspace)
-        if self.graphs is None or batch.phase is not Phase.DECODE or batch.num_tokens != batch.num_requests:
+            return self.planner.plan(batch, key, self._workspace())
+        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * batch.decode_len
+        if self.graphs is None or not decodes:
             raise Unsupported(
-                f"{self.backend_id} captures decoding steps of one token per request, after init_graph_state; "
+                f"{self.backend_id} captures steps that decode, with as many rows of each request, after init_graph_state; "
                 f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
             )
-        fronts = self.graphs.fronts(batch.num_requests, workspace)
-        self.graphs.refresh(decoding_rows(batch))
+        fronts = self.graphs.fronts(batch.num_requests, batch.decode_len, self._captured_workspace(batch))
+        self.graphs.refresh(decoding_rows(batch), batch.decode_len)
         cuts = {cut: CutPlan(front=front, prefill=None) for cut, front in fronts.items()}
-        return FlashInferPlan(key=key, cuts=cuts, num_decoding=batch.num_requests, num_rows=batch.num_requests)
+        return FlashInferPlan(key=key, cuts=cuts, num_decoding=batch.num_tokens, num_rows=batch.num_tokens)
 
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
@@ -83,6 +84,7 @@ class FlashInferAttention:
         self.graphs = GraphState(
             self.planner,
             max_batch_size=max_batch_size,
+            max_rows=max_num_tokens,
             num_pages=self.geometry.num_pages,
             device=self.device,
             sharing=self.options.shared_prefix_in_graphs,
@@ -94,7 +96,7 @@ class FlashInferAttention:
         """Plan this batch in the captured wrappers."""
         if self.graphs is None or plan.key.epoch != self.epoch or plan.key.num_requests != batch.num_requests:
             raise StalePlan(f"the plan to refresh was made for {plan.key}, and the batch has {batch.num_requests} requests")
-        self.graphs.refresh(decoding_rows(batch))
+        self.graphs.refresh(decoding_rows(batch), batch.decode_len)
         return True
 
     def attend(
@@ -133,6 +135,24 @@ class FlashInferAttention:
         part.prefix.item.run(q[rows], kv, other, scale=scale, lse=other_lse)
         part.decode.item.run(q, kv, out, scale=scale, lse=lse)
         self.kernels.merge(out[rows], lse[rows], other, other_lse)
+
+    def _workspace(self) -> torch.Tensor:
+        return self.arena.take("attention of split requests", self.workspace_bytes, may_move=True)
+
+    def _captured_workspace(self, batch: ForwardBatch) -> torch.Tensor:
+        """Of a step that is captured. Raises `Unsupported` if it verifies drafts and would need more than the options leave."""
+        count, length, cuts = batch.num_requests, batch.decode_len, self.planner.cuts
+        planned = planned_requests(cuts, num_requests=count, length=length)
+        sizes = [cut.verify_bytes(num_units=self.num_units, num_requests=planned, num_rows=count * length) for cut in cuts]
+        if length == 1 or max(sizes, default=0) <= self.workspace_bytes:
+            return self._workspace()
+        left = (self.options.workspace_mb << 20) - self.workspace_bytes
+        if max(sizes) > left:
+            raise Unsupported(
+                f"a captured step that verifies {length} rows of {count} requests may take {max(sizes) >> 20} MiB for split "
+                f"requests, and of flashinfer.workspace_mb={self.options.workspace_mb} others leave {left >> 20}; raise it"
+            )
+        return self.arena.take("attention of verified requests, split", left)
 
     def _workspace_bytes(self, captured_requests: int) -> int:
         """The most that any layer needs. Raises `Unsupported` if it is more than the options allow."""

@@ -99,6 +99,14 @@ class Kernels(Protocol):
         """The same."""
         ...
 
+    def verify(self, workspace: torch.Tensor) -> Wrapper:
+        """A few rows of each request, the last of its keys; causal. Long requests are split, as in decoding."""
+        ...
+
+    def captured_verify(self, workspace: torch.Tensor, pages: PageLists) -> Wrapper:
+        """The same for a CUDA graph, see `captured`. Requests without rows and keys may be behind the others."""
+        ...
+
     def prefix(self, workspace: torch.Tensor) -> Wrapper:
         """Every row sees all keys of its request."""
         ...

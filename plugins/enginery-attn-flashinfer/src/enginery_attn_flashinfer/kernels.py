@@ -61,6 +61,14 @@ class FlashInferKernels:
         """See `contract.Kernels`."""
         return RaggedPrefillWrapper(self.settings, workspace, self._launch)
 
+    def verify(self, workspace: torch.Tensor) -> PrefillWrapper:
+        """See `contract.Kernels`."""
+        return PrefillWrapper(self.settings, workspace, None, self._launch, causal=True, splits=True)
+
+    def captured_verify(self, workspace: torch.Tensor, pages: PageLists) -> PrefillWrapper:
+        """See `contract.Kernels`."""
+        return PrefillWrapper(self.settings, workspace, pages, self._launch, causal=True, splits=True)
+
     def prefix(self, workspace: torch.Tensor) -> PrefillWrapper:
         """See `contract.Kernels`."""
         return PrefillWrapper(self.settings, workspace, None, self._launch, causal=False)
@@ -154,8 +162,8 @@ class DecodeWrapper(_Planned):
 class PrefillWrapper(_Planned):
     """Any number of rows for each request.
 
-    Where all rows see all keys it is FlashAttention-2, which splits the keys where there are few rows, and has the heads of a group
-    in one tile.
+    splits: with FlashAttention-2, which splits the keys where there are few rows, and has the heads of a group in one tile. That is
+    so, too, where all rows see all keys.
     """
 
     def __init__(
@@ -166,6 +174,7 @@ class PrefillWrapper(_Planned):
         launch: dict[str, bool],
         *,
         causal: bool,
+        splits: bool = False,
     ) -> None:
         super().__init__(settings, launch)
         fixed: dict[str, Any] = {}
@@ -179,7 +188,7 @@ class PrefillWrapper(_Planned):
             }
         self._captured = captured
         self._causal = causal
-        backend = settings.prefill if causal and settings.kv_dtype == settings.dtype else "fa2"
+        backend = settings.prefill if causal and not splits and settings.kv_dtype == settings.dtype else "fa2"
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **fixed)
 
     def plan(self, cut: Cut, pages: PageLists) -> None:

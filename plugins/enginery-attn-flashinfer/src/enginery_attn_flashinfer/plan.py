@@ -2,6 +2,8 @@
 
 requests   [ 0 .. decoding, one row each .. | others, as long as they have rows | empty ones ]
 kernels    [ decode                         | prefill, see `prefill.py`         ]
+or, of requests whose drafts are verified, with as many rows each
+kernels    [ verify                         | prefill ]
 or, with shared pages          [ prefix: rows 4 .. 9 over pages that all of them have, merged with what decode finds in the rest ]
 """
 
@@ -49,7 +51,7 @@ class CutPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlashInferPlan(ForwardPlan):
-    """num_decoding, num_rows: of the rows at the front, and of all that belong to a request."""
+    """num_decoding, num_rows: the rows at the front, which decode or verify drafts, and all that belong to a request."""
 
     cuts: Mapping[Cut, CutPlan]
     num_decoding: int
@@ -61,6 +63,7 @@ class StreamWrappers:
 
     def __init__(self, kernels: Kernels, workspace: torch.Tensor) -> None:
         self.decode: Pool[Wrapper] = Pool(lambda: kernels.decode(workspace))
+        self.verify: Pool[Wrapper] = Pool(lambda: kernels.verify(workspace))
         self.prefill: Pool[Wrapper] = Pool(lambda: kernels.prefill(workspace))
         self.ragged: Pool[RaggedWrapper] = Pool(lambda: kernels.ragged(workspace))
         self.prefix: Pool[Wrapper] = Pool(lambda: kernels.prefix(workspace))
@@ -95,14 +98,15 @@ class Planner:
             wrappers = self._streams[workspace.data_ptr()] = StreamWrappers(self.kernels, workspace)
         q_lens, kv_lens, table = batch.q_lens_cpu.numpy(), batch.kv_lens_cpu.numpy(), batch.page_table_cpu.numpy()
         count = batch.num_decode_requests
-        front = self._front(wrappers, Rows(q_lens=q_lens[:count], kv_lens=kv_lens[:count], table=table[:count]))
+        leading = Rows(q_lens=q_lens[:count], kv_lens=kv_lens[:count], table=table[:count])
+        front = self._front(wrappers, leading) if batch.decode_len == 1 else self._verified(wrappers, leading)
         others = np.flatnonzero(q_lens[count:]) + count  # requests that only pad a batch may be empty
         prefill: dict[Cut, PrefillPart] = {}
         if len(others):
             rows = Rows(q_lens=q_lens[others], kv_lens=kv_lens[others], table=table[others])
             prefill = self.prefill.plan(wrappers.prefill, wrappers.ragged, rows)
         cuts = {cut: CutPlan(front=front.get(cut), prefill=prefill.get(cut)) for cut in self.cuts}
-        return FlashInferPlan(key=key, cuts=cuts, num_decoding=count, num_rows=int(q_lens.sum()))
+        return FlashInferPlan(key=key, cuts=cuts, num_decoding=count * batch.decode_len, num_rows=int(q_lens.sum()))
 
     def lists(self, rows: Rows) -> PageLists:
         """On the host."""
@@ -115,6 +119,13 @@ class Planner:
         return shared_prefixes(
             rows.table, rows.kv_lens, page_size=self.page_size, min_tokens=self.shared_tokens, min_requests=MIN_SHARING
         )
+
+    def _verified(self, wrappers: StreamWrappers, rows: Rows) -> dict[Cut, Front]:
+        """Of requests whose drafts are verified."""
+        if not len(rows.q_lens):
+            return {}
+        lists = self.lists(rows)
+        return {cut: planned(wrappers.verify, cut, lists) for cut in self.cuts}
 
     def _front(self, wrappers: StreamWrappers, rows: Rows) -> dict[Cut, Front]:
         """A window may hide a part of the shared pages, so layers with one decode as usual."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Reason
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
 
 NAME: Final = "flashinfer"
 DTYPES: Final = frozenset({"bfloat16", "float16"})
@@ -71,6 +71,7 @@ def make_spec() -> FlashInferSpec:
             min_compute_capability=(8, 0),
             sliding_window=True,
             softcap=True,
+            phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
             graphs=True,
             needs_jit=True,
             workspace_bytes=(WORKSPACE_MB + GATHER_MB) << 20,

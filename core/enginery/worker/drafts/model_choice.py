@@ -20,6 +20,7 @@ from enginery.worker.choice import Choice, shipped_drafters
 from enginery.worker.drafts.choice import needs_a_cpu
 from enginery.worker.needs import attn_needs, verifying
 from enginery.worker.weights.formats import stated_quantization
+from enginery.worker.weights.shares import stage_of
 
 
 def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice) -> Choice | None:
@@ -102,8 +103,9 @@ def _choose_attention(
     """The backends of its own layers, or the target's, if it reads what these wrote."""
     if reads:
         return target.attention
+    layers = stage_of(facts, target.parallel).memory
     softmax, recurrent = (
-        verifying(attn_needs(facts.layers, target.settings, target.device_facts, recurrent=each)) for each in (False, True)
+        verifying(attn_needs(layers, target.settings, target.device_facts, recurrent=each)) for each in (False, True)
     )
     softmax = dataclasses.replace(softmax, device_lengths=target.device_facts.kind != "cpu")
     return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]

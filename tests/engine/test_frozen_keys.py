@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 from enginery.api import (
     CARRIED,
     FEATURES,
+    Cut,
     DecoderShape,
     DrafterSpec,
     ForwardBatch,
@@ -60,8 +61,9 @@ class Reader:
         self.mix = weights.linear(LinearShape(names=("mix",), rows=(SIZE,), columns=2 * SIZE))
         own = [weights.scope(f"layers.{index}") for index in range(len(READS))]
         self.norms = [each.take("norm.weight", (SIZE,)) for each in own]
-        self.q = [each.linear(LinearShape(names=("q",), rows=(HEADS * DIM,), columns=SIZE)) for each in own]
-        self.out = [each.linear(LinearShape(names=("out",), rows=(SIZE,), columns=HEADS * DIM)) for each in own]
+        of_heads = LinearShape(names=("q",), rows=(HEADS * DIM,), columns=SIZE, cut=Cut.ROWS, unit=DIM)
+        to_all = LinearShape(names=("out",), rows=(SIZE,), columns=HEADS * DIM, cut=Cut.COLUMNS, unit=DIM)
+        self.q, self.out = [each.linear(of_heads) for each in own], [each.linear(to_all) for each in own]
         rope = head_shape(context.config).rope
         self.rotary = rotary_table(rope, context.max_positions, dtype=context.dtype, device=context.device)
 
@@ -70,9 +72,9 @@ class Reader:
         assert self.target is not None
         x = self.mix(torch.cat((self.target.embedded(batch.input_ids), hidden), -1))
         cos_sin = self.ops.embed(self.rotary, batch.positions)
-        nothing = x.new_empty(len(x), KV_HEADS, DIM)
+        nothing = x.new_empty(len(x), self.specs[0].facts.num_kv_heads, DIM)
         for spec, weight, product, out in zip(self.specs, self.norms, self.q, self.out, strict=True):
-            q = product(self.ops.rms_norm(x, weight, EPS)).view(-1, HEADS, DIM)
+            q = product(self.ops.rms_norm(x, weight, EPS)).view(len(x), -1, DIM)
             self.ops.qk_norm_rotary(q, None, EPS, cos_sin)
             attended = torch.empty_like(q)
             self.attend(q, nothing, nothing, spec, batch, attended)

@@ -38,6 +38,7 @@ print(*sorted(name for name in sys.modules if name.startswith(("enginery.engine.
 CHEAP = {
     *("enginery.engine.ranks.ranks", "enginery.worker.ranks.met"),
     *("enginery.worker.ranks.collectives", "enginery.worker.ranks.path"),  # the head of several ranks, which the runner looks for
+    "enginery.worker.ranks.agreement",  # and what they agree on
 }
 
 

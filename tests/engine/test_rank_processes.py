@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import os
+import re
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import noise
 import pytest
+import torch
+from engine import test_model_heads
+from engine.heads_made import Module
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
+from engine.test_draft_models import SAID, embedded, prompt_of
 from engine.test_ranks import CONFIGS
 from pairwise import EVERYTHING
 from parity import engine_driver, test_hybrids, test_mamba
@@ -20,9 +30,11 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
 from enginery.contracts.step import StepInput
 from enginery.engine.engine import Engine
-from enginery.errors import ConfigError, EnginError, Unsupported
+from enginery.errors import ConfigError, EngineDied, EnginError, Unsupported
 from enginery.plugin.registry import Registry
+from enginery.worker.drafts.draft_model import DraftModel
 
+module_of = test_model_heads.module_of  # a fixture
 PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20, [5, 77, 200, 31] * 9 + [99, 101]]
 SERVED = {name: config for name, config in CONFIGS.items() if not name.startswith("hybrid")}  # that one is no plugin's
 KINDS = {  # of memory, and of what ranks exchange: in turn tensor ranks and stages
@@ -218,9 +230,34 @@ def test_the_pipe_is_full(registry: Registry, kept: KeptRanks, monkeypatch: pyte
     assert most.count(2) > 0.7 * len(most)
 
 
-def test_a_drafter_that_is_a_model_is_refused(registry: Registry) -> None:
-    with pytest.raises(Unsupported, match=r"--drafter standalone is a model.*leave --tp out"):
-        Engine.build(EngineOptions(tp=2, drafter="standalone", device="cpu"), registry)
+def test_a_model_drafts_on_both_processes(registry: Registry, kept: KeptRanks) -> None:
+    """As on one: EAGLE's head, while the tokens of steps without guesses are on their way."""
+    asked = embedded(drafter="eagle", draft_length="3", max_batch_tokens=96, overlap=True, step_deadline=20.0)
+    ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}]
+    requests = [request(f"{at}", prompt_of(SAID[at]), max_tokens=16, **way) for at, way in enumerate(ways)]
+    plain = on_ranks(dataclasses.replace(asked, drafter="off", draft_length="auto"), registry, kept, requests)
+    with running(asked, registry, kept) as one:
+        assert_equal(serve(one, requests), plain)
+    with running(dataclasses.replace(asked, tp=2), registry, kept) as two:
+        assert_equal(serve(two, requests), plain)
+    drafts = two.meter.stats().drafts
+    assert drafts == one.meter.stats().drafts
+    assert drafts.accepted > 20
+
+
+def test_a_module_drafts_for_a_hybrid_on_both_processes(
+    module_of: Callable[..., Module], registry: Registry, kept: KeptRanks
+) -> None:
+    module = module_of("qwen3-next")
+    asked = options(model=str(module.folder), load_format="auto", max_batch_tokens=24, page_size=4, num_pages=128)
+    requests = [
+        request(f"{at}", prompt[:30], max_tokens=10, temperature=0.8 * (at % 2), seed=at)
+        for at, prompt in enumerate(module.oracle.prompts[1:4])
+    ]
+    plain = on_ranks(asked, registry, kept, requests)
+    with running(dataclasses.replace(asked, tp=2, drafter="auto", draft_length="2"), registry, kept) as engine:
+        assert_equal(serve(engine, requests), plain)
+        assert engine.meter.stats().drafts.drafted > 20
 
 
 def test_the_rank_with_the_least_memory_says_how_many_pages_there_are(registry: Registry, kept: KeptRanks) -> None:
@@ -243,3 +280,21 @@ def test_ranks_on_another_device_are_refused() -> None:
     device = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1, num_threads=1)
     with pytest.raises(ConfigError, match="2 ranks were asked for on a GPU, but they run on CPUs only so far"):
         of_one_rank(device, ParallelFacts(tensor_size=2))
+
+
+def test_a_rank_that_is_killed_amid_guesses_ends_the_engine(
+    registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, guess, calls = embedded(drafter="eagle", tp=2, step_deadline=20.0), DraftModel.guess, itertools.count()
+
+    def killing(*given: Any) -> torch.Tensor:
+        if next(calls) == 5:
+            os.kill(int(re.findall(r"\d+", kept.name(1))[-1]), signal.SIGKILL)
+        return guess(*given)
+
+    with running(asked, registry, kept) as engine:
+        monkeypatch.setattr(DraftModel, "guess", killing)
+        began_s = time.monotonic()
+        with pytest.raises(EngineDied, match=r"rank 1 .* was killed by SIGKILL"):
+            serve(engine, [request("a", prompt_of(SAID[0]), max_tokens=40)])
+    assert time.monotonic() - began_s < asked.step_deadline

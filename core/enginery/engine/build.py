@@ -45,7 +45,7 @@ from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
+from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
@@ -139,8 +139,7 @@ def build_parts(
         ops = load_ops(asked, chosen)
     with phases("needed weights"):
         needed = check_weights(chosen)
-        draft = find_draft_needs(asked, registry, chosen)
-        chosen = chosen if draft is None else dataclasses.replace(chosen, taps=draft.taps)
+        chosen, draft = find_draft(asked, registry, chosen, met)
     with phases("memory"):
         memory = met.smallest(plan_sizes(asked, chosen, needed, draft))
         choice = fit_context(chosen, memory)
@@ -157,8 +156,8 @@ def build_parts(
     with phases("model"):
         comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket, comm=comm)
+        draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
         model = met.joined(model, choice)
-        draft_model = build_draft_model(asked, registry, draft, target=choice, verifier=model, ops=ops, pool=pool, socket=socket)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.draft_length)
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
@@ -204,6 +203,15 @@ def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
     if asked.num_threads is not None:
         torch.set_num_threads(asked.num_threads)
     return load_table(choice.ops, choice.op_needs, choice.device)
+
+
+def find_draft(asked: EngineOptions, registry: Registry, choice: Choice, met: Met) -> tuple[Choice, DraftNeeds | None]:
+    """The choice with what the target writes for a model that drafts, and what that needs; None where none does."""
+    draft = find_draft_needs(asked, registry, choice)
+    if draft is None:
+        return choice, None
+    met.compare(draft.choice, what="draft models")
+    return dataclasses.replace(choice, taps=draft.taps), draft
 
 
 def named_tensors(choice: Choice) -> NamedTensors:

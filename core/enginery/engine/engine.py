@@ -35,8 +35,9 @@ from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.guesses import Guesses
 from enginery.worker.paths.path import Launched
-from enginery.worker.runner import Guesses, RunningStep
+from enginery.worker.runner import RunningStep
 
 MAX_FAILED_STEPS: Final = 3
 

@@ -18,7 +18,7 @@ from enginery.contracts.engine import EngineFacts
 from enginery.contracts.step import STORED_VERSION, StepInput, StepOutput
 from enginery.errors import ConfigError
 from enginery.schedule.request import Request
-from enginery.worker.runner import Guesses
+from enginery.worker.drafts.guesses import Guesses
 
 _LENGTH_BYTES: Final = 8
 _log: Final = logging.getLogger(__name__)

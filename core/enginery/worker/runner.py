@@ -30,6 +30,7 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.guesses import Guesses
 from enginery.worker.drafts.trees import move_standing, parents_of, standing_first
 from enginery.worker.layout import begins_of, lay_out, logits_of_items, rows_of_items
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
@@ -39,6 +40,7 @@ from enginery.worker.paths.eager import EagerPath
 from enginery.worker.paths.path import Forwarded, ForwardPath, Launched, Verified
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
+from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.path import BestTokens
 from enginery.worker.sampling import NAN_TOKEN, mark_nan, sample
@@ -46,22 +48,6 @@ from enginery.worker.token_feed import TokenFeed
 
 NAN_ERROR: Final = "the model's logits for it are NaN"
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
-
-
-class Guesses(NamedTuple):
-    """What a draft model guesses to follow each item that samples.
-
-    tokens: [S, d] on the host, valid after `ready`; None: they are.
-    """
-
-    tokens: torch.Tensor
-    ready: torch.cuda.Event | None
-
-    def of(self, place: int) -> tuple[int, ...]:
-        """Those of one item, when they have come."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return tuple(self.tokens[place].tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,7 +138,10 @@ class Speculation(NamedTuple):
 
 
 class Runner:
-    """Owns the model and its backend. Between steps it remembers, by seat, page tables and each last token, on the device."""
+    """Owns the model and its backend. Between steps it remembers, by seat, page tables and each last token, on the device.
+
+    agreement: among tensor ranks, on what each has to know of a step beside the step; None where there is one rank.
+    """
 
     def __init__(
         self,
@@ -175,6 +164,7 @@ class Runner:
         self.feed = feed
         self.device = feed.device
         self.draft_model, self._draft_graphs, self._forced, self._pool = speculation or Speculation()
+        self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
         self._eager = self._new_eager_path()
 
     @property
@@ -228,13 +218,14 @@ class Runner:
             logits = logits if order is None else logits.index_select(0, order)
         elif len(step.sampling):
             tokens, marked = self._choose(launched, sampling)
-        asks = sampling is not None and bool(sampling.num_top)
         num_top = sampling.num_top if sampling is not None else ()
-        logprobs = token_logprobs(logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if asks else None
+        logprobs = token_logprobs(logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if num_top else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         told = None if accepted is None else accepted.to("cpu", non_blocking=True)
         copied = recorded(self.device)  # before anything is guessed, so that the host goes on with what is told meanwhile
-        guesses = self._draft(launched, sampling, tokens, accepted)
+        if self.agreement is not None:
+            self.agreement.outcome(step, tokens.clamp(min=0), accepted)
+        guesses = self.draft(launched, sampling, tokens, accepted)
         return RunningStep(
             step=step,
             sampling=step.sampling.tolist(),
@@ -321,17 +312,18 @@ class Runner:
         self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
         return Verified(tokens, marked, accepted, order)
 
-    def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor | None) -> None:
+    def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """Move states behind the drafts that are right, of the items that verified some; all rows of the others stand. Where drafts
-        branch, bring what is kept of the right ones together. right: [n], path: [n, N], see `accept`; None: there are no branches.
+        branch, bring what is kept of the right ones together. right: [n], path: [n, N], see `accept`; None: none branches.
         """
         step, batch, captured = launched.step, launched.forwarded.batch, launched.forwarded.captured
         assert batch is not None, "a step that verifies keeps its batch"
         if captured is not None:
             captured.keep_accepted(right)
             return
-        if path is not None and step.parents:
+        if step.parents:
             assert self._pool is not None, "where drafts may branch, the runner knows the pool"
+            assert path is not None, "and which rows stand"
             move_standing(batch, path, right, self._pool)
         if not step.states:
             return
@@ -340,18 +332,23 @@ class Runner:
         done = self.relay.ask("commit_state", plan=batch.plan, accepted=accepted)
         assert done is not None, "a backend of recurrent layers that verifies commits states"
 
-    def _draft(
-        self, launched: Launched, sampling: SamplingInput | None, tokens: torch.Tensor, accepted: torch.Tensor | None
+    def draft(
+        self, launched: Launched, sampling: SamplingInput | None, tokens: torch.Tensor | None, accepted: torch.Tensor | None
     ) -> Guesses | None:
-        """What the draft model guesses to follow each item that samples, kept for the next step; None if nobody guesses."""
+        """What the draft model guesses to follow each item that samples, kept for the next step; None if nobody guesses.
+
+        tokens: [R], what was sampled; None where nobody guesses. accepted: [S], drafts that are right; None: there were none.
+        """
         model = self.draft_model
         step, forwarded = launched.step, launched.forwarded
-        if model is None or (step.phase is Phase.DECODE and step.draft_len == 0):
+        if model is None or not model.follows(step):
             return None
+        assert tokens is not None, "a step that a draft model follows tells its tokens"
         assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
         assert features is not None, "and its hidden states"
-        draws = GuessDraws(sampling, begins_of(step.sampled_rows), ops=self.ops, device=self.device)
+        together = None if self.agreement is None else self.agreement.of_guesses(step)
+        draws = GuessDraws(sampling, begins_of(step.sampled_rows), ops=self.ops, device=self.device, together=together)
         told, features = tokens.clamp(min=0), features[: forwarded.batch.num_tokens]
         if forwarded.captured is None:
             batch = forwarded.batch

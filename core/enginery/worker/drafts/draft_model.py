@@ -104,6 +104,15 @@ class DraftModel:
         self.socket, self.most = socket, most
         self.takes_features, self.knows_lengths = takes_features, knows_lengths
 
+    @property
+    def vocab_size(self) -> int | None:
+        """How many tokens its logits are of; None: as many as the target's."""
+        return None if self._target_ids is None else len(self._target_ids)
+
+    def follows(self, step: StepInput) -> bool:
+        """Whether it runs over the rows of the step."""
+        return step.phase is not Phase.DECODE or step.draft_len > 0
+
     def drafts(
         self,
         step: StepInput,

@@ -9,6 +9,8 @@ S items, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -17,16 +19,27 @@ from enginery.contracts.step import SamplingInput
 from enginery.kv.upload import to_device
 from enginery.worker.sampling import most_kept, uniform_on_device
 
+Together = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+
 
 class GuessDraws:
     """Of the items of one step. rows: [S], the first sampled row of each. sampling: of the rows; None: all take the best token.
 
-    is_random: whether one is drawn.
+    is_random: whether one is drawn. together: where ranks have some columns each; given these, and how this rank would choose from
+    all of them, [S, V] -> [S], it gives what all ranks take.
     """
 
-    def __init__(self, sampling: SamplingInput | None, rows: np.ndarray, *, ops: OpTable, device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: SamplingInput | None,
+        rows: np.ndarray,
+        *,
+        ops: OpTable,
+        device: torch.device,
+        together: Together | None = None,
+    ) -> None:
         params = np.zeros((4, len(rows))) if sampling is None else sampling.params[:, rows]
-        self._params, self._ops = params, ops
+        self._params, self._ops, self._together = params, ops, together
         self.is_random = sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any())
         if sampling is not None and self.is_random:
             self._table = to_device(torch.from_numpy(params.astype(np.float32)), device)
@@ -34,6 +47,11 @@ class GuessDraws:
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A token of each row of [S, V], for the position that it would have, [S] int64. Nothing waits for the device."""
+        if self._together is not None:
+            return self._together(logits, lambda whole: self._choose(whole, positions))
+        return self._choose(logits, positions)
+
+    def _choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if not self.is_random:
             return self._ops.greedy(logits)
         kept, cut = most_kept(self._params, logits.shape[-1])

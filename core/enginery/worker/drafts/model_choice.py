@@ -22,6 +22,7 @@ from enginery.worker.choice import Choice, shipped_drafters
 from enginery.worker.drafts.choice import needs_a_cpu
 from enginery.worker.needs import attn_needs, verifying
 from enginery.worker.weights.formats import stated_quantization
+from enginery.worker.weights.shares import stage_of
 
 _log: Final = logging.getLogger(__name__)
 
@@ -109,8 +110,9 @@ def _choose_attention(
     """
     if reads:
         return target.attention
+    layers = stage_of(facts, target.parallel).memory
     softmax, recurrent = (
-        verifying(attn_needs(facts.layers, target.settings, target.device_facts, recurrent=each)) for each in (False, True)
+        verifying(attn_needs(layers, target.settings, target.device_facts, recurrent=each)) for each in (False, True)
     )
     softmax = dataclasses.replace(softmax, device_lengths=target.device_facts.kind != "cpu")
     try:

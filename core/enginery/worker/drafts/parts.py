@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
@@ -14,11 +15,11 @@ from enginery.contracts.drafting import FEATURES
 from enginery.contracts.engine import report_to_nobody
 from enginery.contracts.model import DraftTarget, Feature, Model, Tapped
 from enginery.contracts.ops import OpTable
-from enginery.errors import ConfigError
+from enginery.contracts.parallel import Collectives
+from enginery.errors import ConfigError, Unsupported
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import RecurrentStatePool
-from enginery.nn.parallel import SingleRank
 from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
@@ -81,13 +82,17 @@ class DraftNeeds:
 
 
 def find_draft_needs(asked: EngineOptions, registry: Registry, target: Choice) -> DraftNeeds | None:
-    """None where no model drafts. Raises `EnginError` for one that cannot draft for this target."""
-    choice = choose_draft_model(asked, registry, target)
-    if choice is None:
-        return None
+    """None where no model drafts. Raises `EnginError` for one that cannot draft for this target, or on so many ranks."""
+    try:
+        choice = choose_draft_model(asked, registry, target)
+        if choice is None:
+            return None
+        needed = check_weights(choice)
+    except Unsupported as error:
+        raise Unsupported(f"--drafter {asked.drafter} cannot run beside {target.checkpoint.name}: {error}") from error
     return DraftNeeds(
         choice=choice,
-        needed=check_weights(choice),
+        needed=needed,
         most=target.draft_length,
         taps=_taps(target, choice),
         target_width=target.facts.hidden_size,
@@ -117,24 +122,30 @@ def tapped_outputs(choice: Choice) -> tuple[NamedTensor, ...]:
     return (output,) if choice.taps else ()
 
 
+class Beside(NamedTuple):
+    """What the target runs with. model: this rank's, whose logits have its columns. pool, socket: its memory, and its way to its
+    backends."""
+
+    model: Model
+    ops: OpTable
+    pool: PagedKVPool
+    socket: LayerSocket
+    comm: Collectives
+
+
 def build_draft_model(
     asked: EngineOptions,
     registry: Registry,
     needs: DraftNeeds | None,
     *,
     target: Choice,
-    verifier: Model,
-    ops: OpTable,
-    pool: PagedKVPool,
-    socket: LayerSocket,
+    beside: Beside,
 ) -> DraftModel | None:
-    """Loaded, and bound to a pool and attention backends of its own, or to the target's; None where no model drafts.
-
-    verifier: the target's model. pool, socket: its memory, and its way to its backends.
-    """
+    """Loaded, and bound to a pool and attention backends of its own, or to the target's; None where no model drafts."""
     if needs is None or (offer := target.drafter) is None:
         return None
     choice = dataclasses.replace(needs.choice, settings=target.settings)
+    verifier, ops, pool, socket, comm = beside
     if not choice.reads:
         pool = PagedKVPool(needs.geometry(pool.geometry.pages[FULL]), choice.device)
         socket = LayerSocket(_build_backends(asked, registry, choice, pool))
@@ -145,7 +156,7 @@ def build_draft_model(
         ops=ops,
         pool=pool,
         socket=socket,
-        comm=SingleRank(ops),
+        comm=comm,
         target=_as_target(verifier, target) if offer.spec.takes_features else None,
     )
     return DraftModel(

@@ -79,11 +79,11 @@ def best_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.
 
 
 class JoinedHead:
-    """Implements `Model` over one whose head has some of the columns, on each of several ranks."""
+    """Implements `Model` over one whose head has some of the columns, on each of the ranks in `group`."""
 
     def __init__(self, model: Model, group: Group, results: ModelResults) -> None:
         """results: what is to come of all ranks together."""
-        self._model, self._group, self._vocab_size = model, group, results.vocab_size
+        self._model, self.group, self.vocab_size = model, group, results.vocab_size
         self._results = results._replace(vocab_size=-(-results.vocab_size // group.size))
 
     def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
@@ -92,11 +92,11 @@ class JoinedHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V], on the first rank."""
-        return gather_columns(self._group, self._partial(hidden), self._vocab_size)
+        return gather_columns(self.group, self._partial(hidden), self.vocab_size)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N] int64 on all ranks: the tokens of the largest logits, `NAN_TOKEN` where one is NaN."""
-        return best_columns(self._group, self._partial(hidden), self._vocab_size)
+        return best_columns(self.group, self._partial(hidden), self.vocab_size)
 
     def _partial(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._results.logits(self._model.logits(hidden), hidden)

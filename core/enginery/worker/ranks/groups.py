@@ -40,7 +40,7 @@ class RankGroups:
         if parallel.num_stages > 1:
             self._stages = make("stages", rank=parallel.rank, size=parallel.num_ranks)
 
-    def compare(self, choice: Choice) -> None:
+    def compare(self, choice: Choice, *, what: str = "ranks") -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
         found = [msgspec.json.decode(said, type=dict[str, str]) for said in self.world.texts(_packed(choice))]
         problems = [
@@ -50,7 +50,7 @@ class RankGroups:
             if other.get(name) != value
         ]
         if problems:
-            raise ConfigError("\n  - ".join(["the ranks of this engine are not alike:", *problems]))
+            raise ConfigError("\n  - ".join([f"the {what} of this engine are not alike:", *problems]))
 
     def smallest(self, memory: MemoryPlan) -> MemoryPlan:
         """One without layers of a kind has room for any."""
@@ -79,16 +79,6 @@ class RankGroups:
 
 def refuse_for_ranks(choice: Choice) -> None:
     """Raise `Unsupported` for what several ranks do not run yet."""
-    if choice.drafter is not None and choice.drafter.spec.is_model:
-        raise Unsupported(
-            f"--drafter {choice.drafter.name} is a model, from {choice.drafter.source}, which runs on one rank only so far; leave "
-            "--tp out, or take a drafter of the host"
-        )
-    if choice.drafter is not None and choice.facts.has_states:
-        raise Unsupported(
-            f"--drafter {choice.drafter.name} with recurrent layers runs on one rank only so far: the others do not learn behind "
-            "which drafts their states move; leave one of them out"
-        )
     if choice.drafter is not None and choice.parallel.num_stages > 1:
         raise Unsupported(
             f"--drafter {choice.drafter.name} guesses what follows the last tokens, and with --pp {choice.parallel.num_stages} "

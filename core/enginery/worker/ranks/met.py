@@ -15,6 +15,10 @@ from enginery.worker.memory_plan import MemoryPlan
 class Met(Protocol):
     """What a rank knows of the others."""
 
+    def compare(self, choice: Choice, *, what: str) -> None:
+        """Raise `ConfigError` where ranks have chosen otherwise. what: is compared, for the message."""
+        ...
+
     def smallest(self, memory: MemoryPlan) -> MemoryPlan:
         """As many pages of each kind as every rank has room for."""
         ...
@@ -30,6 +34,9 @@ class Met(Protocol):
 
 class Alone:
     """Implements `Met` where there is nobody else."""
+
+    def compare(self, choice: Choice, *, what: str) -> None:
+        pass
 
     def smallest(self, memory: MemoryPlan) -> MemoryPlan:
         return memory

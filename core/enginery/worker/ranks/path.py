@@ -1,4 +1,7 @@
-"""A step that asks for nothing but the likeliest tokens: several ranks find them without bringing their logits together."""
+"""A step that asks for nothing but the likeliest tokens: several ranks find them without bringing their logits together.
+
+S items that sample, R sampled rows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from enginery.worker.token_feed import TokenFeed
 
 
 class BestTokens:
-    """Implements `ForwardPath` over another. All ranks have the tokens, and keep them for the next step."""
+    """Implements `ForwardPath` over another. All ranks have the tokens, and keep them for the next step.
+
+    Not where drafts are verified: what becomes of these is told before the next step.
+    """
 
     captured = False
 
@@ -21,10 +27,11 @@ class BestTokens:
         self._path, self._head, self._feed = path, head, feed
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """As the other path does; of such a step there are no logits, [S, 0]."""
+        """As the other path does; of such a step there are no logits, [R, 0]."""
         forwarded = self._path.forward(step, batch)
-        if not step.run.tokens_only or step.verifies or forwarded.last is None or not len(step.sampling):
+        if not step.run.tokens_only or forwarded.last is None or not len(step.sampling):
             return forwarded
         best = self._head.best(forwarded.last)
-        self._feed.keep(best.clamp(min=0), sampled_seats(step))
+        if not step.verifies:
+            self._feed.keep(best.clamp(min=0), sampled_seats(step))
         return forwarded._replace(logits=torch.empty(len(best), 0), greedy=best)

@@ -40,15 +40,24 @@ class WideAttention:
             LinearShape(names=names, rows=rows, columns=2 * shape.hidden_size, cut=Cut.ROWS, unit=(dim,) * 3, bias=bias)
         )
         self.out = weights.linear(
-            LinearShape(names=("o_proj",), rows=(shape.hidden_size,), columns=heads * dim, cut=Cut.COLUMNS, unit=dim, bias=bias)
+            LinearShape(
+                names=("o_proj",),
+                rows=(shape.hidden_size,),
+                columns=heads * dim,
+                cut=Cut.COLUMNS,
+                unit=dim,
+                bias=bias,
+                complete=False,
+            )
         )
-        self.spec, self.dim, self.num_heads = context.stage.spec(0, scale=dim**-0.5), dim, heads
-        self.num_rotated = heads + kv_heads
+        self.spec, self.dim = context.stage.spec(0, scale=dim**-0.5), dim
+        self.num_heads = self.spec.facts.num_heads  # of this rank
+        self.num_rotated = self.num_heads + self.spec.facts.num_kv_heads
         self.write = context.ops.qk_norm_rotary_write
         self.attend, self.memory = context.attend, context.pool.by_slot(self.spec.local_id)
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x: [T, 2 C], cos_sin: [T, D]. Returns [T, C]."""
+        """x: [T, 2 C], cos_sin: [T, D]. Returns [T, C]: with several ranks a partial sum."""
         qkv = self.qkv(x).view(len(x), -1, self.dim)  # [T, H + 2 K, D]
         keys, values = self.memory
         self.write(qkv, None, 0.0, cos_sin, keys=keys, values=values, slots=batch.slots_for(self.spec))
@@ -70,7 +79,8 @@ class Eagle3Head:
         shape, weights = head.decoder, context.weights
         size, mixed = shape.hidden_size, head.num_features * head.target_size
         layer = weights.scope("layers.0" if weights.has("layers.0.hidden_norm.weight") else "midlayer")
-        self.target, self.ops, self.eps, self.shape = context.target, context.ops, shape.rms_eps, head
+        self.target, self.ops, self.comm = context.target, context.ops, context.comm
+        self.eps, self.shape = shape.rms_eps, head
         self.fc = weights.linear(LinearShape(names=("fc",), rows=(size,), columns=mixed, bias=head.bias))
         self.mixed_norm = take_norm(weights, "input_norm", mixed) if head.norms_features else None
         self.embedding_norm, self.hidden_norm = (take_norm(layer, name, size) for name in ("input_layernorm", "hidden_norm"))
@@ -84,7 +94,9 @@ class Eagle3Head:
         self.head: Linear | None = None
         is_smaller = head.vocab_size != shape.vocab_size
         if is_smaller or head.target_size != size or weights.has("lm_head.weight"):
-            self.head = weights.linear(LinearShape(names=("lm_head",), rows=(head.vocab_size,), columns=size))
+            self.head = weights.linear(
+                LinearShape(names=("lm_head",), rows=(head.vocab_size,), columns=size, cut=Cut.ROWS, padded=True)
+            )
         self.target_ids = _target_ids(weights, head) if is_smaller or weights.has("d2t") else None
         self.rotary = rotary_table(shape.rope, context.max_positions, dtype=context.dtype, device=context.device)
 
@@ -96,7 +108,8 @@ class Eagle3Head:
         normed = self.ops.rms_norm(hidden, self.hidden_norm, self.eps)
         delta = self.attention(torch.cat((embedded, normed), dim=-1), self.ops.embed(self.rotary, batch.positions), batch)
         residual = normed if self.shape.norms_residual else hidden
-        made = residual + self.mlp(self.ops.add_rms_norm(delta, residual, self.mlp_norm, self.eps))  # `delta` is in both
+        x = self.comm.add_rms_norm(delta, residual, self.mlp_norm, self.eps)  # `delta` is in both
+        made = residual + self.comm.own_rows_sum(self.mlp(self.comm.all_rows(x)))
         return self.ops.rms_norm(made, self.norm, self.eps) if self.shape.carries_normed else made
 
     def _mixed(self, features: torch.Tensor) -> torch.Tensor:
@@ -110,7 +123,7 @@ class Eagle3Head:
         return self.target.embedded(ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, C] -> [N, V']."""
+        """[N, C] -> [N, V']; of several ranks each has some columns."""
         normed = hidden if self.shape.carries_normed else self.ops.rms_norm(hidden, self.norm, self.eps)
         if self.head is not None:
             return self.head(normed)

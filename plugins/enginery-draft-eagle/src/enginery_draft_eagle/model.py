@@ -29,7 +29,7 @@ class EagleHead:
 
     def __init__(self, context: ModelContext, shape: DecoderShape) -> None:
         size, weights = shape.hidden_size, context.weights
-        self.target, self.ops, self.eps = context.target, context.ops, shape.rms_eps
+        self.target, self.ops, self.comm, self.eps = context.target, context.ops, context.comm, shape.rms_eps
         bias = bool(context.config.get("bias", True))
         self.fc = weights.linear(LinearShape(names=("fc",), rows=(size,), columns=2 * size, cut=Cut.NONE, bias=bias))
         layer = weights.scope("layers.0")
@@ -45,8 +45,8 @@ class EagleHead:
         features = arrived[FEATURES] if FEATURES in arrived else arrived[CARRIED]
         hidden = self.fc(torch.cat((self.target.embedded(batch.input_ids), features), dim=-1))
         delta = self.attention(hidden, self.ops.embed(self.rotary, batch.positions), batch)
-        normed = self.ops.add_rms_norm(delta, hidden, self.norm, self.eps)  # adds `delta` to `hidden` in place
-        return hidden + self.mlp(normed)
+        normed = self.comm.add_rms_norm(delta, hidden, self.norm, self.eps)  # adds `delta` to `hidden` in place
+        return hidden + self.comm.own_rows_sum(self.mlp(self.comm.all_rows(normed)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V], by the target's head."""

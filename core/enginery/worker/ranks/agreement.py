@@ -1,0 +1,84 @@
+"""What all tensor ranks have to know of a step that a draft model follows, or whose drafts move states. The first rank tells it.
+
+    first rank    forward │ sample, accept │ tell │ follow │ logits │ choose, tell │ step │ logits │ choose, tell ..
+    the others    forward │                │ hear │ follow │ logits │         hear │ step │ logits │         hear ..
+
+How often they exchange something follows from the step alone. Chains of drafts only: where drafts branch there is one rank.
+
+S items that sample, R sampled rows, V tokens that a guess is chosen from, N tensor ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from enginery.contracts.step import StepInput
+from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.drafts.draws import Together
+from enginery.worker.ranks.collectives import JoinedHead, best_columns, gather_columns
+
+if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
+    from enginery.worker.ranks.gloo import Group
+
+_FIRST: Final = 0
+
+
+class Outcome(NamedTuple):
+    """What came of a step. tokens: [R] int64, what was sampled. accepted: [S] int64, how many drafts of each item are right."""
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Of the tensor ranks in `group`. vocab_size: V. draft_model: this rank's part of it; None where none follows."""
+
+    group: Group
+    vocab_size: int
+    draft_model: DraftModel | None
+
+    @classmethod
+    def of(cls, head: JoinedHead, draft_model: DraftModel | None) -> Agreement:
+        """head: of the target, whose ranks these are, and whose vocabulary it is unless the draft model has one of its own."""
+        own = None if draft_model is None else draft_model.vocab_size
+        return cls(head.group, head.vocab_size if own is None else own, draft_model)
+
+    def outcome(self, step: StepInput, tokens: torch.Tensor | None = None, accepted: torch.Tensor | None = None) -> Outcome | None:
+        """Of the step, on all ranks; None: none goes on from it. tokens, accepted: the first rank's; None on the others.
+
+        accepted is also None where there were no drafts.
+        """
+        followed = self.draft_model is not None and self.draft_model.follows(step)
+        if not followed and not (step.verifies and step.states):
+            return None
+        num_rows, num_items = int(step.sampled_rows.sum()), len(step.sampling)
+        told = torch.zeros(num_rows + num_items, dtype=torch.int64)
+        if tokens is not None:
+            told[:num_rows] = tokens
+            told[num_rows:] = 0 if accepted is None else accepted
+        if num_rows:
+            self.group.from_first(told)
+        return Outcome(told[:num_rows], told[num_rows:])
+
+    def of_guesses(self, step: StepInput) -> Together:
+        """How those behind the step are chosen."""
+        return functools.partial(self.guess, greedy=step.run.greedy)
+
+    def guess(self, partial: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor], *, greedy: bool) -> torch.Tensor:
+        """This rank's columns of logits, [S, V / N] -> [S] int64 on all ranks, the same.
+
+        choose: how the first rank does it, from [S, V]. greedy: it takes the likeliest, so nobody needs all columns.
+        """
+        if greedy:
+            return best_columns(self.group, partial, self.vocab_size).clamp(min=0)
+        logits = gather_columns(self.group, partial, self.vocab_size)
+        guesses = torch.empty(len(partial), dtype=torch.int64)
+        if self.group.rank == _FIRST:
+            guesses.copy_(choose(logits))
+        return self.group.from_first(guesses)

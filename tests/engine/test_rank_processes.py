@@ -11,7 +11,7 @@ from pathlib import Path
 import noise
 import pytest
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
-from engine.test_ranks import CONFIGS
+from engine.test_ranks import CONFIGS, EXPERTS
 from pairwise import EVERYTHING
 from parity import engine_driver, test_hybrids, test_mamba
 from parity.oracle import Oracle
@@ -28,7 +28,9 @@ SERVED = {name: config for name, config in CONFIGS.items() if not name.startswit
 KINDS = {  # of memory, and of what ranks exchange: in turn tensor ranks and stages
     "tp": ["bamba_one_group", "jamba", "kimi_linear", "lfm2", "llama-odd-vocabulary", "minimax", "qwen3_next"],
     "pp": ["deepseek-v3", "falcon_h1", "gpt-oss", "longcat-flash", "mimo", "nemotron_h_moe", "ring"],
+    "ep": ["deepseek-v2-lite-experts", "gpt-oss", "nemotron_h_moe"],
 }
+MESHES = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"tp": 2, "ep": True}}
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +72,18 @@ def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> Non
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [(name, mesh) for mesh, kinds in KINDS.items() for name in (sorted(SERVED) if EVERYTHING else kinds)],
+    [
+        (name, mesh)
+        for mesh, kinds in KINDS.items()
+        for name in ((EXPERTS if mesh == "ep" else sorted(SERVED)) if EVERYTHING else kinds)
+    ],
 )
 def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
     """Tensor ranks within rounding, stages bit for bit."""
     asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128, num_threads=1)
     requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
     last = request("last", PROMPTS[0][::-1], logprobs=1)
-    several = dataclasses.replace(asked, **{mesh: 2})
+    several = dataclasses.replace(asked, **MESHES[mesh])
     with running(asked, registry, kept) as engine:
         one, alone = serve(engine, requests), serve(engine, [last])
     with running(several, registry, kept) as engine:
@@ -89,13 +95,18 @@ def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path,
 READ = test_mamba.FAMILIES | test_hybrids.HYBRIDS
 
 
-@pytest.mark.parametrize("name", sorted(READ) if EVERYTHING else ["bamba", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [*((name, False) for name in sorted(READ)), *((name, True) for name in sorted(READ.keys() & set(EXPERTS)))]
+    if EVERYTHING
+    else [("bamba", False), ("qwen3_next", True)],
+)
 def test_ranks_read_their_slices_and_tell_what_transformers_tells(
-    name: str, write_oracle: Callable[..., Oracle], registry: Registry, kept: KeptRanks
+    name: str, ep: bool, write_oracle: Callable[..., Oracle], registry: Registry, kept: KeptRanks
 ) -> None:
-    """Of packed projections and convolutions, from a file."""
+    """Of packed projections and convolutions, from a file; with `ep` only their own experts."""
     oracle = write_oracle(name, READ[name])
-    asked = engine_driver.options(oracle, tp=2, num_threads=1, step_deadline=20.0)
+    asked = engine_driver.options(oracle, tp=2, ep=ep, num_threads=1, step_deadline=20.0)
     with running(asked, registry, kept) as engine:
         prompts = oracle.prompts[:3]
         engine_driver.assert_greedy(oracle, engine_driver.generate(engine, prompts), prompts)
@@ -228,6 +239,22 @@ def test_the_rank_with_the_least_memory_says_how_many_pages_there_are(registry: 
     one = Engine.build(asked, registry)
     with running(dataclasses.replace(asked, tp=2), registry, kept) as two:
         assert two.facts.num_pages in (2 * one.facts.num_pages, 2 * one.facts.num_pages + 1)  # each has half of the heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tp": 2}, r"--ep divides experts among ranks, and .* has none; leave it out"),
+        ({}, "--ep divides experts among the ranks of a stage, but there is one; give --tp"),
+        ({"pp": 2}, "--ep divides experts among the ranks of a stage, but there is one; give --tp"),
+    ],
+    ids=str,
+)
+def test_experts_that_are_not_there_and_ranks_that_are_alone_are_refused(
+    changes: dict[str, object], why: str, registry: Registry, kept: KeptRanks
+) -> None:
+    with pytest.raises(EnginError, match=why), running(options(ep=True, **changes), registry, kept):
+        pass
 
 
 def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: KeptRanks) -> None:

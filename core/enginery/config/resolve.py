@@ -138,6 +138,8 @@ def _check_stages(asked: EngineOptions) -> None:
 
 
 def _check_placing(asked: EngineOptions) -> None:
+    if asked.ep and asked.tp == 1:
+        raise ConfigError("--ep divides experts among the ranks of a stage, but there is one; give --tp, or leave it out")
     if asked.executor != "local" and asked.tp * asked.pp == 1:
         raise ConfigError(
             f"executor is {asked.executor!r}, but there is one rank, which nobody places; give --tp or --pp, or leave it out"

@@ -36,7 +36,8 @@ class EngineOptions:
     model, if any. draft_model: folder, installed checkpoint or hub id of a drafter that is a model. draft_length: tokens that are
     guessed of a request in a step, or auto: as many as pay.
     tp: tensor parallelism, processes that have a part of each layer. pp: pipeline parallelism, stages of some layers each, as many
-    steps are on their way; pp_layers: decoder layers of each stage, with commas between them. num_threads: of all on a host.
+    steps are on their way; pp_layers: decoder layers of each stage, with commas between them. ep: ranks have some of the experts
+    each, not a part of every one. num_threads: of all on a host.
     executor: what places the processes of ranks. listen: address of this host where ranks of other hosts join; rank_key_file: with
     the key of both sides. step_deadline: seconds after which a rank that does not get on is given up, and the engine with it.
     kv_events, kv_events_replay: ZeroMQ addresses where what comes into the prefix cache and goes is published, and published again;
@@ -91,6 +92,7 @@ class EngineOptions:
     tp: int = 1
     pp: int = 1
     pp_layers: str | None = None
+    ep: bool = False
     executor: str = "local"
     listen: str | None = None
     rank_key_file: str | None = None

@@ -161,6 +161,13 @@ class WeightSource(Protocol):
         """Which of `size` rows this rank has of what is cut, in multiples of `unit`: for what is computed, as decays of heads."""
         ...
 
+    def own_experts(self, count: int) -> range:
+        """Which of so many experts this rank computes whole; all of them where it has a part of each, or is alone.
+
+        Where it has some, `experts` gives nothing for the others, whose rank adds them. What is no expert is cut as ever.
+        """
+        ...
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of that name, for layouts that config.json does not tell apart.
 

@@ -31,7 +31,7 @@ class ParallelFacts:
 
     tensor_rank: among the ranks that have a part of each layer. lane: among groups that have requests of their own. stage: among
     the pipeline's stages, each with layers of its own. layers_by_stage: how many decoder layers each has; empty: evenly divided,
-    or, before weights are read, by what they cost.
+    or, before weights are read, by what they cost. cuts_experts: a rank has some of the experts whole, not a part of each.
     """
 
     tensor_rank: int = 0
@@ -41,6 +41,7 @@ class ParallelFacts:
     stage: int = 0
     num_stages: int = 1
     layers_by_stage: tuple[int, ...] = ()
+    cuts_experts: bool = False
 
     def of_rank(self, rank: int) -> ParallelFacts:
         """Of another rank. They are counted from the first tensor rank of the last stage, which schedules and samples."""

@@ -88,6 +88,7 @@ _FLAGS: Final = {
     "pp_layers": _Flag(
         _PARTS, "Decoder layers of each stage of --pp; without it they are divided by what they cost.", metavar="N,N"
     ),
+    "ep": _Flag(_PARTS, "Expert parallelism: ranks have some of the experts each, not a part of every one.", ("--ep",)),
     "executor": _Flag(
         _PARTS,
         "What places the processes of --tp and --pp: local, join (engine rank --join), or a plugin's.",

@@ -39,7 +39,8 @@ class RankProcesses:
         self._manifest, self._standing, self._wires = manifest, Standing(), wires
         self._groups: RankGroups | None = None
         layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
-        self._parallel = ParallelFacts(tensor_size=asked.tp, num_stages=asked.pp, layers_by_stage=layers).of_rank(0)
+        mesh = ParallelFacts(tensor_size=asked.tp, num_stages=asked.pp, layers_by_stage=layers, cuts_experts=asked.ep)
+        self._parallel = mesh.of_rank(0)
         self._links: list[zmq.Socket[bytes]] = []
         self._addresses: list[str] = []
         self._newest = -1

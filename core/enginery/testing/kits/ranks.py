@@ -132,13 +132,17 @@ class RankAnswer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankThreads:
-    """A model of a family on so many ranks. tensors: the whole model; their dtype is that of weights and activations."""
+    """A model of a family on so many ranks. tensors: the whole model; their dtype is that of weights and activations.
+
+    cuts_experts: see `ParallelFacts`.
+    """
 
     family: ModelSpec
     config: Mapping[str, Any]
     tensors: WholeTensors
     tensor_size: int = 1
     num_stages: int = 1
+    cuts_experts: bool = False
 
     def run(self, ids: Sequence[int], logits_rows: Sequence[int] | None = None) -> list[RankAnswer]:
         """One forward pass over the sequence `ids`, by rank.
@@ -167,7 +171,13 @@ class RankThreads:
         named = NamedTensors(facts.inputs, facts.outputs, max_tokens=batch.num_tokens, max_requests=1, device=device)
         batch = named.placed(named.with_inputs(batch))
         for stage in range(self.num_stages):
-            parallel = ParallelFacts(tensor_rank=comm.rank, tensor_size=self.tensor_size, stage=stage, num_stages=self.num_stages)
+            parallel = ParallelFacts(
+                tensor_rank=comm.rank,
+                tensor_size=self.tensor_size,
+                stage=stage,
+                num_stages=self.num_stages,
+                cuts_experts=self.cuts_experts,
+            )
             model = self._build(facts, parallel, comm, num_slots=len(batch.slots))
             passed = model.forward(batch, arrived)
             if not isinstance(passed, torch.Tensor):

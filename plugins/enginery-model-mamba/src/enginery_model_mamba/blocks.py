@@ -70,6 +70,10 @@ class Renamed:
         """See `WeightSource`."""
         return self._weights.share(size, unit=unit)
 
+    def own_experts(self, count: int) -> range:
+        """See `WeightSource`."""
+        return self._weights.own_experts(count)
+
     def has(self, name: str) -> bool:
         """See `WeightSource`."""
         return self._weights.has(self._own(name))

@@ -1,4 +1,4 @@
-"""Two processes, through gloo, tell what one tells: every family, and whatever is asked of an engine."""
+"""Two processes, through gloo, tell what one tells: every family, and whatever is asked of an engine; as ranks, and as lanes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from pathlib import Path
 import noise
 import pytest
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
-from engine.test_ranks import CONFIGS, EXPERTS
-from pairwise import EVERYTHING
+from engine.test_ranks import CONFIGS, EXPERTS, LANES
+from pairwise import EVERYTHING, spread
 from parity import engine_driver, test_hybrids, test_mamba
 from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
+from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.step import StepInput
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError, EnginError, Unsupported
 from enginery.plugin.registry import Registry
+from enginery.worker.choice import choose
+from enginery.worker.loading import check_weights
+from enginery.worker.ranks.groups import refuse_for_ranks
 
+MLA, MOE = "deepseek-v2-lite-experts", "qwen3-moe"
+SMALL = {"max_batch_tokens": 32, "page_size": 4, "num_pages": 128}
 PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20, [5, 77, 200, 31] * 9 + [99, 101]]
 SERVED = {name: config for name, config in CONFIGS.items() if not name.startswith("hybrid")}  # that one is no plugin's
 KINDS = {  # of memory, and of what ranks exchange: in turn tensor ranks and stages
@@ -241,20 +247,17 @@ def test_the_rank_with_the_least_memory_says_how_many_pages_there_are(registry: 
         assert two.facts.num_pages in (2 * one.facts.num_pages, 2 * one.facts.num_pages + 1)  # each has half of the heads
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"tp": 2}, r"--ep divides experts among ranks, and .* has none; leave it out"),
-        ({}, "--ep divides experts among the ranks of a stage, but there is one; give --tp"),
-        ({"pp": 2}, "--ep divides experts among the ranks of a stage, but there is one; give --tp"),
-    ],
-    ids=str,
-)
-def test_experts_that_are_not_there_and_ranks_that_are_alone_are_refused(
-    changes: dict[str, object], why: str, registry: Registry, kept: KeptRanks
-) -> None:
-    with pytest.raises(EnginError, match=why), running(options(ep=True, **changes), registry, kept):
-        pass
+@pytest.mark.parametrize("changes", [{}, {"pp": 2}], ids=str)
+def test_experts_are_not_divided_among_ranks_that_are_alone(changes: dict[str, object], registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="--ep divides experts among the ranks of a stage, but there is one; give --tp or --dp"):
+        choose(options(ep=True, **changes), registry)
+
+
+@pytest.mark.parametrize("mesh", [ParallelFacts(tensor_size=2, cuts_experts=True), ParallelFacts(num_lanes=2, cuts_experts=True)])
+def test_experts_that_are_not_there_are_not_divided(mesh: ParallelFacts, tmp_path: Path, registry: Registry) -> None:
+    asked = options(model=folder_of(tmp_path, "llama"))
+    with pytest.raises(Unsupported, match=r"--ep divides experts among ranks, and .* has none; leave it out"):
+        check_weights(choose(asked, registry, parallel=mesh))
 
 
 def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: KeptRanks) -> None:
@@ -264,9 +267,126 @@ def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: Ke
 
 def test_ranks_on_another_device_are_refused() -> None:
     from enginery.config.resolve import DeviceFacts
-    from enginery.contracts.parallel import ParallelFacts
     from enginery.worker.device import of_one_rank
 
     device = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1, num_threads=1)
     with pytest.raises(ConfigError, match="2 ranks were asked for on a GPU, but they run on CPUs only so far"):
         of_one_rank(device, ParallelFacts(tensor_size=2))
+
+
+def phases_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, ...]]:
+    """Of each step, what its lanes are at."""
+    seen: list[tuple[Phase, ...]] = []
+    launch = engine._runner.launch
+
+    def noted(step: StepInput) -> object:
+        seen.append(tuple(own.phase for own in step.lanes))
+        return launch(step)
+
+    monkeypatch.setattr(engine._runner, "launch", noted)
+    return seen
+
+
+def assert_whole(engine: Engine) -> None:
+    """Of every lane each page is free or cached, and no request is left."""
+    lanes = engine.meter.stats().lanes
+    assert len(lanes) == 2
+    for lane in lanes:
+        assert (lane.num_running, lane.num_waiting) == (0, 0)
+        for counts in lane.pages.values():
+            assert counts.free + counts.cached == counts.total
+
+
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [*((name, False) for name in LANES), *((name, True) for name in LANES if name in EXPERTS)]
+    if EVERYTHING
+    else [(MLA, True), (MOE, False), ("gpt-oss", True), ("qwen3_next", False)],
+)
+def test_two_lanes_tell_what_one_rank_tells(
+    name: str, ep: bool, tmp_path: Path, registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, which are short in one lane and long in the other; then a beginning that a lane has cached."""
+    asked = options(model=folder_of(tmp_path, name), **SMALL)
+    requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
+    last = request("last", PROMPTS[0], logprobs=1)
+    with running(asked, registry, kept) as engine:
+        one, alone = serve(engine, requests), serve(engine, [last])
+    with running(dataclasses.replace(asked, dp_attention=2, ep=ep), registry, kept) as engine:
+        seen = phases_of(engine, monkeypatch)
+        assert_equal(serve(engine, requests), one)
+        assert any(len(set(phases)) > 1 for phases in seen), "lanes were in different phases"
+        del seen[:]
+        again = serve(engine, [last])
+        assert_equal(again, alone)
+        assert again["last"].num_cached > 0
+        assert {phases.index(Phase.IDLE) for phases in seen} == {1}, "the other lane has nothing to do, and runs"
+        assert_whole(engine)
+
+
+@pytest.mark.parametrize("overlap", spread([True, False], 1))
+def test_whatever_is_asked_of_lanes_is_answered_alike(overlap: bool, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    """All kinds of requests in one batch, in chunks; with overlap, tokens that the host does not know are inputs in both lanes."""
+    asked = options(model=folder_of(tmp_path, MLA), max_batch_tokens=24, overlap=overlap)
+    requests = [
+        request(f"{name} {place}", prompt, **params) for name, params in ASKED.items() for place, prompt in enumerate(PROMPTS)
+    ]
+    requests += [request(f"embedding {place}", prompt, embed=True, max_tokens=1) for place, prompt in enumerate(PROMPTS)]
+    one = on_ranks(asked, registry, kept, requests)
+    two = on_ranks(dataclasses.replace(asked, dp_attention=2, ep=overlap), registry, kept, requests)
+    assert sum(map(len, (told.prompt for told in one.values()))) == sum(map(len, PROMPTS))
+    assert_equal(two, one)
+
+
+@pytest.mark.parametrize("overlap", spread([False, True], 1))
+def test_preempted_and_aborted_requests_leave_both_lanes_whole(
+    overlap: bool, tmp_path: Path, registry: Registry, kept: KeptRanks
+) -> None:
+    few = {"num_pages": 14, "page_size": 4, "max_model_len": 56, "max_batch_tokens": 16, "overlap": overlap}
+    asked = options(model=folder_of(tmp_path, MOE), **few)
+    requests = [request(str(index), prompt[:8], max_tokens=24) for index, prompt in enumerate(PROMPTS + PROMPTS)]
+    one = on_ranks(asked, registry, kept, requests, aborts=["1", "5"])
+    with running(dataclasses.replace(asked, dp_attention=2, ep=True), registry, kept) as engine:
+        two = serve(engine, requests, aborts=["1", "5"])
+        stats = engine.meter.stats()
+        assert_whole(engine)
+        assert engine.flush_prefix_cache() == sum(lane.pages["full"].cached for lane in stats.lanes) > 0
+        assert {lane.pages["full"].cached for lane in engine.meter.stats().lanes} == {0}
+    assert_equal(two, one)
+    assert stats.num_preempted > 0
+
+
+def test_two_lanes_of_two_tensor_ranks(tmp_path: Path, registry: Registry) -> None:
+    """Four processes: heads are divided within a lane, experts among all."""
+    asked = options(model=folder_of(tmp_path, MLA), **SMALL)
+    requests = [request(f"{name} {place}", PROMPTS[place], **ASKED[name]) for place, name in enumerate(("greedy", "logprobs"))]
+    one = serve(Engine.build(asked, registry), requests)
+    engine = Engine.build(dataclasses.replace(asked, tp=2, dp_attention=2, ep=True), registry)
+    try:
+        assert_equal(serve(engine, requests), one)
+        assert ("lanes", "2") in {(setting, value) for setting, value, _ in engine.facts.decisions}
+        assert engine.facts.num_pages == 2 * SMALL["num_pages"]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"pp": 2}, "--dp-attention 2 does not run with --pp yet"),
+        ({"drafter": "lookup"}, "--dp-attention 2 does not run with --drafter yet"),
+        ({"kv_events": "tcp://*:5557", "micro_batches": True}, "does not run with --kv-events and --micro-batches yet"),
+        ({"record_steps": (3, "steps")}, "--dp-attention 2 does not run with --record-steps yet"),
+        ({"dp_attention": 0}, "dp_attention is 0, but must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_lanes_do_not_run_with_is_refused_by_name(changes: dict[str, object], why: str, registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=why):
+        choose(options(**{"dp_attention": 2, **changes}), registry)
+
+
+def test_a_family_that_does_not_run_in_lanes_is_refused_by_name(tmp_path: Path, registry: Registry) -> None:
+    choice = choose(options(model=folder_of(tmp_path, "bamba")), registry, parallel=ParallelFacts(num_lanes=2))
+    with pytest.raises(Unsupported, match=r"the family bamba, from .* does not run in lanes; leave --dp-attention out"):
+        refuse_for_ranks(choice)

@@ -6,7 +6,7 @@ Ranks are threads. With float64 as the truth, the error of several ranks may be 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from engine import hybrid_model
 from engine.hybrid_reference import SIZES
-from pairwise import in_turn
+from pairwise import in_turn, spread
 from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, grouped_expert_shape, latent_shape, shape
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
@@ -97,6 +97,8 @@ EXPERTS = [  # those with a mixture of experts, of four or more
     *("jamba", "kimi_linear", "longcat-flash", "mimo", "minimax", "minimax-m2", "mixtral", "nemotron_h_latent", "nemotron_h_moe"),
     *("qwen2-moe", "qwen3-moe", "qwen3_5_moe", "qwen3_next", "ring"),
 ]
+WITHOUT_LANES = ("hybrid", "bamba", "falcon_h1", "granite", "jamba", "lfm2", "mamba2", "nemotron_h")
+LANES = sorted(name for name in CONFIGS if not name.startswith(WITHOUT_LANES))
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +155,18 @@ class OneModel:
             self.reader = FormatReader.load(offer, quantization, None)
         self.tensors = whole_tensors(self.family, config, self.reader)
 
-    def run(self, dtype: torch.dtype, *, rows: list[int] | None = None, **ranks: Any) -> list[RankAnswer]:
-        """ranks: fields of `RankThreads`."""
+    def run(
+        self,
+        dtype: torch.dtype,
+        *,
+        ids: list[int] = IDS,
+        rows: list[int] | None = None,
+        beside: Sequence[list[int]] = (),
+        **ranks: Any,
+    ) -> list[RankAnswer]:
+        """beside: what other lanes run. ranks: fields of `RankThreads`."""
         tensors = WholeTensors(self.tensors, dtype, self.reader)
-        return RankThreads(family=self.family, config=self.config, tensors=tensors, **ranks).run(IDS, rows)
+        return RankThreads(family=self.family, config=self.config, tensors=tensors, **ranks).run(ids, rows, beside=beside)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +193,26 @@ def test_tensor_ranks_are_as_close_to_float64_as_one(model: OneModel, tensor_siz
 @in_turn(("model", EXPERTS), ("tensor_size", [2, 4]), indirect=["model"])
 def test_ranks_with_some_of_the_experts_each_are_as_close(model: OneModel, tensor_size: int) -> None:
     assert_close(model, tensor_size=tensor_size, cuts_experts=True)
+
+
+@in_turn(("model", spread(LANES, 16)), ("tensor_size", [1, 2]), ("cuts_experts", [False, True, True, False]), indirect=["model"])
+def test_lanes_compute_each_its_own_sequence(model: OneModel, tensor_size: int, cuts_experts: bool) -> None:
+    """Two, and the last layer for some rows alone; feed-forwards and the head are of all ranks."""
+    lanes, rows = [IDS, IDS[::-1]], [3, 11, 23]
+    answers = model.run(
+        torch.float32, rows=rows, beside=lanes[1:], tensor_size=tensor_size, cuts_experts=cuts_experts
+    )  # by lane, then by tensor rank
+    for lane, ids in enumerate(lanes):
+        (truth,), (one,) = model.run(torch.float64, ids=ids, rows=rows), model.run(torch.float32, ids=ids, rows=rows)
+        for rank in answers[lane * tensor_size : (lane + 1) * tensor_size]:
+            assert error(rank, truth) <= WORST * error(one, truth) + 1e-7
+            assert torch.equal(rank.hidden, answers[lane * tensor_size].hidden)
+            assert torch.equal(rank.best, one.logits.argmax(-1))
+
+
+def test_families_say_whether_they_run_in_lanes(registry: Registry) -> None:
+    """None that does is left out here."""
+    assert sorted(name for name, config in CONFIGS.items() if family_of(registry, config).lanes) == LANES
 
 
 def assert_close(model: OneModel, **ranks: Any) -> None:

@@ -48,6 +48,10 @@ class RankWeights:
         """A view with longer names onto the same store."""
         return replace(self, prefix=f"{self.prefix}{prefix}.")
 
+    def over_lanes(self) -> RankWeights:
+        """A view for feed-forwards."""
+        return replace(self, matrices=self.matrices.over_lanes())
+
     def take(
         self,
         name: str,
@@ -72,7 +76,7 @@ class RankWeights:
 
     def own_experts(self, count: int) -> range:
         """Those that follow each other, on some ranks one more."""
-        parallel = self.matrices.setting.parallel
+        parallel = self.matrices.setting.parallel.over_lanes()
         if not parallel.cuts_experts:
             return range(count)
         start, length = share_unevenly(count, unit=1, parallel=parallel, what=f"{self.prefix}experts")
@@ -98,13 +102,13 @@ class RankWeights:
 
     def experts(self, shape: ExpertsShape) -> Experts:
         """Bind this rank's experts, or its columns of every expert: partial sums where there are several ranks."""
-        return ExpertStacks(self.matrices, self.prefix, shape, self.own_experts(shape.count)).bind()
+        return ExpertStacks(self.matrices.over_lanes(), self.prefix, shape, self.own_experts(shape.count)).bind()
 
     def _lengths(self, shape: LinearShape, ranges: Sequence[Range]) -> tuple[int, ...]:
         """Rows of each part on this rank, those that pad with them."""
         if not shape.padded:
             return tuple(length for _, length in ranges)
-        return tuple(-(-part.rows // self.matrices.setting.parallel.tensor_size) for part in shape.parts)
+        return tuple(-(-part.rows // self.matrices.setting.parallel.over_lanes().tensor_size) for part in shape.parts)
 
     def _columns(self, shape: LinearShape) -> Range:
         if shape.parts[0].cut is not Cut.COLUMNS:
@@ -116,8 +120,8 @@ class RankWeights:
         """Of the part, not of the matrix that it may be packed in."""
         if part.cut is not Cut.ROWS:
             return 0, part.rows
-        parallel = self.matrices.setting.parallel
-        if padded:
+        if padded:  # a head, which is cut over all lanes
+            parallel = self.matrices.setting.parallel.over_lanes()
             most = -(-part.rows // parallel.tensor_size)
             start = min(parallel.tensor_rank * most, part.rows)
             return start, min(most, part.rows - start)

@@ -98,9 +98,17 @@ def pair_at(when: str, pairs: list[Pair], **options: object) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize("when", spread(["boot", "decode", "prefill"], 2))
-def test_the_engine_ends_with_a_killed_rank(when: str, pairs: list[Pair]) -> None:
-    pair = pair_at(when, pairs)
+TENSOR, LANES = {"tp": 2}, {"tp": 1, "dp_attention": 2}
+
+
+@pytest.mark.parametrize(
+    ("when", "mesh"),
+    spread([("boot", TENSOR), ("prefill", TENSOR), ("decode", TENSOR), ("boot", LANES), ("decode", LANES), ("prefill", LANES)], 3),
+    ids=str,
+)
+def test_the_engine_ends_with_a_killed_rank(when: str, mesh: dict[str, int], pairs: list[Pair]) -> None:
+    """Of two lanes the killed one has no request: it runs with the other."""
+    pair = pair_at(when, pairs, **mesh)
     pair.rank.kill()
     said, _ = pair.end()
     assert f"ended: rank 1 (process {pair.rank.pid}) was killed by SIGKILL" in said

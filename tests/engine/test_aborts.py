@@ -42,5 +42,5 @@ def test_an_abort_at_any_step_ends_nothing_else_and_leaves_nothing(engine, place
         assert {output.request_id for output in late} <= {"stays"}
         assert sum(len(output.token_ids) for output in outputs + late if output.request_id == "stays") == 10
         assert all(output.error is None for output in outputs + late)
-        assert engine._scheduler._table.by_id == {}  # what is kept for a request is kept with it
+        assert engine._scheduler.table.by_id == {}  # what is kept for a request is kept with it
         engine._scheduler.check_integrity()

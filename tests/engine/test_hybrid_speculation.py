@@ -122,7 +122,7 @@ def told(engine: Engine, prompt: Sequence[int], max_tokens: int) -> RequestOutpu
     while engine.has_work:
         outputs += engine.step()
         engine._scheduler.check_integrity()
-        for request in engine._scheduler._table.running:
+        for request in engine._scheduler.table.running:
             assert all(point.position <= request.kv.num_written for point in request.kv.points), "of wrong drafts none is left"
     return msgspec.structs.replace(outputs[-1], token_ids=tuple(token for output in outputs for token in output.token_ids))
 

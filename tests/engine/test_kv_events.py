@@ -193,7 +193,7 @@ class Router:
 def cached(engine: Engine) -> set[Prefix]:
     """What the prefix cache has: every prefix of whole pages."""
     found, page_bytes = set(), 4 * PAGE_SIZE
-    stack = [(child, branch[:-page_bytes].decode(), b"") for branch, child in engine._cache.root.children.items()]
+    stack = [(child, branch[:-page_bytes].decode(), b"") for branch, child in engine._scheduling.caches[0].root.children.items()]
     while stack:
         node, salt, before = stack.pop()
         for place in range(len(node.pages)):
@@ -205,10 +205,10 @@ def cached(engine: Engine) -> set[Prefix]:
 def resumable(engine: Engine) -> dict[str, set[Prefix]]:
     """By kind of memory beside the first, the blocks that resume points have: their prefixes."""
     found: dict[str, set[Prefix]] = {}
-    for node in engine._cache.root.descendants():
+    for node in engine._scheduling.caches[0].root.descendants():
         if node.point is not None and not node.point.is_dropped:
             path, top = node.tokens, node
-            while top.parent is not engine._cache.root:
+            while top.parent is not engine._scheduling.caches[0].root:
                 top = top.parent
                 path = top.tokens + path
             salt, tokens = top.branch[: -4 * PAGE_SIZE].decode(), tuple(array("i", path))

@@ -60,7 +60,7 @@ def test_a_server_bounds_the_prompts_beside_decoding_and_what_runs_offline_does_
     given = EngineOptions(model=str(echo), load_format="dummy", num_pages=64, prefill_fraction=0.5)
     online = [Engine.build(each, Registry.load()) for each in (asked, given)]
     offline = [LLM(**vars(each))._engine for each in (asked, given)]  # as `engine bench offline` does
-    fractions = [engine._scheduler._settings.prefill_fraction for engine in (*online, *offline) if engine is not None]
+    fractions = [engine._scheduler.settings.prefill_fraction for engine in (*online, *offline) if engine is not None]
     assert fractions == [0.125, 0.5, 1.0, 0.5]
 
 

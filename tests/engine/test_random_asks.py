@@ -75,6 +75,6 @@ def test_each_gets_what_it_asked_for_and_nothing_is_left(seed: int) -> None:
         use.step()
         assert time.monotonic() - began < LONGEST_END_S, "it does not come to an end"
     assert not use.alive
-    assert engine._scheduler._table.by_id == {}  # what is kept for a request is kept with it
+    assert engine._scheduler.table.by_id == {}  # what is kept for a request is kept with it
     assert use.counts["outputs"] > 40  # how many steps pass while a grammar is compiled is the machine's
     engine._scheduler.check_idle()

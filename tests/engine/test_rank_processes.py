@@ -1,4 +1,4 @@
-"""Two processes, through gloo, tell what one tells: every family, and whatever is asked of an engine."""
+"""Two processes, through gloo, tell what one tells: every family, and whatever is asked of an engine; as ranks, and as lanes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,34 @@ from engine import test_model_heads
 from engine.heads_made import Module
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
 from engine.test_draft_models import SAID, embedded, prompt_of
-from engine.test_ranks import CONFIGS
-from pairwise import EVERYTHING
+from engine.test_ranks import CONFIGS, EXPERTS, LANES
+from pairwise import EVERYTHING, spread
 from parity import engine_driver, test_hybrids, test_mamba
 from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
+from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.step import StepInput
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError, EngineDied, EnginError, Unsupported
 from enginery.plugin.registry import Registry
+from enginery.worker.choice import choose
 from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.loading import check_weights
+from enginery.worker.ranks.groups import refuse_for_ranks
 
 module_of = test_model_heads.module_of  # a fixture
+MLA, MOE = "deepseek-v2-lite-experts", "qwen3-moe"
+SMALL = {"max_batch_tokens": 32, "page_size": 4, "num_pages": 128}
 PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20, [5, 77, 200, 31] * 9 + [99, 101]]
 SERVED = {name: config for name, config in CONFIGS.items() if not name.startswith("hybrid")}  # that one is no plugin's
 KINDS = {  # of memory, and of what ranks exchange: in turn tensor ranks and stages
     "tp": ["bamba_one_group", "jamba", "kimi_linear", "lfm2", "llama-odd-vocabulary", "minimax", "qwen3_next"],
     "pp": ["deepseek-v3", "falcon_h1", "gpt-oss", "longcat-flash", "mimo", "nemotron_h_moe", "ring"],
+    "ep": ["deepseek-v2-lite-experts", "gpt-oss", "nemotron_h_moe"],
 }
+MESHES = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"tp": 2, "ep": True}}
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +90,18 @@ def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> Non
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [(name, mesh) for mesh, kinds in KINDS.items() for name in (sorted(SERVED) if EVERYTHING else kinds)],
+    [
+        (name, mesh)
+        for mesh, kinds in KINDS.items()
+        for name in ((EXPERTS if mesh == "ep" else sorted(SERVED)) if EVERYTHING else kinds)
+    ],
 )
 def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
     """Tensor ranks within rounding, stages bit for bit."""
     asked = options(model=folder_of(tmp_path, name), max_batch_tokens=32, page_size=4, num_pages=128, num_threads=1)
     requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
     last = request("last", PROMPTS[0][::-1], logprobs=1)
-    several = dataclasses.replace(asked, **{mesh: 2})
+    several = dataclasses.replace(asked, **MESHES[mesh])
     with running(asked, registry, kept) as engine:
         one, alone = serve(engine, requests), serve(engine, [last])
     with running(several, registry, kept) as engine:
@@ -101,13 +113,18 @@ def test_two_processes_tell_what_one_tells(name: str, mesh: str, tmp_path: Path,
 READ = test_mamba.FAMILIES | test_hybrids.HYBRIDS
 
 
-@pytest.mark.parametrize("name", sorted(READ) if EVERYTHING else ["bamba", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [*((name, False) for name in sorted(READ)), *((name, True) for name in sorted(READ.keys() & set(EXPERTS)))]
+    if EVERYTHING
+    else [("bamba", False), ("qwen3_next", True)],
+)
 def test_ranks_read_their_slices_and_tell_what_transformers_tells(
-    name: str, write_oracle: Callable[..., Oracle], registry: Registry, kept: KeptRanks
+    name: str, ep: bool, write_oracle: Callable[..., Oracle], registry: Registry, kept: KeptRanks
 ) -> None:
-    """Of packed projections and convolutions, from a file."""
+    """Of packed projections and convolutions, from a file; with `ep` only their own experts."""
     oracle = write_oracle(name, READ[name])
-    asked = engine_driver.options(oracle, tp=2, num_threads=1, step_deadline=20.0)
+    asked = engine_driver.options(oracle, tp=2, ep=ep, num_threads=1, step_deadline=20.0)
     with running(asked, registry, kept) as engine:
         prompts = oracle.prompts[:3]
         engine_driver.assert_greedy(oracle, engine_driver.generate(engine, prompts), prompts)
@@ -267,6 +284,19 @@ def test_the_rank_with_the_least_memory_says_how_many_pages_there_are(registry: 
         assert two.facts.num_pages in (2 * one.facts.num_pages, 2 * one.facts.num_pages + 1)  # each has half of the heads
 
 
+@pytest.mark.parametrize("changes", [{}, {"pp": 2}], ids=str)
+def test_experts_are_not_divided_among_ranks_that_are_alone(changes: dict[str, object], registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="--ep divides experts among the ranks of a stage, but there is one; give --tp or --dp"):
+        choose(options(ep=True, **changes), registry)
+
+
+@pytest.mark.parametrize("mesh", [ParallelFacts(tensor_size=2, cuts_experts=True), ParallelFacts(num_lanes=2, cuts_experts=True)])
+def test_experts_that_are_not_there_are_not_divided(mesh: ParallelFacts, tmp_path: Path, registry: Registry) -> None:
+    asked = options(model=folder_of(tmp_path, "llama"))
+    with pytest.raises(Unsupported, match=r"--ep divides experts among ranks, and .* has none; leave it out"):
+        check_weights(choose(asked, registry, parallel=mesh))
+
+
 def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: KeptRanks) -> None:
     with pytest.raises(Unsupported, match=r"3 ranks cannot share.*2 or 4 ranks can"):
         Engine.build(options(tp=3), registry)
@@ -274,7 +304,6 @@ def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: Ke
 
 def test_ranks_on_another_device_are_refused() -> None:
     from enginery.config.resolve import DeviceFacts
-    from enginery.contracts.parallel import ParallelFacts
     from enginery.worker.device import of_one_rank
 
     device = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1, num_threads=1)
@@ -298,3 +327,121 @@ def test_a_rank_that_is_killed_amid_guesses_ends_the_engine(
         with pytest.raises(EngineDied, match=r"rank 1 .* was killed by SIGKILL"):
             serve(engine, [request("a", prompt_of(SAID[0]), max_tokens=40)])
     assert time.monotonic() - began_s < asked.step_deadline
+
+
+def phases_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, ...]]:
+    """Of each step, what its lanes are at."""
+    seen: list[tuple[Phase, ...]] = []
+    launch = engine._runner.launch
+
+    def noted(step: StepInput) -> object:
+        seen.append(tuple(own.phase for own in step.lanes))
+        return launch(step)
+
+    monkeypatch.setattr(engine._runner, "launch", noted)
+    return seen
+
+
+def assert_whole(engine: Engine) -> None:
+    """Of every lane each page is free or cached, and no request is left."""
+    lanes = engine.meter.stats().lanes
+    assert len(lanes) == 2
+    for lane in lanes:
+        assert (lane.num_running, lane.num_waiting) == (0, 0)
+        for counts in lane.pages.values():
+            assert counts.free + counts.cached == counts.total
+
+
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [*((name, False) for name in LANES), *((name, True) for name in LANES if name in EXPERTS)]
+    if EVERYTHING
+    else [(MLA, True), (MOE, False), ("gpt-oss", True), ("qwen3_next", False)],
+)
+def test_two_lanes_tell_what_one_rank_tells(
+    name: str, ep: bool, tmp_path: Path, registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, which are short in one lane and long in the other; then a beginning that a lane has cached."""
+    asked = options(model=folder_of(tmp_path, name), **SMALL)
+    requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
+    last = request("last", PROMPTS[0], logprobs=1)
+    with running(asked, registry, kept) as engine:
+        one, alone = serve(engine, requests), serve(engine, [last])
+    with running(dataclasses.replace(asked, dp_attention=2, ep=ep), registry, kept) as engine:
+        seen = phases_of(engine, monkeypatch)
+        assert_equal(serve(engine, requests), one)
+        assert any(len(set(phases)) > 1 for phases in seen), "lanes were in different phases"
+        del seen[:]
+        again = serve(engine, [last])
+        assert_equal(again, alone)
+        assert again["last"].num_cached > 0
+        assert {phases.index(Phase.IDLE) for phases in seen} == {1}, "the other lane has nothing to do, and runs"
+        assert_whole(engine)
+
+
+@pytest.mark.parametrize("overlap", spread([True, False], 1))
+def test_whatever_is_asked_of_lanes_is_answered_alike(overlap: bool, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
+    """All kinds of requests in one batch, in chunks; with overlap, tokens that the host does not know are inputs in both lanes."""
+    asked = options(model=folder_of(tmp_path, MLA), max_batch_tokens=24, overlap=overlap)
+    requests = [
+        request(f"{name} {place}", prompt, **params) for name, params in ASKED.items() for place, prompt in enumerate(PROMPTS)
+    ]
+    requests += [request(f"embedding {place}", prompt, embed=True, max_tokens=1) for place, prompt in enumerate(PROMPTS)]
+    one = on_ranks(asked, registry, kept, requests)
+    two = on_ranks(dataclasses.replace(asked, dp_attention=2, ep=overlap), registry, kept, requests)
+    assert sum(map(len, (told.prompt for told in one.values()))) == sum(map(len, PROMPTS))
+    assert_equal(two, one)
+
+
+@pytest.mark.parametrize("overlap", spread([False, True], 1))
+def test_preempted_and_aborted_requests_leave_both_lanes_whole(
+    overlap: bool, tmp_path: Path, registry: Registry, kept: KeptRanks
+) -> None:
+    few = {"num_pages": 14, "page_size": 4, "max_model_len": 56, "max_batch_tokens": 16, "overlap": overlap}
+    asked = options(model=folder_of(tmp_path, MOE), **few)
+    requests = [request(str(index), prompt[:8], max_tokens=24) for index, prompt in enumerate(PROMPTS + PROMPTS)]
+    one = on_ranks(asked, registry, kept, requests, aborts=["1", "5"])
+    with running(dataclasses.replace(asked, dp_attention=2, ep=True), registry, kept) as engine:
+        two = serve(engine, requests, aborts=["1", "5"])
+        stats = engine.meter.stats()
+        assert_whole(engine)
+        assert engine.flush_prefix_cache() == sum(lane.pages["full"].cached for lane in stats.lanes) > 0
+        assert {lane.pages["full"].cached for lane in engine.meter.stats().lanes} == {0}
+    assert_equal(two, one)
+    assert stats.num_preempted > 0
+
+
+def test_two_lanes_of_two_tensor_ranks(tmp_path: Path, registry: Registry) -> None:
+    """Four processes: heads are divided within a lane, experts among all."""
+    asked = options(model=folder_of(tmp_path, MLA), **SMALL)
+    requests = [request(f"{name} {place}", PROMPTS[place], **ASKED[name]) for place, name in enumerate(("greedy", "logprobs"))]
+    one = serve(Engine.build(asked, registry), requests)
+    engine = Engine.build(dataclasses.replace(asked, tp=2, dp_attention=2, ep=True), registry)
+    try:
+        assert_equal(serve(engine, requests), one)
+        assert ("lanes", "2") in {(setting, value) for setting, value, _ in engine.facts.decisions}
+        assert engine.facts.num_pages == 2 * SMALL["num_pages"]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"pp": 2}, "--dp-attention 2 does not run with --pp yet"),
+        ({"drafter": "lookup"}, "--dp-attention 2 does not run with --drafter yet"),
+        ({"kv_events": "tcp://*:5557", "micro_batches": True}, "does not run with --kv-events and --micro-batches yet"),
+        ({"record_steps": (3, "steps")}, "--dp-attention 2 does not run with --record-steps yet"),
+        ({"dp_attention": 0}, "dp_attention is 0, but must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_lanes_do_not_run_with_is_refused_by_name(changes: dict[str, object], why: str, registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=why):
+        choose(options(**{"dp_attention": 2, **changes}), registry)
+
+
+def test_a_family_that_does_not_run_in_lanes_is_refused_by_name(tmp_path: Path, registry: Registry) -> None:
+    choice = choose(options(model=folder_of(tmp_path, "bamba")), registry, parallel=ParallelFacts(num_lanes=2))
+    with pytest.raises(Unsupported, match=r"the family bamba, from .* does not run in lanes; leave --dp-attention out"):
+        refuse_for_ranks(choice)

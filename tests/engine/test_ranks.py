@@ -6,7 +6,7 @@ Ranks are threads. With float64 as the truth, the error of several ranks may be 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,18 +14,24 @@ import torch
 import torch.nn.functional as F
 from engine import hybrid_model
 from engine.hybrid_reference import SIZES
-from pairwise import in_turn
+from pairwise import in_turn, spread
 from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, grouped_expert_shape, latent_shape, shape
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
 from enginery.contracts.model import ModelFacts, ModelSpec
+from enginery.contracts.ops import Routed
+from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.weights import ExpertNames, ExpertsShape
 from enginery.errors import Unsupported
+from enginery.nn.moe import OwnExperts
+from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.model_ranks import tensors_asked_for
 from enginery.testing.kits.ranks import RankAnswer, RankThreads
-from enginery.testing.kits.weights import WholeTensors
+from enginery.testing.kits.weights import WholeTensors, weights_of
 from enginery.worker.weights.formats import FormatReader, stated_quantization
+from enginery.worker.weights.needed_weights import is_of_expert
 
 IDS = [5, 77, 200, 31, 8, 9, 140, 3, 99, 101, 55, 12, 13, 240, 7, 19, 5, 77, 64, 33, 17, 2, 90, 111]
 WORST = 1.25  # of the error of one rank
@@ -86,6 +92,13 @@ CONFIGS = {name: stated(config) for name, config in (FAMILIES | EXPERT_FAMILIES 
 CONFIGS |= {name: served(config) for name, config in OTHERS.items()} | {"ring": RING}
 CONFIGS["llama-odd-vocabulary"] = {**CONFIGS["llama"], "vocab_size": 251}
 CONFIGS["llama-tied-odd"] = {**CONFIGS["llama-tied"], "vocab_size": 251}
+EXPERTS = [  # those with a mixture of experts, of four or more
+    *("deepseek-v2-experts", "deepseek-v2-lite-experts", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "gpt-oss", "granite_moe"),
+    *("jamba", "kimi_linear", "longcat-flash", "mimo", "minimax", "minimax-m2", "mixtral", "nemotron_h_latent", "nemotron_h_moe"),
+    *("qwen2-moe", "qwen3-moe", "qwen3_5_moe", "qwen3_next", "ring"),
+]
+WITHOUT_LANES = ("hybrid", "bamba", "falcon_h1", "granite", "jamba", "lfm2", "mamba2", "nemotron_h")
+LANES = sorted(name for name in CONFIGS if not name.startswith(WITHOUT_LANES))
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +156,17 @@ class OneModel:
         self.tensors = whole_tensors(self.family, config, self.reader)
 
     def run(
-        self, dtype: torch.dtype, *, tensor_size: int = 1, num_stages: int = 1, rows: list[int] | None = None
+        self,
+        dtype: torch.dtype,
+        *,
+        ids: list[int] = IDS,
+        rows: list[int] | None = None,
+        beside: Sequence[list[int]] = (),
+        **ranks: Any,
     ) -> list[RankAnswer]:
+        """beside: what other lanes run. ranks: fields of `RankThreads`."""
         tensors = WholeTensors(self.tensors, dtype, self.reader)
-        ranks = RankThreads(family=self.family, config=self.config, tensors=tensors, tensor_size=tensor_size, num_stages=num_stages)
-        return ranks.run(IDS, rows)
+        return RankThreads(family=self.family, config=self.config, tensors=tensors, **ranks).run(ids, rows, beside=beside)
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +187,41 @@ def error(answer: RankAnswer, truth: RankAnswer) -> float:
 
 @in_turn(("model", sorted(CONFIGS)), ("tensor_size", [2, 4]), indirect=["model"])
 def test_tensor_ranks_are_as_close_to_float64_as_one(model: OneModel, tensor_size: int) -> None:
+    assert_close(model, tensor_size=tensor_size)
+
+
+@in_turn(("model", EXPERTS), ("tensor_size", [2, 4]), indirect=["model"])
+def test_ranks_with_some_of_the_experts_each_are_as_close(model: OneModel, tensor_size: int) -> None:
+    assert_close(model, tensor_size=tensor_size, cuts_experts=True)
+
+
+@in_turn(("model", spread(LANES, 16)), ("tensor_size", [1, 2]), ("cuts_experts", [False, True, True, False]), indirect=["model"])
+def test_lanes_compute_each_its_own_sequence(model: OneModel, tensor_size: int, cuts_experts: bool) -> None:
+    """Two, and the last layer for some rows alone; feed-forwards and the head are of all ranks."""
+    lanes, rows = [IDS, IDS[::-1]], [3, 11, 23]
+    answers = model.run(
+        torch.float32, rows=rows, beside=lanes[1:], tensor_size=tensor_size, cuts_experts=cuts_experts
+    )  # by lane, then by tensor rank
+    for lane, ids in enumerate(lanes):
+        (truth,), (one,) = model.run(torch.float64, ids=ids, rows=rows), model.run(torch.float32, ids=ids, rows=rows)
+        for rank in answers[lane * tensor_size : (lane + 1) * tensor_size]:
+            assert error(rank, truth) <= WORST * error(one, truth) + 1e-7
+            assert torch.equal(rank.hidden, answers[lane * tensor_size].hidden)
+            assert torch.equal(rank.best, one.logits.argmax(-1))
+
+
+def test_families_say_whether_they_run_in_lanes(registry: Registry) -> None:
+    """None that does is left out here."""
+    assert sorted(name for name, config in CONFIGS.items() if family_of(registry, config).lanes) == LANES
+
+
+def assert_close(model: OneModel, **ranks: Any) -> None:
+    """Several ranks are as close to float64 as one, and have the same bits. ranks: fields of `RankThreads`."""
     (truth,) = model.run(torch.float64)
-    exact = model.run(torch.float64, tensor_size=tensor_size)
+    exact = model.run(torch.float64, **ranks)
     assert error(exact[0], truth) < 1e-6  # norms, softmax and angles are float32 in both
     (one,) = model.run(torch.float32)
-    several = model.run(torch.float32, tensor_size=tensor_size)
+    several = model.run(torch.float32, **ranks)
     assert error(several[0], truth) <= WORST * error(one, truth) + 1e-7
     assert torch.equal(several[0].logits.argmax(-1), one.logits.argmax(-1))
     for rank in several:
@@ -208,10 +257,47 @@ def test_float8_blocks_are_shared_by_two_ranks_and_cut_by_none(registry: Registr
     model = OneModel(registry, FLOAT8)
     assert model.tensors["model.layers.1.mlp.experts.0.gate_proj.weight"].dtype is torch.float8_e4m3fn
     (truth,), (one,) = model.run(torch.float64), model.run(torch.float32)
-    several = model.run(torch.float32, tensor_size=2)
-    assert error(several[0], truth) <= WORST * error(one, truth) + 1e-7
+    for ranks in ({}, {"cuts_experts": True}):
+        several = model.run(torch.float32, tensor_size=2, **ranks)
+        assert error(several[0], truth) <= WORST * error(one, truth) + 1e-7
     with pytest.raises(Unsupported, match="experts has 256 in units of 128, which 4 ranks cannot share; 2 ranks can"):
         model.run(torch.float32, tensor_size=4)
+
+
+def test_every_family_with_experts_is_among_those_that_are_divided(registry: Registry) -> None:
+    asked = {name: tensors_asked_for(family_of(registry, config), config, None) for name, config in CONFIGS.items()}
+    of_experts = [name for name, tensors in asked.items() if any(map(is_of_expert, tensors))]
+    assert sorted(of_experts) == EXPERTS
+
+
+def test_experts_that_do_not_divide_are_one_more_on_some_ranks(registry: Registry) -> None:
+    """Of six on four ranks two have two; each rank reads its own, and together they read all."""
+    model = OneModel(registry, CONFIGS["qwen3-moe"] | {"num_experts": 6})
+    assert_close(model, tensor_size=4, cuts_experts=True)
+    read = []
+    for rank in range(4):
+        tensors = WholeTensors(model.tensors, torch.float32)
+        parallel = ParallelFacts(tensor_rank=rank, tensor_size=4, cuts_experts=True)
+        weights = weights_of(tensors, ops=reference_ops(), parallel=parallel).scope("model.layers.1.mlp")
+        weights.experts(ExpertsShape(names=ExpertNames(), count=6, inner=32, hidden=64))
+        read.append(sorted({int(name.split(".")[5]) for name in tensors.asked}))
+    assert read == [[0], [1, 2], [3], [4, 5]]
+
+
+def test_more_ranks_than_experts_are_refused(registry: Registry) -> None:
+    model = OneModel(registry, CONFIGS["qwen3-moe"] | {"num_experts": 3})
+    with pytest.raises(Unsupported, match=r"mlp\.experts has 3 in units of 1, which 4 ranks cannot share; 2 ranks can"):
+        model.run(torch.float32, tensor_size=4, cuts_experts=True)
+
+
+def test_what_another_rank_s_experts_would_give_does_not_count() -> None:
+    """Not even where an expert of this rank, in their place, would give infinity."""
+    shape = ExpertsShape(names=ExpertNames(), count=2, inner=1, hidden=3)
+    experts = OwnExperts(lambda x, routed: routed.weights.sum(-1, keepdim=True) * x, range(2, 4))
+    routed = Routed(torch.tensor([[2, 5], [0, 1]], dtype=torch.int32), torch.tensor([[0.5, 0.25], [0.5, 0.5]]))
+    assert experts(torch.ones(2, 3), routed).tolist() == [[0.5] * 3, [0.0] * 3]
+    bound = reference_ops().bind_experts(torch.full((2, 2, 3), torch.inf), torch.full((2, 3, 1), torch.inf), shape)
+    assert not OwnExperts(bound, range(2, 4))(torch.ones(1, 3), Routed(routed.ids[1:], routed.weights[1:])).any()
 
 
 REFUSED = {

@@ -287,7 +287,7 @@ def written_by_step(engine: Engine, requests: Sequence[GenerationRequest]) -> di
         engine.submit(request)
     while engine.has_work:
         engine.step()
-        for running in engine._scheduler._table.running:
+        for running in engine._scheduler.table.running:
             now = kept(engine, running.kv.pages, running.kv.num_written)
             before = found.get(running.request_id, now[:0])
             assert torch.equal(now[: len(before)], before), "what was kept stays"

@@ -163,12 +163,12 @@ def test_triton_in_its_interpreter_takes_its_experts_as_they_are_stored(
     assert len(called) >= 2 * 4, "two layers in each of four steps"
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2, 4])
-def test_ranks_have_whole_blocks_of_them(oracle: Oracle, tmp_path: Path, tensor_size: int) -> None:
+@pytest.mark.parametrize(("tensor_size", "cuts_experts"), [(1, False), (2, False), (4, False), (2, True)])
+def test_ranks_have_whole_blocks_of_them(oracle: Oracle, tmp_path: Path, tensor_size: int, cuts_experts: bool) -> None:
     packed = store_mxfp4(oracle, tmp_path)
     model = FolderModel(packed.folder, json.loads((packed.folder / "config.json").read_text()))
     expected = packed.logits(packed.prompts[4])
-    for answer in model.run(packed.prompts[4], torch.float32, tensor_size=tensor_size):
+    for answer in model.run(packed.prompts[4], torch.float32, tensor_size=tensor_size, cuts_experts=cuts_experts):
         torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
 
 
@@ -182,6 +182,8 @@ def test_ranks_share_blocks_that_do_not_divide(write_oracle: Callable[..., Oracl
         torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
     with pytest.raises(SkippedCheck, match="experts has 96 in units of 32, which 4 ranks cannot share; 2 ranks can"):
         model.run(packed.prompts[4], torch.float32, tensor_size=4)
+    for answer in model.run(packed.prompts[4], torch.float32, tensor_size=4, cuts_experts=True):
+        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
 
 
 def test_random_weights_in_mxfp4_have_the_size_of_others(oracle: Oracle, tmp_path: Path, registry: Registry) -> None:

@@ -19,13 +19,14 @@ from running import PATIENCE_S, SERVER, get, serving, started, wait_until
 
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import DraftCounts, EngineStats, KernelState
-from enginery.contracts.schedule import PageCounts
+from enginery.contracts.schedule import LaneCounts, PageCounts
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
 from enginery.serve.engine.messages import Flush, Profile
 from enginery.serve.engine.replica_options import replica_options
 from enginery.serve.engine.sent_prefixes import block_hashes
 from enginery.serve.engine.totals import total
+from enginery.serve.http import metrics
 from enginery.worker import device
 
 KILLED = "the engine's process was killed by SIGKILL"
@@ -279,6 +280,23 @@ def test_counters_of_engines_add_up():
     assert both.steps_by_backend == {"a": 4, "b": 1}
     assert both.pages == {"full": PageCounts(free=2, cached=4, total=8)}
     assert (both.drafts.told, both.drafts.by_position, both.kernels.seconds) == (6, (2,), 2.0)
+
+
+def test_lanes_are_told_one_by_one():
+    pages = {"full": PageCounts(free=1, cached=2, total=4)}
+    stats = EngineStats(
+        lanes=(LaneCounts(num_running=3, num_waiting=1, pages=pages), LaneCounts(num_running=0, num_waiting=5, pages={}))
+    )
+    told = {(sample.name, *sample.labels.values()): sample.value for metric in metrics._lanes(stats) for sample in metric.samples}
+    assert {key[1:]: value for key, value in told.items() if key[0] == "enginery:lane_requests"} == {
+        ("0", "running"): 3,
+        ("0", "waiting"): 1,
+        ("1", "running"): 0,
+        ("1", "waiting"): 5,
+    }
+    assert told["enginery:lane_memory_pages", "0", "full", "free"] == 1
+    assert not list(metrics._lanes(EngineStats()))
+    assert total([stats, stats]).lanes == 2 * stats.lanes
 
 
 def test_llm_says_what_there_is_instead():

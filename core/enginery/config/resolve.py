@@ -23,7 +23,7 @@ DEFAULT_PREFILL_FRACTION = 0.125
 _SHARES = ("memory_fraction", "prefill_fraction")
 _POSITIVE = (
     *("page_size", "max_batch_requests", "max_queued_requests", "max_batch_tokens"),
-    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens", "tp", "pp"),
+    *("num_pages", "max_model_len", "num_threads", "mla_chunk_tokens", "expected_tokens", "tp", "pp", "dp_attention"),
 )
 
 
@@ -102,7 +102,7 @@ def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, to
     if not asked.graphs or asked.check_attention:
         return 0, 0
     if device.kind != "cuda":
-        return (min(requests, MAX_RECORDED_REQUESTS) if asked.tp == asked.pp == 1 else 0), 0
+        return (min(requests, MAX_RECORDED_REQUESTS) if asked.num_ranks == 1 else 0), 0
     return min(requests, MAX_GRAPH_REQUESTS), min(tokens, MAX_PIECE_TOKENS)
 
 
@@ -122,6 +122,7 @@ def _check(asked: EngineOptions) -> None:
     _check_drafts(asked)
     _check_stages(asked)
     _check_placing(asked)
+    _check_lanes(asked)
     _check_events(asked)
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
@@ -138,12 +139,33 @@ def _check_stages(asked: EngineOptions) -> None:
 
 
 def _check_placing(asked: EngineOptions) -> None:
-    if asked.executor != "local" and asked.tp * asked.pp == 1:
+    if asked.ep and asked.tp * asked.dp_attention == 1:
+        raise ConfigError(
+            "--ep divides experts among the ranks of a stage, but there is one; give --tp or --dp-attention, or leave it out"
+        )
+    if asked.executor != "local" and asked.num_ranks == 1:
         raise ConfigError(
             f"executor is {asked.executor!r}, but there is one rank, which nobody places; give --tp or --pp, or leave it out"
         )
-    if asked.tp * asked.pp == 1 and (asked.listen is not None or asked.rank_key_file is not None):
+    if asked.num_ranks == 1 and (asked.listen is not None or asked.rank_key_file is not None):
         raise ConfigError("--listen and --rank-key-file are for other ranks, but there is one; give --tp or --pp, or drop both")
+
+
+def _check_lanes(asked: EngineOptions) -> None:
+    """What lanes do not run with yet."""
+    given = {
+        "--pp": asked.pp > 1,
+        "--drafter": asked.drafter != "off",
+        "--kv-events": asked.kv_events is not None,
+        "--record-steps": asked.record_steps is not None,
+        "--micro-batches": asked.micro_batches,
+        "--sparse-coordinator": asked.sparse_coordinator != "off",
+    }
+    refused = [flag for flag, is_given in given.items() if is_given]
+    if asked.dp_attention > 1 and refused:
+        raise ConfigError(
+            f"--dp-attention {asked.dp_attention} does not run with {' and '.join(refused)} yet; leave one of them out"
+        )
 
 
 def _check_events(asked: EngineOptions) -> None:

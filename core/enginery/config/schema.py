@@ -36,7 +36,9 @@ class EngineOptions:
     model, if any. draft_model: folder, installed checkpoint or hub id of a drafter that is a model. draft_length: tokens that are
     guessed of a request in a step, or auto: as many as pay.
     tp: tensor parallelism, processes that have a part of each layer. pp: pipeline parallelism, stages of some layers each, as many
-    steps are on their way; pp_layers: decoder layers of each stage, with commas between them. num_threads: of all on a host.
+    steps are on their way; pp_layers: decoder layers of each stage, with commas between them. ep: ranks have some of the experts
+    each, not a part of every one. dp_attention: lanes with requests and KV memory of their own, which run attention each and all
+    else together; pages, tokens and requests of a step are of each lane. num_threads: of all on a host.
     executor: what places the processes of ranks. listen: address of this host where ranks of other hosts join; rank_key_file: with
     the key of both sides. step_deadline: seconds after which a rank that does not get on is given up, and the engine with it.
     kv_events, kv_events_replay: ZeroMQ addresses where what comes into the prefix cache and goes is published, and published again;
@@ -91,6 +93,8 @@ class EngineOptions:
     tp: int = 1
     pp: int = 1
     pp_layers: str | None = None
+    ep: bool = False
+    dp_attention: int = 1
     executor: str = "local"
     listen: str | None = None
     rank_key_file: str | None = None
@@ -102,6 +106,11 @@ class EngineOptions:
     blocked_plugins: tuple[str, ...] = ()
     no_plugins: bool = False
     plugin_options: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run the model together."""
+        return self.tp * self.pp * self.dp_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +139,8 @@ class Decision:
 class ScheduleSettings:
     """What the scheduler is told. Lengths are in tokens; `prefill_fraction` is explained at `EngineOptions`.
 
-    stages: of a pipeline: so many steps are in flight, none with inputs that are pending.
+    stages: of a pipeline: so many steps are in flight, none with inputs that are pending. first_seat: of a lane, whose seats follow
+    those of the lanes before; pages and requests in a step are its own, `max_queued_requests` is of all lanes.
     """
 
     page_size: int
@@ -142,3 +152,4 @@ class ScheduleSettings:
     max_queued_requests: int
     prefix_cache: bool
     stages: int = 1
+    first_seat: int = 0

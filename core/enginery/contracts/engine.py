@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from enginery.contracts.request import GenerationRequest, RequestOutput
-from enginery.contracts.schedule import PageCounts
+from enginery.contracts.schedule import LaneCounts, PageCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,8 @@ class EngineFacts:
 
     model_name: what it is served as, the first of served_names. tokenizer_folder: empty if it is the model's. note: what must be
     said about the checkpoint. decisions: (setting, value, reason) of all that was chosen. considered: attention backends by
-    role and sets of operations, each with why it was refused. memory_plan: the plan, for people.
+    role and sets of operations, each with why it was refused. memory_plan: the plan of one rank, for people. num_pages: of all
+    lanes.
     phases_s: seconds of each phase of the start.
     """
 
@@ -99,7 +100,7 @@ class EngineStats:
     kind. num_tokens: rows of all batches. steps_by_size: steps of up to so many tokens as `STEP_SIZES` says, and last those of
     more. num_graph_steps: run by a captured graph. host_s: of scheduling, building, planning and launching. num_failed_steps:
     given up with their requests. num_nan: requests that ended for NaN logits. steps_by_backend: steps by the attention backends
-    they ran. attn_backend: those that run now.
+    they ran. attn_backend: those that run now. lanes: how each is; none where there is one.
     """
 
     num_running: int = 0
@@ -121,6 +122,7 @@ class EngineStats:
     kernels: KernelState = field(default_factory=KernelState)
     pages: Mapping[str, PageCounts] = field(default_factory=dict)
     drafts: DraftCounts = DraftCounts()
+    lanes: tuple[LaneCounts, ...] = ()
 
 
 class EngineMeter(Protocol):

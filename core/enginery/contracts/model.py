@@ -131,12 +131,16 @@ class WeightSource(Protocol):
         """The same source with `prefix` and a dot before every name."""
         ...
 
+    def over_lanes(self) -> WeightSource:
+        """The same source for the products of a feed-forward: it is given the rows of all lanes, and cut over the ranks of all."""
+        ...
+
     def linear(self, shape: LinearShape) -> Linear:
         """A product bound to its weights. Raises `Unsupported` for sizes that the ranks cannot share."""
         ...
 
     def experts(self, shape: ExpertsShape) -> Experts:
-        """Experts bound to their weights. With several ranks they give partial sums, which the caller has to add."""
+        """Experts bound to their weights, of all lanes. With several ranks they give partial sums, which the caller has to add."""
         ...
 
     def take(
@@ -159,6 +163,13 @@ class WeightSource(Protocol):
 
     def share(self, size: int, *, unit: int = 1) -> range:
         """Which of `size` rows this rank has of what is cut, in multiples of `unit`: for what is computed, as decays of heads."""
+        ...
+
+    def own_experts(self, count: int) -> range:
+        """Which of so many experts this rank computes whole; all of them where it has a part of each, or is alone.
+
+        Where it has some, `experts` gives nothing for the others, whose rank adds them. What is no expert is cut as ever.
+        """
         ...
 
     def has(self, name: str) -> bool:
@@ -265,7 +276,8 @@ class ModelSpec:
     facts, without torch; raises `CheckpointError` for what it cannot serve. build: imports what is heavy. ignored_weights: fnmatch
     patterns of tensors that checkpoints carry and the model does not need, or what gives them for a config.json.
     stacked_weights: by the end of a tensor's name, the ends of those that are stacked in it, with `{}` for the index along its
-    first dimension, see `unstack`.
+    first dimension, see `unstack`. lanes: whether it may run in several (`--dp-attention`): its feed-forwards are given
+    `Collectives.all_rows`, and take their products from `WeightSource.over_lanes`.
     """
 
     name: str
@@ -277,6 +289,7 @@ class ModelSpec:
     refuse: Callable[[Mapping[str, object]], list[Reason]] = _refuses_nothing
     ignored_weights: tuple[str, ...] | Callable[[Mapping[str, object]], Sequence[str]] = ()
     stacked_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lanes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class ParallelFacts:
 
     tensor_rank: among the ranks that have a part of each layer. lane: among groups that have requests of their own. stage: among
     the pipeline's stages, each with layers of its own. layers_by_stage: how many decoder layers each has; empty: evenly divided,
-    or, before weights are read, by what they cost.
+    or, before weights are read, by what they cost. cuts_experts: a rank has some of the experts whole, not a part of each.
     """
 
     tensor_rank: int = 0
@@ -41,11 +41,20 @@ class ParallelFacts:
     stage: int = 0
     num_stages: int = 1
     layers_by_stage: tuple[int, ...] = ()
+    cuts_experts: bool = False
 
     def of_rank(self, rank: int) -> ParallelFacts:
-        """Of another rank. They are counted from the first tensor rank of the last stage, which schedules and samples."""
+        """Of another rank. They are counted from the first tensor rank of the last stage's first lane, which schedules and samples:
+        tensor ranks, then lanes, then the stages before.
+        """
         behind, tensor_rank = divmod(rank, self.tensor_size)
-        return dataclasses.replace(self, tensor_rank=tensor_rank, stage=self.num_stages - 1 - behind)
+        behind, lane = divmod(behind, self.num_lanes)
+        return dataclasses.replace(self, tensor_rank=tensor_rank, lane=lane, stage=self.num_stages - 1 - behind)
+
+    def over_lanes(self) -> ParallelFacts:
+        """The ranks of all lanes as those of one: each has a part of what is given the rows of all lanes."""
+        rank = self.lane * self.tensor_size + self.tensor_rank
+        return dataclasses.replace(self, tensor_rank=rank, tensor_size=self.num_lanes * self.tensor_size, lane=0, num_lanes=1)
 
     @property
     def is_last_stage(self) -> bool:
@@ -54,17 +63,18 @@ class ParallelFacts:
 
     @property
     def rank(self) -> int:
-        """The number of this process among all of one lane."""
-        return (self.num_stages - 1 - self.stage) * self.tensor_size + self.tensor_rank
+        """The number of this process among all."""
+        return ((self.num_stages - 1 - self.stage) * self.num_lanes + self.lane) * self.tensor_size + self.tensor_rank
 
     @property
     def num_ranks(self) -> int:
-        """How many processes run one lane."""
-        return self.tensor_size * self.num_stages
+        """How many processes run the model."""
+        return self.tensor_size * self.num_lanes * self.num_stages
 
     def __str__(self) -> str:
+        of_lane = f" of lane {self.lane}" if self.num_lanes > 1 else ""
         of_stage = f" of stage {self.stage}" if self.num_stages > 1 else ""
-        return f"rank {self.rank}, tensor rank {self.tensor_rank}{of_stage}"
+        return f"rank {self.rank}, tensor rank {self.tensor_rank}{of_lane}{of_stage}"
 
 
 WHOLE: Final = ParallelFacts()  # one process has all of the model

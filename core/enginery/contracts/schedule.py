@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from enginery.contracts.versions import ApiVersion
@@ -25,6 +25,28 @@ class PageCounts:
     free: int
     cached: int
     total: int
+
+
+def all_pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts]:
+    """Of several owners of pages together, by kind of memory."""
+    kinds = dict.fromkeys(kind for pages in every for kind in pages)
+    return {
+        kind: PageCounts(
+            free=sum(pages[kind].free for pages in every if kind in pages),
+            cached=sum(pages[kind].cached for pages in every if kind in pages),
+            total=sum(pages[kind].total for pages in every if kind in pages),
+        )
+        for kind in kinds
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneCounts:
+    """One of several lanes: its requests, and its pages by kind of memory."""
+
+    num_running: int
+    num_waiting: int
+    pages: Mapping[str, PageCounts]
 
 
 @dataclass(frozen=True, kw_only=True)

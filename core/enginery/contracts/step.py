@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -118,7 +118,8 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     of each draft of the leading items the row of its item that it follows, 0 for the first. inputs: what only one model or plugin
     knows, by the name of its `NamedTensor`, in its dtype; what is not there is zeros. decode_len: rows of each of the leading items
     in a step that verifies drafts; what an item has fewer is padding behind its tokens, in scratch memory. draft_len: how many
-    tokens a draft model guesses to follow.
+    tokens a draft model guesses to follow. lanes: what each lane runs, all with one number, run and padding; the items are then
+    those of all, see `together`, and what is not there is in the lanes' alone.
     """
 
     number: int
@@ -136,6 +137,18 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     inputs: dict[str, bytes] = {}
     decode_len: int = 1
     draft_len: int = 0
+    lanes: tuple[StepInput, ...] = ()
+
+    def of_lane(self, lane: int) -> StepInput:
+        """What one of the lanes runs; where there is one, this."""
+        return self.lanes[lane] if self.lanes else self
+
+    @functools.cached_property
+    def lane_places(self) -> list[np.ndarray]:
+        """Of each lane, where its items are among those of all: [B] int64 each."""
+        is_prompt = [np.arange(step.num_items) >= step.num_decode for step in self.lanes]
+        places = np.argsort(np.argsort(np.concatenate(is_prompt), kind="stable"), kind="stable")
+        return np.split(places, np.cumsum([step.num_items for step in self.lanes])[:-1])
 
     @property
     def num_items(self) -> int:
@@ -178,14 +191,39 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
 ITEM_BYTES: Final = 4 * len(Item._fields)
 
 
+def together(lanes: Sequence[StepInput]) -> StepInput:
+    """The step of these lanes: the items that decode of each lane in turn, then those at their prompts."""
+    first, count = lanes[0], sum(step.num_items for step in lanes)
+    step = StepInput(
+        number=first.number,
+        phase=phase_of([step.phase for step in lanes]),
+        run=first.run,
+        padded=first.padded,
+        num_decode=sum(step.num_decode for step in lanes),
+        lanes=tuple(lanes),
+    )
+    items, embedding = np.empty((count, len(Item._fields)), INT), []
+    for lane, places in zip(lanes, step.lane_places, strict=True):
+        items[places] = np.frombuffer(lane.items, INT).reshape(-1, len(Item._fields))
+        embedding.append(places[np.frombuffer(lane.embedding, INT)].astype(INT))
+    return msgspec.structs.replace(step, items=items.tobytes(), embedding=np.concatenate(embedding).tobytes())
+
+
+def phase_of(phases: Iterable[Phase]) -> Phase:
+    """Of a step whose lanes are in these."""
+    found = set(phases) - {Phase.IDLE}
+    return Phase.MIXED if len(found) > 1 else next(iter(found), Phase.IDLE)
+
+
 def pack(step: StepInput) -> bytes:
-    """The step as msgpack."""
-    return msgspec.msgpack.encode(step)
+    """The step as msgpack; of lanes, theirs."""
+    return msgspec.msgpack.encode(step.lanes or step)
 
 
 def unpack(packed: bytes) -> StepInput:
     """The step that `pack` was given. Raises `msgspec.DecodeError` for anything else."""
-    return msgspec.msgpack.decode(packed, type=StepInput)
+    found = msgspec.msgpack.decode(packed, type=StepInput | list[StepInput])
+    return found if isinstance(found, StepInput) else together(found)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

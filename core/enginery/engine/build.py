@@ -23,7 +23,7 @@ from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
-from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
+from enginery.contracts.batch import FULL, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
@@ -32,12 +32,7 @@ from enginery.engine.changeover import Changeover
 from enginery.engine.kv_events.off import NoEvents, PrefixEvents
 from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
-from enginery.kv.finite import FiniteMemory
-from enginery.kv.kinds import WindowKind
-from enginery.kv.pages import PageAllocator
 from enginery.kv.pool import PagedKVPool, page_bytes
-from enginery.kv.prefix import NoPrefixCache, PrefixCache, PrefixWatcher, RadixPrefixCache
-from enginery.kv.resume import ResumePoints
 from enginery.kv.states import RecurrentStatePool, state_bytes
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
@@ -146,7 +141,7 @@ def build_parts(
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
-        geometry = with_pages(no_pages(choice), memory, max_requests=choice.settings.max_batch_requests, asked=pages)
+        geometry = with_pages(no_pages(choice), memory, max_requests=choice.num_seats, asked=pages)
         pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
     with phases("attention"):
         attention = attention_parts(asked, choice, registry, pool=pool, states=states)
@@ -157,7 +152,7 @@ def build_parts(
         comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket, comm=comm)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
-        model = met.joined(model, choice)
+        model = met.joined(model, choice, geometry)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.draft_length)
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
@@ -245,6 +240,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
             backend_bytes=_backend_bytes(choice) + _kept_bytes(choice) + _recorded_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
+            num_lanes=choice.parallel.num_lanes,
         ),
         page_bytes=page_bytes(geometry) + (0 if draft is None else draft.page_bytes),
         others=OtherKinds(
@@ -345,24 +341,6 @@ def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model,
                 results=choice.results,
                 named=named,
             )
-
-
-def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:
-    """Who counts the pages of each kind that the memory plan gives, and the cache of their prefixes. watcher: of these."""
-    memory, settings = parts.memory, parts.choice.settings
-    allocator, window, states = PageAllocator(memory.num_pages), None, None
-    others: dict[str, PageAllocator] = {}
-    if memory.window is not None:
-        window = WindowKind.of(memory.window_pages, window=memory.window, page_size=memory.page_size)
-        others[WINDOW] = window.allocator
-    if memory.state_pages:
-        states = others[STATE] = PageAllocator(memory.state_pages)
-    cache: PrefixCache = NoPrefixCache()
-    if settings.prefix_cache:
-        points = ResumePoints(others, None if watcher is None else watcher.given_up) if others else None
-        cache = RadixPrefixCache(memory.page_size, allocator, points, watcher)
-    finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
-    return cache, allocator, finite
 
 
 def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:

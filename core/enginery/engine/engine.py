@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from enginery.config.schema import EngineOptions, ScheduleSettings
+from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput
-from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of, page_owners
+from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
 from enginery.engine.facts import facts_of
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
@@ -26,11 +26,10 @@ from enginery.engine.meter import StepMeter, SteppedAt
 from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
 from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling
+from enginery.engine.scheduling import scheduling_of
 from enginery.errors import Overloaded, RequestError
-from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
-from enginery.schedule.scheduler import Scheduler
 from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
@@ -80,34 +79,16 @@ class Engine:
         ranks: Ranks = NO_RANKS,
     ) -> None:
         """forced: for benchmarks, see `ForcedAcceptance`. ranks: the others."""
-        choice, memory = parts.choice, parts.memory
+        choice = parts.choice
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
         self.facts = facts_of(parts)
         self._seeds = random.Random(asked.seed + asked.dp_rank)
         self._kv_events = kv_events_of(asked, parts)
-        self._cache, allocator, finite = page_owners(parts, self._kv_events.watcher)
         self._made = MadeDrafts()
         self._drafting = _drafting_of(asked, parts, registry, self._made)
-        self._scheduler = Scheduler(
-            ScheduleSettings(
-                page_size=asked.page_size,
-                num_pages=memory.num_pages,
-                max_model_len=settings.max_model_len,
-                max_batch_tokens=settings.max_batch_tokens,
-                max_batch_requests=settings.max_batch_requests,
-                prefill_fraction=settings.prefill_fraction,
-                max_queued_requests=asked.max_queued_requests,
-                prefix_cache=settings.prefix_cache,
-                stages=asked.pp,
-            ),
-            guarded_policy(registry.schedule_policy(asked.schedule_policy)),
-            cache=self._cache,
-            allocator=allocator,
-            finite=finite,
-            eos_token_ids=eos_token_ids,
-            drafting=self._drafting,
-        )
+        self._scheduling = scheduling_of(asked, parts, registry, watcher=self._kv_events.watcher, drafting=self._drafting)
+        self._scheduler = self._scheduling.scheduler
         folder = choice.checkpoint.tokenizer_folder
         vocabulary = Vocabulary(folder=folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)
         self._grammars = GrammarQueue(Compilers(registry, vocabulary))
@@ -231,8 +212,8 @@ class Engine:
 
     def flush_prefix_cache(self) -> int:
         """Free the cached pages that no request uses. Returns how many."""
-        freed = self._cache.evict(self._cache.num_evictable)
-        if not self._cache.num_cached:
+        freed, is_empty = self._scheduling.flush()
+        if is_empty:
             self._kv_events.cleared()
         return freed
 

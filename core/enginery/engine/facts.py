@@ -19,7 +19,7 @@ def facts_of(parts: BuiltParts) -> EngineFacts:
         vocab_size=choice.facts.vocab_size,
         dtype=choice.settings.dtype,
         attn_backend=choice.attention.name,
-        num_pages=memory.num_pages,
+        num_pages=choice.parallel.num_lanes * memory.num_pages,
         page_size=memory.page_size,
         eos_token_ids=tuple(sorted(choice.checkpoint.eos_token_ids)),
         considered=choice.considered,

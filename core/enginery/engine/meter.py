@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_left
 from collections import Counter
@@ -12,14 +13,14 @@ from typing import Final, NamedTuple
 from enginery.contracts.engine import STEP_SIZES, DraftCounts, EngineFacts, EngineStats, KernelState
 from enginery.contracts.request import RequestOutput
 from enginery.contracts.schedule import StepReport
-from enginery.contracts.step import StepInput, StepOutput
+from enginery.contracts.step import StepInput, StepOutput, StepTimes
 from enginery.engine.changeover import Changeover
-from enginery.engine.step_trace import StepTrace
 from enginery.plugin.registry import Registry
-from enginery.schedule.scheduler import Scheduler
+from enginery.schedule.lanes import AnyScheduler
 
 log = logging.getLogger(__name__)
 
+_PARTS: Final = ("schedule", "build", "plan", "launch")  # of a step on the host
 _ENOUGH_VERIFICATIONS: Final = 256
 _USEFUL: Final = 1.1  # tokens a verification; a draft model that lacks weights, or was made for another target, is near 1
 
@@ -32,6 +33,34 @@ class SteppedAt(NamedTuple):
     num_preempted: int
 
 
+class StepTrace:
+    """Collects `num_steps` steps, then writes them to `path`, once: for chrome://tracing or ui.perfetto.dev."""
+
+    def __init__(self, num_steps: int, path: Path) -> None:
+        self.path = path
+        self._missing = num_steps
+        self._events: list[dict[str, object]] = []
+
+    def add(self, step: StepInput, times: StepTimes, *, began_s: float, scheduled_s: float, waited_from_s: float) -> None:
+        """A step whose tokens have just come; the host has waited for them from `waited_from_s`."""
+        if not self._missing:
+            return
+        edges = [began_s, scheduled_s, times.laid_out_s, times.planned_s, times.launched_s]
+        said = {"requests": step.num_items, "tokens": step.num_tokens, "decoding": step.num_decode}
+        for name, start, end in zip(_PARTS, edges[:-1], edges[1:], strict=True):
+            self._event(name, start, end, said)
+        self._event("wait", waited_from_s, times.arrived_s, said)
+        self._missing -= 1
+        if not self._missing:
+            self.path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
+            log.warning("the trace of %d steps is in %s", len(self._events) // (len(_PARTS) + 1), self.path)
+
+    def _event(self, name: str, start_s: float, end_s: float, said: dict[str, int]) -> None:
+        """Times of the format are in microseconds."""
+        times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+        self._events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, "args": said, **times})
+
+
 class StepMeter:
     """Told of every step once. changeover: None if the chosen attention backends run from the start.
 
@@ -41,7 +70,7 @@ class StepMeter:
     def __init__(
         self,
         registry: Registry,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         facts: EngineFacts,
         *,
         changeover: Changeover | None,
@@ -120,6 +149,7 @@ class StepMeter:
             free_pages=sum(counts.free for counts in pages.values()),
             cached_pages=sum(counts.cached for counts in pages.values()),
             pages=pages,
+            lanes=scheduler.lanes,
             num_steps=self.num_steps,
             num_graph_steps=self._num_graph_steps,
             num_failed_steps=self._num_failed_steps,

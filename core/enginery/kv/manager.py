@@ -21,8 +21,8 @@ class SequenceKV:
     belong to the prefix cache and are locked. num_shared: tokens whose pages it found there; where they are computed again, they
     are not written again. num_told: how many pages the workers have been told. announced: the page that it computes next, for which
     others wait. num_written: tokens that completed steps have computed, or that it found in the cache and need not compute. ready:
-    items of one token that begin before it need no new page and no decision. seat: its number among the running sequences, 0 ..
-    num_seats - 1; meaningless while it has no pages.
+    items of one token that begin before it need no new page and no decision. seat: its number among the running sequences;
+    meaningless while it has no pages.
 
     window, states: its pages of these kinds. marks: where resume points are to be made of its prompt, in order. points: those that
     were made and are not in the tree.
@@ -49,17 +49,25 @@ class KVCacheManager:
     """Moves sequences in and out of KV memory. It knows token ids, pages and salts, and no requests.
 
     The slot of a token: `pages[position // page_size] * page_size + position % page_size`. released: seats that were given back
-    since the workers were told; whoever tells them clears it. finite: memory of the kinds beside `full`; None: the model has none.
+    since the workers were told; whoever tells them clears it. seats: those that it may give. finite: memory of the kinds beside
+    `full`; None: the model has none.
     """
 
     def __init__(
-        self, page_size: int, cache: PrefixCache, allocator: PageAllocator, *, num_seats: int, finite: FiniteMemory | None = None
+        self,
+        page_size: int,
+        cache: PrefixCache,
+        allocator: PageAllocator,
+        *,
+        seats: range,
+        finite: FiniteMemory | None = None,
     ) -> None:
         self.page_size = page_size
         self.cache = cache
         self.allocator = allocator
         self.finite = finite or FiniteMemory(page_size, cache)
-        self.free_seats = list(range(num_seats - 1, -1, -1))
+        self.seats = seats
+        self.free_seats = list(reversed(seats))
         self.released: list[int] = []
 
     @property

@@ -36,7 +36,7 @@ class GatedMLP:
         packed: str | None = None,
     ) -> None:
         """packed: the module that has gate and up in one piece, where the checkpoint stores them so."""
-        hidden, inner = context.facts.hidden_size, intermediate_size
+        hidden, inner, weights = context.facts.hidden_size, intermediate_size, weights.over_lanes()
         names = ("gate_proj", "up_proj") if packed is None else (packed,)
         self.gate_up = weights.linear(LinearShape(names=names, rows=(inner, inner), columns=hidden, cut=Cut.ROWS, bias=bias))
         self.down = weights.linear(

@@ -41,6 +41,25 @@ class JoinedExperts:
         return out
 
 
+class OwnExperts:
+    """Some of the experts, of which a rank has each whole: what is routed to others adds nothing here."""
+
+    def __init__(self, experts: ExpertsFn, own: range) -> None:
+        """experts: those of `own`, counted from 0."""
+        self._experts, self._first, self._count = experts, own.start, len(own)
+
+    def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """[T, C] -> [T, C].
+
+        Kernels take K experts of each token, no fewer. So another rank's is replaced by one of the token's own here, which is read
+        anyway, with a weight of zero.
+        """
+        places = routed.ids - self._first  # [T, K]
+        is_own = (places >= 0) & (places < self._count)
+        some = torch.where(is_own, places, -1).amax(-1, keepdim=True).clamp(min=0)  # [T, 1]
+        return self._experts(x, Routed(torch.where(is_own, places, some), routed.weights.masked_fill(~is_own, 0.0)))
+
+
 class BoundExperts:
     """Implements `enginery.contracts.weights.Experts` over what an operation bound."""
 
@@ -57,13 +76,14 @@ class MixtureOfExperts:
     """Each token's own few of many gated MLPs, weighted and summed, and the shared one with them.
 
     A shared expert of inner size S I is the sum of S experts, so few tokens have those too, in the same kernels. For many tokens,
-    and if it cannot be cut so, it is a product of its own. Every rank has some columns of each expert, and the router whole.
+    and if it cannot be cut so, it is a product of its own. Every rank has some columns of each expert, or some experts, and the
+    router whole.
     """
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, experts: MixtureShape, mlp_bias: bool) -> None:
         """mlp_bias: of the shared expert."""
         count, hidden, ops, names = experts.num_experts, context.facts.hidden_size, context.ops, experts.names
-        self.num_joined = _num_joined(experts, mlp_bias=mlp_bias)
+        self.num_joined = 0 if len(weights.own_experts(count)) < count else _num_joined(experts, mlp_bias=mlp_bias)
         self.experts = weights.experts(
             ExpertsShape(
                 names=names,

@@ -35,7 +35,7 @@ def bind_experts(
     shape: ExpertsShape,
     biases: ExpertBiases | None = None,
 ) -> ExpertsFn:
-    """Stored weights are widened when an expert is used."""
+    """Stored weights are widened when an expert is used. A weight of zero adds nothing, and takes no time."""
 
     def weight(of: torch.Tensor | StoredWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:
         return of[expert] if isinstance(of, torch.Tensor) else widen(one_expert(of, expert), dtype)
@@ -43,7 +43,9 @@ def bind_experts(
     def experts(x: torch.Tensor, routed: Routed) -> torch.Tensor:
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         for expert in torch.unique(routed.ids).tolist():
-            token, place = (routed.ids == expert).nonzero(as_tuple=True)
+            token, place = ((routed.ids == expert) & (routed.weights != 0)).nonzero(as_tuple=True)
+            if not len(token):
+                continue
             first, second = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
             hidden = gated(F.linear(x[token], weight(gate_up, expert, x.dtype), first), shape.activation)
             answer = F.linear(hidden, weight(down, expert, x.dtype), second)

@@ -46,10 +46,7 @@ class WaitingQueue:
     def accept(self, asked: GenerationRequest, arrival_s: float) -> Request:
         """Make a request of what a sender asks for, ready to be added. Raises `RequestError` if it can never run."""
         limit = token_limit(asked, self._settings)
-        try:
-            token_ids = array(TOKEN_TYPECODE, asked.prompt_token_ids)
-        except (OverflowError, TypeError) as error:
-            raise RequestError(f"the prompt contains something that is no token id: {error}", param="prompt") from error
+        token_ids = prompt_tokens(asked)
         facts = QueuedFacts(
             request_id=asked.request_id, priority=asked.priority, arrival_s=arrival_s, num_tokens=len(asked.prompt_token_ids)
         )
@@ -105,6 +102,14 @@ def _greedy_from(asked: GenerationRequest) -> int:
     if params.temperature >= LEAST_TEMPERATURE or params.reads_tokens or params.logit_bias:
         return NEVER
     return len(asked.prompt_token_ids) + params.min_tokens
+
+
+def prompt_tokens(asked: GenerationRequest) -> array[int]:
+    """Those of the prompt, of int32. Raises `RequestError` if one is none."""
+    try:
+        return array(TOKEN_TYPECODE, asked.prompt_token_ids)
+    except (OverflowError, TypeError) as error:
+        raise RequestError(f"the prompt contains something that is no token id: {error}", param="prompt") from error
 
 
 def token_limit(asked: GenerationRequest, settings: ScheduleSettings) -> int:

@@ -12,7 +12,7 @@ from enginery.config.schema import ScheduleSettings
 from enginery.contracts.batch import FULL
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest, RequestOutput
-from enginery.contracts.schedule import PageCounts, SchedulePolicySpec
+from enginery.contracts.schedule import LaneCounts, PageCounts, SchedulePolicySpec
 from enginery.contracts.step import NO_SIZES, RunSizes, StepInput, StepOutput
 from enginery.errors import RequestError
 from enginery.kv.finite import FiniteMemory
@@ -23,6 +23,7 @@ from enginery.schedule.planner import NO_DRAFTS, BatchPlanner
 from enginery.schedule.queue import WaitingQueue
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.results import note_prompt, take_in
+from enginery.schedule.step import Agreed, StepBuilder, agreed
 from enginery.schedule.table import RequestTable
 
 
@@ -44,8 +45,9 @@ class Scheduler:
     Each non-empty step of `next_step` comes back through `complete` or `fail`, in order. `next_step` may be called again before:
     then inputs may be pending (`Item.pending`), and what later steps sample for a request that has ended is dropped.
 
-    next_number: of the next step that is not empty. requests: of the last call of `next_step`, in the order of the step's items.
-    preempted: ids of those that it made wait again.
+    settings: as it was given. table: where its requests stand. next_number: of the next step that is not empty. requests: of the
+    last call of `next_step`, in the order of the step's items. preempted: ids of those that it made wait again. lanes: there are
+    none to be told apart.
     """
 
     def __init__(
@@ -61,30 +63,32 @@ class Scheduler:
         drafting: Drafts | None = None,
     ) -> None:
         """drafting: asked before a step for drafts, if no step is in flight: only then all tokens of a request are known."""
-        self._settings = settings
+        self.settings = settings
         self._drafting = drafting
         self._clock = clock
-        self._kv = KVCacheManager(settings.page_size, cache, allocator, num_seats=settings.max_batch_requests, finite=finite)
-        self._table = RequestTable(self._kv, WaitingQueue(settings, policy, eos_token_ids))
+        seats = range(settings.first_seat, settings.first_seat + settings.max_batch_requests)
+        self._kv = KVCacheManager(settings.page_size, cache, allocator, seats=seats, finite=finite)
+        self.table = RequestTable(self._kv, WaitingQueue(settings, policy, eos_token_ids))
         self._in_flight: deque[tuple[StepInput, list[Request]]] = deque()
         self.next_number = 0
         self.requests: Sequence[Request] = ()
+        self.lanes: tuple[LaneCounts, ...] = ()
         self.preempted: Sequence[str] = ()
 
     @property
     def num_running(self) -> int:
         """Requests admitted and neither ended nor preempted."""
-        return len(self._table.running)
+        return len(self.table.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet, or preempted."""
-        return len(self._table.waiting) + len(self._table.held)
+        return len(self.table.waiting) + len(self.table.held)
 
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended or a step has not completed."""
-        return bool(self._table.by_id or self._in_flight)
+        return bool(self.table.by_id or self._in_flight)
 
     @property
     def pages(self) -> Mapping[str, PageCounts]:
@@ -95,28 +99,31 @@ class Scheduler:
             counts[kind] = PageCounts(free=other.num_free, cached=other.num_cached, total=other.num_pages)
         return counts
 
-    def submit(self, asked: GenerationRequest, *, held: bool = False) -> None:
-        """Queue it; held: only after `release`. Raises `RequestError` if it can never run, `QueueFull` if too many wait."""
-        if asked.request_id in self._table.by_id:
+    def submit(self, asked: GenerationRequest, *, held: bool = False, num_elsewhere: int = 0) -> None:
+        """Queue it; held: only after `release`. num_elsewhere: requests that wait in other lanes.
+
+        Raises `RequestError` if it can never run, `QueueFull` if too many wait.
+        """
+        if asked.request_id in self.table.by_id:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
-        request = self._table.waiting.accept(asked, self._clock())
-        self._table.waiting.check_room(num_held=len(self._table.held))
-        self._table.enlist(request)
+        request = self.table.waiting.accept(asked, self._clock())
+        self.table.waiting.check_room(num_held=len(self.table.held) + num_elsewhere)
+        self.table.enlist(request)
         if not held:
-            self._table.release(request)
+            self.table.release(request)
 
     def release(self, request_id: str, grammar: GrammarState) -> None:
         """Let a held request run, with what its output must be."""
-        request = self._table.by_id[request_id]
+        request = self.table.by_id[request_id]
         request.grammar = grammar
-        self._table.release(request)
+        self.table.release(request)
 
     def abort(self, request_id: str) -> bool:
         """End it, whatever it is doing; it gets no result. False if it is unknown or has ended."""
-        request = self._table.by_id.get(request_id)
+        request = self.table.by_id.get(request_id)
         if request is None:
             return False
-        self._table.end(request)
+        self.table.end(request)
         return True
 
     def next_step(self, sizes: RunSizes = NO_SIZES) -> StepInput:
@@ -124,14 +131,19 @@ class Scheduler:
 
         sizes: what the workers have graphs of.
         """
-        drafts = NO_DRAFTS if self._drafting is None or self._in_flight else self._drafting.propose(self._table)
-        planner = BatchPlanner(self._table, self._settings, drafts)
+        drafts = NO_DRAFTS if self._drafting is None or self._in_flight else self._drafting.propose(self.table)
+        planner = BatchPlanner(self.table, self.settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
             built.draft_len = self._drafting.length(len(built.requests))
-        self.requests, self.preempted = built.requests, planner.preempted
-        step = built.build(self.next_number, sizes, self._kv.released)
-        if built.requests:
+        self.preempted = planner.preempted
+        return self.begin(built, agreed([built], sizes))
+
+    def begin(self, built: StepBuilder, way: Agreed, *, even_idle: bool = False) -> StepInput:
+        """The planned step, which is in flight from now on, unless it is empty. even_idle: then too, as other lanes have work."""
+        self.requests = built.requests
+        step = built.build(self.next_number, way, self._kv.released)
+        if built.requests or even_idle:
             self._in_flight.append((step, built.requests))
             self._kv.released.clear()
             self.next_number += 1
@@ -154,43 +166,33 @@ class Scheduler:
                 if (added := take_in(request, index, output, refused, end=end, num_drafts=num_drafts)) is not None:
                     outputs.append(added)
                     if added.is_last:
-                        self._table.end(request)
+                        self.table.end(request)
                 if index >= step.num_decode or request.kv.points:
-                    self._offer(request, is_prompt=index >= step.num_decode)
+                    self.table.offer(request, is_prompt=index >= step.num_decode)
             if request.status is not RequestStatus.RUNNING:
-                self._table.settle(request)
+                self.table.settle(request)
         return outputs
-
-    def _offer(self, request: Request, *, is_prompt: bool) -> None:
-        """Put what it has computed into the prefix cache."""
-        if not request.in_flight:
-            self._kv.finite.points.take_back(request.kv)
-        if is_prompt and request.status is RequestStatus.RUNNING:
-            self._kv.share(request.kv)
-            self._table.place(request)
-        elif request.kv.points:
-            self._kv.finite.points.settle(request.kv)
 
     def fail(self, failed: StepInput | Iterable[str]) -> list[Request]:
         """End the requests of a step that did not complete, or those with these ids. Returns the ones that had not ended before."""
         if isinstance(failed, StepInput):
             requests = self._land(failed)
         else:
-            requests = [self._table.by_id[request_id] for request_id in failed if request_id in self._table.by_id]
+            requests = [self.table.by_id[request_id] for request_id in failed if request_id in self.table.by_id]
         ended = [request for request in requests if request.status is not RequestStatus.FINISHED]
         for request in ended:
-            self._table.end(request)
+            self.table.end(request)
         for request in requests:
-            self._table.settle(request)
+            self.table.settle(request)
         return ended
 
     def check_idle(self) -> None:
         """When no request holds pages, raise AssertionError unless free + cached pages = all pages, and no page is locked."""
-        self._table.check_idle()
+        self.table.check_idle()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has exactly one owner. For tests: walks everything."""
-        self._table.check_integrity()
+        self.table.check_integrity()
 
     def _land(self, step: StepInput) -> list[Request]:
         """The step is no longer in flight. Returns the requests of its items."""

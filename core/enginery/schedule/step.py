@@ -6,11 +6,11 @@ import struct
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, TypeAlias
 
 from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.drafting import ON_DEVICE, DraftTree
-from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way
+from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way, phase_of
 from enginery.kv.kinds import NO_STATE, StatePages
 from enginery.kv.manager import SequenceKV
 from enginery.schedule.request import Request
@@ -19,6 +19,7 @@ _pack_item: Final = struct.Struct(f"<{len(Item._fields)}i").pack
 _pack_state: Final = struct.Struct("<4i").pack
 _NO_DRAFTS: Final = 0
 _NO_ADAPTER: Final = -1
+Agreed: TypeAlias = tuple[Run, tuple[int, int]]  # of all lanes: the way of a step, and what each is padded to
 
 
 class _PageNews:
@@ -33,7 +34,10 @@ class _PageNews:
 
 
 class StepBuilder:
-    """Collects one step. requests: those of its items, in order."""
+    """Collects one step, of one lane. requests: those of its items, in order.
+
+    greedy: each token that is sampled is that of the largest logit. branches: whether drafts do.
+    """
 
     def __init__(self, *, has_states: bool = False) -> None:
         self.requests: list[Request] = []
@@ -41,7 +45,7 @@ class StepBuilder:
         self.num_tokens = 0
         self.decode_len = 1
         self.draft_len = 0
-        self._greedy = True
+        self.greedy = True
         self._items: list[bytes] = []
         self._ids = array("i")
         self._pages = _PageNews()
@@ -50,19 +54,19 @@ class StepBuilder:
         self._states: list[bytes] = []
         self._embedding: list[int] = []
         self._parents = array("i")
-        self._branches = False
+        self.branches = False
 
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
         """Schedule its last token and guesses at the next ones. It has the pages, and is in no step in flight."""
         start, count, kv = request.num_computed, 1 + len(drafts), request.kv
-        self._greedy &= start + 1 >= request.greedy_from
+        self.greedy &= start + 1 >= request.greedy_from
         self._ids.append(request.token_ids[start])
         pending = len(drafts) if ON_DEVICE in drafts else 0
         if not pending:
             self._ids.extend(drafts)
         parents: Sequence[int] = range(-1, len(drafts) - 1)
         if isinstance(drafts, DraftTree):
-            self._branches, parents = True, drafts.parents
+            self.branches, parents = True, drafts.parents
         self._parents.extend(parent + 1 for parent in parents)
         self._items.append(_pack_item(kv.seat, start, count, start, count, True, len(drafts), pending, _NO_ADAPTER))
         if self._has_states:
@@ -81,7 +85,7 @@ class StepBuilder:
         pending = start >= len(tokens)  # its one token is what its previous item samples, in a step that is still in flight
         if samples := end == request.num_expected:
             request.num_expected = end + 1
-            self._greedy &= end >= request.greedy_from
+            self.greedy &= end >= request.greedy_from
             if end == request.num_prompt_tokens and request.asked.embed:
                 self._embedding.append(len(self.requests))
         if num_tokens > 1:
@@ -116,21 +120,14 @@ class StepBuilder:
             self._window.pages.extend(window.pages[first - window.first :])
             window.num_told, window.first_told = window.stop, window.first
 
-    def build(self, number: int, sizes: RunSizes, released: Sequence[int]) -> StepInput:
+    def build(self, number: int, way: Agreed, released: Sequence[int]) -> StepInput:
         """The step as a value."""
-        phase = self._phase
-        if (length := self.decode_len) > 1:
-            most = 0 if self._branches else sizes.verified_rows  # trees are verified eagerly
-            sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
-        tokens_only = self._greedy and not any(request.reports_logprobs for request in self.requests)
-        way, size = choose_way(phase, len(self.requests), self.num_tokens, sizes=sizes, embeds=bool(self._embedding))
-        run = Run(way, size, self._greedy, tokens_only)
         news = {FULL: self._pages, WINDOW: self._window}
         return StepInput(
             number=number,
-            phase=phase,
-            run=run,
-            padded=_padded(run, len(self.requests), self.num_tokens, length=length),
+            phase=self.phase,
+            run=way[0],
+            padded=way[1],
             num_decode=self.num_decode,
             items=b"".join(self._items),
             input_ids=self._ids.tobytes(),
@@ -138,17 +135,41 @@ class StepBuilder:
             states=b"".join(self._states),
             released=array("i", released).tobytes(),
             embedding=array("i", self._embedding).tobytes(),
-            parents=self._parents.tobytes() if self._branches else b"",
+            parents=self._parents.tobytes() if self.branches else b"",
             decode_len=self.decode_len,
             draft_len=self.draft_len,
         )
 
     @property
-    def _phase(self) -> Phase:
+    def embeds(self) -> bool:
+        """Whether hidden states are asked for."""
+        return bool(self._embedding)
+
+    @property
+    def phase(self) -> Phase:
+        """What its items are at."""
         if self.num_decode == len(self.requests):
             plain = Phase.DECODE if self.decode_len == 1 else Phase.VERIFY
             return plain if self.requests else Phase.IDLE
         return Phase.MIXED if self.num_decode else Phase.PREFILL
+
+
+def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
+    """How a step of these lanes runs, those without work too, and what each is padded to: requests and tokens of the largest."""
+    length = max(built.decode_len for built in lanes)
+    if length > 1:
+        most = 0 if any(built.branches for built in lanes) else sizes.verified_rows  # trees are verified eagerly
+        sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
+    num_requests, num_tokens = max(len(built.requests) for built in lanes), max(built.num_tokens for built in lanes)
+    run = _run(lanes, num_requests, num_tokens, sizes=sizes)
+    return run, _padded(run, num_requests, num_tokens, length=length)
+
+
+def _run(lanes: Sequence[StepBuilder], num_requests: int, num_tokens: int, *, sizes: RunSizes) -> Run:
+    phase, greedy = phase_of(built.phase for built in lanes), all(built.greedy for built in lanes)
+    tokens_only = greedy and not any(request.reports_logprobs for built in lanes for request in built.requests)
+    way, size = choose_way(phase, num_requests, num_tokens, sizes=sizes, embeds=any(built.embeds for built in lanes))
+    return Run(way, size, greedy, tokens_only)
 
 
 def choose_way(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, embeds: bool) -> tuple[Way, int]:

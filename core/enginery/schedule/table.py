@@ -103,6 +103,29 @@ class RequestTable:
             request.status = RequestStatus.WAITING
             self.waiting.add(request)
 
+    def offer(self, request: Request, *, is_prompt: bool) -> None:
+        """Put what it has computed into the prefix cache."""
+        if not request.in_flight:
+            self.kv.finite.points.take_back(request.kv)
+        if is_prompt and request.status is RequestStatus.RUNNING:
+            self.kv.share(request.kv)
+            self.place(request)
+        elif request.kv.points:
+            self.kv.finite.points.settle(request.kv)
+
+    def num_cached(self, token_ids: array[int], salt: str) -> int:
+        """Tokens of a prompt that need not be computed, if it began now."""
+        found = self.kv.cache.match(token_ids, salt)
+        if self.kv.finite.allocators:
+            return 0 if found.point is None else found.point.position
+        return len(found.pages) * self.kv.page_size
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that its requests have yet to compute; one of each that decodes."""
+        running = sum(max(1, request.num_expected - request.num_computed) for request in self.running)
+        return self.waiting.num_tokens + running + sum(request.num_expected for request in self.held)
+
     def check_idle(self) -> None:
         """When no request holds pages, raise AssertionError unless every page is either free or in the cache, unlocked."""
         if self.running or self.leaving:
@@ -122,8 +145,8 @@ class RequestTable:
         owned = [page for request in resident for page in request.kv.pages if page not in cached]
         assert len(set(owned)) == len(owned), "two requests own one page"
         check_finite(self.kv.finite, [request.kv for request in resident])
-        states = [*self.kv.free_seats, *(request.kv.seat for request in resident)]
-        assert sorted(states) == list(range(len(states))), "two requests own one state, or nobody does"
+        seats = [*self.kv.free_seats, *(request.kv.seat for request in resident)]
+        assert sorted(seats) == list(self.kv.seats), "two requests own one state, or nobody does"
         assert all(allocator.is_taken(page) for page in owned), "a request's page is free"
         assert len(owned) + len(cached) + allocator.num_free == allocator.num_pages, "a page has no owner and is not free"
         for request in resident:

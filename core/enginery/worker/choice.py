@@ -102,6 +102,11 @@ class Choice:
         return TORCH_DTYPES[self.settings.dtype]
 
     @property
+    def num_seats(self) -> int:
+        """For running requests; they are numbered through all lanes."""
+        return self.parallel.num_lanes * self.settings.max_batch_requests
+
+    @property
     def results(self) -> ModelResults:
         """What the family's model has to return."""
         return ModelResults(self.facts.hidden_size, self.facts.vocab_size, self.family.source)
@@ -158,6 +163,7 @@ def choose(
             Decision(setting="family", value=family.name, reason=f"{family_reason}, from {family.source}", source=family.source),
             *settings.decisions,
             *stage_decisions,
+            *_lane_decisions(parallel),
             *attention_decisions,
             *first_decisions,
             *format_decisions,
@@ -175,6 +181,14 @@ def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Regi
     if asked.drafter != "auto" or drafter.offer is None:
         return drafter
     return unless_attention_changes(drafter, asked, registry, *needs)
+
+
+def _lane_decisions(parallel: ParallelFacts) -> tuple[Decision, ...]:
+    if parallel.num_lanes == 1:
+        return ()
+    experts = "some of the experts each" if parallel.cuts_experts else "a part of every expert each"
+    reason = f"each with requests and KV memory of its own; feed-forwards are of all {parallel.num_ranks} ranks, with {experts}"
+    return (Decision(setting="lanes", value=str(parallel.num_lanes), reason=reason),)
 
 
 def _coordinator(asked: EngineOptions, registry: Registry, attention: AttentionChoice) -> Offer[SparseCoordinatorSpec] | None:

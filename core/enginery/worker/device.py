@@ -48,7 +48,7 @@ def of_one_rank(device: DeviceFacts, parallel: ParallelFacts, *, is_shared: bool
     if parallel.num_ranks > 1 and device.kind != "cpu":
         raise ConfigError(
             f"{parallel.num_ranks} ranks were asked for on {device.name}, but they run on CPUs only so far; use --device cpu, or "
-            "leave --tp and --pp out"
+            "leave --tp, --pp and --dp-attention out"
         )
     return dataclasses.replace(device, available_bytes=device.available_bytes // (parallel.num_ranks if is_shared else 1))
 
@@ -75,7 +75,7 @@ def within_share(asked: EngineOptions, share: HostShare) -> EngineOptions:
 
 def own_gpus(asked: EngineOptions, share: HostShare, num_gpus: int, visible: str | None) -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them. visible: what that is now."""
-    each = asked.tp * asked.pp
+    each = asked.num_ranks
     if asked.device not in ("auto", "cuda"):
         raise ConfigError(f"device is {asked.device!r}, but --dp {share.count} needs GPUs for each replica; write --device cuda")
     if num_gpus < each * share.count:

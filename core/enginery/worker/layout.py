@@ -27,7 +27,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     _refuse_unknown(step, items, has_windows=tables.window is not None)
     q_lens = rows_of_items(step)
     kv_lens = items.start + q_lens
-    num_columns = -(-int(kv_lens.max()) // page_size)
+    num_columns = -(-int(kv_lens.max(initial=1)) // page_size)  # a lane without work has no items
     page_table = tables.full.of(items.seat, num_columns)
     row_of, positions = _rows_and_positions(step, items, q_lens)
     column, offset = np.divmod(positions, page_size)
@@ -131,7 +131,7 @@ def _window_view(
 ) -> View:
     """Its table begins, for each request, with the first page that is held. column, offset, row_of: [T], of each token."""
     firsts = table.firsts[seats]
-    held = table.from_firsts(seats, int((-(-kv_lens // page_size) - firsts).max()))
+    held = table.from_firsts(seats, int((-(-kv_lens // page_size) - firsts).max(initial=1)))
     slots = held[row_of, column - firsts[row_of]].astype(np.int64) * page_size + offset
     return View(
         slots=torch.from_numpy(slots),

@@ -18,6 +18,7 @@ from enginery.contracts.engine import BuildProgress, ReportProgress
 from enginery.contracts.model import DraftTarget, Model, ModelContext
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import Collectives
+from enginery.errors import Unsupported
 from enginery.kv.pool import PagedKVPool
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
@@ -27,6 +28,7 @@ from enginery.worker.geometry import no_pages
 from enginery.worker.weights.formats import FormatReader, kept_schemes, stated_quantization
 from enginery.worker.weights.load import load, random_weights
 from enginery.worker.weights.matrices import Matrices, RankSetting
+from enginery.worker.weights.needed_weights import is_of_expert
 from enginery.worker.weights.rank import RankWeights
 from enginery.worker.weights.shares import stage_of
 from enginery.worker.weights.store import LoadedWeights, PieceStore, WeightRecord, check
@@ -50,17 +52,24 @@ def check_weights(choice: Choice) -> NeededWeights:
     reader = None
     if choice.weight_format is not None:
         reader = FormatReader.load(choice.weight_format, stated_quantization(checkpoint.config) or {}, stored)
-    record = _record(choice, stored, reader)
+    record = of_all = _record(choice, stored, reader)
+    if parallel.num_stages > 1 or parallel.cuts_experts:
+        whole = dataclasses.replace(parallel, stage=0, num_stages=1, layers_by_stage=(), cuts_experts=False)
+        of_all = _record(dataclasses.replace(choice, parallel=whole), stored, reader)
+        _refuse_without_experts(choice, of_all)
     if stored is not None:
-        of_all_stages = record
-        if parallel.num_stages > 1:
-            whole = dataclasses.replace(parallel, stage=0, num_stages=1, layers_by_stage=())
-            of_all_stages = _record(dataclasses.replace(choice, parallel=whole), stored, reader)
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
         stated = family.spec.ignored_weights
         ignored = stated(checkpoint.config) if callable(stated) else stated
-        check(of_all_stages, stored, (*ignored, *tied), folder=checkpoint.folder)
+        check(of_all, stored, (*ignored, *tied), folder=checkpoint.folder)
     return NeededWeights(record=record, stored=stored, reader=reader)
+
+
+def _refuse_without_experts(choice: Choice, of_all: WeightRecord) -> None:
+    """Raise `Unsupported` for experts that are to be divided and are not there. of_all: ranks and stages."""
+    names = {part.name for piece in of_all.pieces for part in piece.slices}
+    if choice.parallel.cuts_experts and not any(is_of_expert(name) for name in names):
+        raise Unsupported(f"--ep divides experts among ranks, and {choice.checkpoint.name} has none; leave it out")
 
 
 def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:

@@ -60,13 +60,16 @@ def _readable(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
-def workspace_bytes(settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int, sampling_copies: int) -> int:
+def workspace_bytes(
+    settings: Settings, model: ModelFacts, *, backend_bytes: int, itemsize: int, sampling_copies: int, num_lanes: int = 1
+) -> int:
     """Activations of the largest step, its logits, keys and values made from latents, graphs, and the backends' scratch memory.
 
     sampling_copies: `SAMPLING_COPIES`, or 0 where a plugin samples without copies of the logits, but for rows with penalties.
+    num_lanes: whose rows are in a feed-forward, and are sampled, together.
     """
-    activations = settings.max_batch_tokens * model.activation_width * itemsize
-    logits = settings.max_batch_requests * model.vocab_size * (itemsize + 4 * max(sampling_copies, 1))
+    activations = num_lanes * settings.max_batch_tokens * model.activation_width * itemsize
+    logits = num_lanes * settings.max_batch_requests * model.vocab_size * (itemsize + 4 * max(sampling_copies, 1))
     made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
     captured = max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
     captured += settings.max_graph_requests * 2 * model.vocab_size * itemsize  # one buffer, one copy

@@ -46,7 +46,7 @@ class KindTable:
     def from_firsts(self, seats: np.ndarray, num_columns: int) -> np.ndarray:
         """The same, each row from the first column on that it holds."""
         firsts = self.firsts[seats]
-        if (most := int(firsts.max()) + num_columns) > self._rows.shape[1]:
+        if (most := int(firsts.max(initial=0)) + num_columns) > self._rows.shape[1]:
             self._widen(most)
         columns = firsts[:, None] + np.arange(num_columns, dtype=np.int32)
         return np.asarray(self._rows[seats[:, None], columns])

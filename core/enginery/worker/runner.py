@@ -42,6 +42,7 @@ from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.ranks.path import BestTokens
 from enginery.worker.sampling import NAN_TOKEN, mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
@@ -166,6 +167,7 @@ class Runner:
         self.draft_model, self._draft_graphs, self._forced, self._pool = speculation or Speculation()
         self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
         self._eager = self._new_eager_path()
+        self._lane = model.lanes.lane if isinstance(model, JoinedHead) and model.lanes is not None else 0
 
     @property
     def sizes(self) -> RunSizes:
@@ -186,8 +188,12 @@ class Runner:
 
     def _new_eager_path(self) -> ForwardPath:
         keeps_all = self.draft_model is not None
-        path = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
-        return BestTokens(path, self.model, self.feed) if isinstance(self.model, JoinedHead) else path
+        path: ForwardPath = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
+        if not isinstance(self.model, JoinedHead):
+            return path
+        if self.model.lanes is not None:
+            path = LanePath(self.model, self.relay, self.feed, results=self.results, lanes=self.model.lanes)
+        return BestTokens(path, self.model, self.feed)
 
     def resume_at(self, number: int) -> None:
         """The next step has this number: those before that have not come were given up with all of their requests."""
@@ -196,8 +202,9 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Start the step's forward. Inputs that are pending must be of the step launched before."""
-        self.tables.take(step)
-        batch = lay_out(step, self.tables)
+        own = step.of_lane(self._lane)
+        self.tables.take(own)
+        batch = lay_out(own, self.tables)
         laid_out_s = time.perf_counter()
         path = self._path_of(step)
         forwarded = path.forward(step, batch)

@@ -38,14 +38,14 @@ class TokenFeed:
         return with_token_fields(batch, iter(packed))
 
     def upload(self, step: StepInput, batch: ForwardBatch, *, logits_rows: torch.Tensor | None) -> ForwardBatch:
-        """The batch that the step was laid out as, with its token fields on the device, complete."""
+        """The batch that the step was laid out as, padded or not, with its token fields on the device, complete."""
         batch, pending = self.named.with_inputs(batch, step.inputs), has_pending(step)
         if self.device.type != "cpu":
-            sources = token_sources(step, width=self.width)
+            sources = token_sources(step, width=self.width, size=batch.num_tokens)
             packed = to_device(torch.stack([*token_fields(batch), sources]), self.device)  # [fields + 1, T]
             batch, sources = self.unpack(batch, packed), packed[-1]
         elif pending:
-            sources = token_sources(step, width=self.width)
+            sources = token_sources(step, width=self.width, size=batch.num_tokens)
         ids = batch.input_ids
         if pending:
             ids = torch.empty_like(ids)

@@ -82,7 +82,7 @@ class RandomKinds:
             self.scheduler.submit(asked)
         except (QueueFull, RequestError):
             return
-        self.requests[asked.request_id] = self.scheduler._table.by_id[asked.request_id]
+        self.requests[asked.request_id] = self.scheduler.table.by_id[asked.request_id]
 
     def abort(self):
         self.scheduler.abort(self.random.choice(list(self.requests)))

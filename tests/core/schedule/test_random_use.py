@@ -40,7 +40,7 @@ class RandomUse:
         self.chaos = pick([0, 0.03, 0.2])
         self.sampled = pick([[0], [0] * 30 + [STOP, EOS], [0, 0, 0, STOP, EOS]])
         self.scheduler = scheduler_of(pick([FCFS, PRIORITY]), **self.limits)
-        self.table = self.scheduler._table
+        self.table = self.scheduler.table
         self.device = FakeDevice(self.page_size)
         self.launched = []
         self.results = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import msgspec
@@ -14,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import examples
 
-from enginery.attention.axes import token_fields
-from enginery.contracts.batch import FULL, ForwardBatch, Phase
+from enginery.attention.axes import pad, token_fields
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, Phase
 from enginery.contracts.step import Item, NewPages, Run, RunSizes, StepInput, Way, pack, unpack
 from enginery.errors import Unsupported
 from enginery.schedule import planner
@@ -24,6 +26,7 @@ from enginery.worker.layout import KNOWN, has_pending, lay_out, sampled_seats, t
 from enginery.worker.page_tables import PageTables
 
 SEEN = Counter()
+GEOMETRY = KVGeometry(pages={FULL: 9}, page_size=4, layers=(), dtype="float32", num_seats=4)
 
 
 def from_whole_tables(step: Scheduled, *, page_size: int, scratch_page: int) -> dict[str, list[object]]:
@@ -247,6 +250,22 @@ def test_tables_widen_with_the_longest_request(tables: PageTables) -> None:
     tables.take(step_of(number=0, pages=new_pages((2, 0, 0, pages))))
     assert tables.full.of(np.array([2]), 300).tolist() == [pages]
     assert tables.full.of(np.array([0]), 900).tolist() == [[50] * 900]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_step_of_a_lane_without_work_is_all_padding(window: int | None) -> None:
+    """Which has a page table, so that what it is given to attend can be read."""
+    tables = PageTables(4, page_size=4, scratch_page=9, window_scratch_page=window)
+    batch = lay_out(StepInput(number=0, phase=Phase.IDLE, padded=(2, 5)), tables)
+    assert (batch.num_requests, batch.num_tokens, batch.phase) == (0, 0, Phase.IDLE)
+    pages = {FULL: 9, STATE: 4} if window is None else {FULL: 9, WINDOW: 7, STATE: 4}
+    padded = pad(batch, num_requests=2, num_tokens=5, geometry=dataclasses.replace(GEOMETRY, pages=pages))
+    for kind in pages.keys() - {STATE}:
+        view = padded.views[kind]
+        assert view.page_table_cpu.tolist() == [[pages[kind]]] * 2
+        assert view.slots.tolist() == [pages[kind] * 4] * 5
+    assert padded.q_lens_cpu.tolist() == [0, 0]
+    assert padded.seats_cpu.tolist() == [GEOMETRY.num_seats] * 2
 
 
 def test_a_step_that_is_not_the_next_one_is_refused(tables: PageTables) -> None:

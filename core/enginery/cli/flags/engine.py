@@ -88,9 +88,15 @@ _FLAGS: Final = {
     "pp_layers": _Flag(
         _PARTS, "Decoder layers of each stage of --pp; without it they are divided by what they cost.", metavar="N,N"
     ),
+    "ep": _Flag(_PARTS, "Expert parallelism: ranks have some of the experts each, not a part of every one.", ("--ep",)),
+    "dp_attention": _Flag(
+        _PARTS,
+        "Data-parallel attention: lanes with requests and KV memory of their own, which run feed-forwards together.",
+        metavar="N",
+    ),
     "executor": _Flag(
         _PARTS,
-        "What places the processes of --tp and --pp: local, join (engine rank --join), or a plugin's.",
+        "What places the processes of ranks: local, join (engine rank --join), or a plugin's.",
         metavar="NAME",
         complete=completion.executors,
     ),

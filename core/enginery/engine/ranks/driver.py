@@ -39,7 +39,14 @@ class RankProcesses:
         self._manifest, self._standing, self._wires = manifest, Standing(), wires
         self._groups: RankGroups | None = None
         layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
-        self._parallel = ParallelFacts(tensor_size=asked.tp, num_stages=asked.pp, layers_by_stage=layers).of_rank(0)
+        mesh = ParallelFacts(
+            tensor_size=asked.tp,
+            num_lanes=asked.dp_attention,
+            num_stages=asked.pp,
+            layers_by_stage=layers,
+            cuts_experts=asked.ep,
+        )
+        self._parallel = mesh.of_rank(0)
         self._links: list[zmq.Socket[bytes]] = []
         self._addresses: list[str] = []
         self._newest = -1
@@ -81,7 +88,7 @@ class RankProcesses:
     def share(self, running: RunningStep) -> None:
         assert self._groups is not None, "a step runs when all have met"
         if self.options.overlap:
-            share_tokens(self._groups.tensor, running.step, running.sampled)
+            share_tokens(self._groups.everyone, running.step, running.sampled)
 
     def landed(self, step: StepInput) -> None:
         if step.number == self._newest:
@@ -147,7 +154,7 @@ class RankProcesses:
 
 def _of_one_rank(asked: EngineOptions, wires: Wires) -> EngineOptions:
     """The processors of the host are divided among its ranks. listen: of ranks that may be on other hosts, with their own."""
-    sharing = 1 if wires.address else asked.tp * asked.pp
+    sharing = 1 if wires.address else asked.num_ranks
     threads = max(1, (asked.num_threads or torch.get_num_threads()) // sharing)
     return dataclasses.replace(asked, num_threads=threads, overlap=bool(asked.overlap), listen=wires.address or None)
 

@@ -72,7 +72,7 @@ class Rank:
             tables, links = PageTables.of_geometry(parts.geometry), groups.links(parts.choice)
             first = groups.parallel.stage == 0
             return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, links=links, first=first)
-        return Follower(build_runner(parts), groups.tensor, tells_tokens=parts.choice.settings.overlap)
+        return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)
 
     def _follow(self, follower: Follower | EarlyStage) -> None:
         steps = self._connect(zmq.PAIR, self._boot.steps)

@@ -78,7 +78,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
     launch: instead of the executor's. What fails inside ends them. Raises the first cause.
     """
     offer = named(registry.executors, asked.executor, "executor", registry.records)
-    if asked.tp * asked.pp == 1:
+    if asked.num_ranks == 1:
         yield None
         return
     from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without

@@ -18,10 +18,10 @@ from typing import Final, Protocol
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
 from enginery.contracts.request import GenerationRequest
 from enginery.errors import EngineDied, EnginError
+from enginery.schedule.routing import Standing, choose
 from enginery.serve.engine import messages
 from enginery.serve.engine.client import EngineClient, EngineState
 from enginery.serve.engine.outputs import Outputs, Sent, generate
-from enginery.serve.engine.routing import Standing, choose
 from enginery.serve.engine.sent_prefixes import SentPrefixes, block_hashes, block_tokens
 from enginery.serve.engine.totals import total
 from enginery.serve.http.faults import EngineRestarts

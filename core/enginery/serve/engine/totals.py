@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Final
 
 from enginery.contracts.engine import DraftCounts, EngineStats, KernelState
-from enginery.contracts.schedule import PageCounts
+from enginery.contracts.schedule import all_pages
 
 _SUMMED: Final = tuple(field.name for field in dataclasses.fields(EngineStats) if field.type in ("int", "float"))
 
@@ -24,7 +24,8 @@ def total(every: Sequence[EngineStats]) -> EngineStats:
         attn_backend="+".join(sorted({stats.attn_backend for stats in every} - {""})),
         steps_by_backend=dict(sum((Counter(stats.steps_by_backend) for stats in every), Counter[str]())),
         kernels=_kernels([stats.kernels for stats in every]),
-        pages=_pages([stats.pages for stats in every]),
+        pages=all_pages([stats.pages for stats in every]),
+        lanes=tuple(lane for stats in every for lane in stats.lanes),
         drafts=_drafts([stats.drafts for stats in every]),
     )
 
@@ -41,18 +42,6 @@ def _kernels(every: Sequence[KernelState]) -> KernelState:
     names = dict.fromkeys(name for state in every for name in state.compiling)
     seconds, failures = max(state.seconds for state in every), (state.failure for state in every if state.failure)
     return KernelState(compiling=tuple(names), seconds=seconds, failure=next(failures, ""))
-
-
-def _pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts]:
-    kinds = dict.fromkeys(kind for pages in every for kind in pages)
-    return {
-        kind: PageCounts(
-            free=sum(pages[kind].free for pages in every if kind in pages),
-            cached=sum(pages[kind].cached for pages in every if kind in pages),
-            total=sum(pages[kind].total for pages in every if kind in pages),
-        )
-        for kind in kinds
-    }
 
 
 def _drafts(every: Sequence[DraftCounts]) -> DraftCounts:

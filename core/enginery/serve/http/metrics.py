@@ -195,6 +195,7 @@ def _of_engine(now: EngineNow) -> Iterator[Metric]:
     )
     yield _accepted(now.stats)
     yield from _memory(now)
+    yield from _lanes(now.stats)
     yield from _engine_info(now.facts, now.stats)
 
 
@@ -226,6 +227,21 @@ def _memory(now: EngineNow) -> Iterator[Metric]:
         for name, count in (("total", counts.total), ("free", counts.free), ("cached", counts.cached)):
             family.add_metric([kind, name], count)
     yield family
+
+
+def _lanes(stats: EngineStats) -> Iterator[Metric]:
+    """Of several lanes, what each has."""
+    if not stats.lanes:
+        return
+    requests = GaugeMetricFamily("enginery:lane_requests", "Requests of each lane of --dp-attention.", labels=["lane", "state"])
+    pages = GaugeMetricFamily("enginery:lane_memory_pages", "The pages of each lane.", labels=["lane", "kind", "pages"])
+    for lane, now in enumerate(stats.lanes):
+        for state, count in (("running", now.num_running), ("waiting", now.num_waiting)):
+            requests.add_metric([str(lane), state], count)
+        for kind, counts in now.pages.items():
+            for name, count in (("total", counts.total), ("free", counts.free), ("cached", counts.cached)):
+                pages.add_metric([str(lane), kind, name], count)
+    yield from (requests, pages)
 
 
 def _counters(now: EngineNow) -> Iterator[tuple[str, str, float]]:

@@ -48,11 +48,23 @@ class FolderModel:
         self._tensors = {name: torch.empty(part.whole, dtype=READABLE[stored[name].dtype]) for name, part in asked.items()}
         read_tensors(self._tensors.items(), stored, torch.device("cpu"))
 
-    def run(self, ids: Sequence[int], dtype: torch.dtype, *, tensor_size: int = 1, num_stages: int = 1) -> list[RankAnswer]:
+    def run(
+        self,
+        ids: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        tensor_size: int = 1,
+        num_stages: int = 1,
+        cuts_experts: bool = False,
+    ) -> list[RankAnswer]:
         """By rank. Raises `SkippedCheck` for sizes that the ranks cannot share."""
-        tensors = WholeTensors(self._tensors, dtype, self._reader)
         threads = RankThreads(
-            family=self._family, config=self._config, tensors=tensors, tensor_size=tensor_size, num_stages=num_stages
+            family=self._family,
+            config=self._config,
+            tensors=WholeTensors(self._tensors, dtype, self._reader),
+            tensor_size=tensor_size,
+            num_stages=num_stages,
+            cuts_experts=cuts_experts,
         )
         try:
             return threads.run(ids)

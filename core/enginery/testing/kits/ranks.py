@@ -1,6 +1,6 @@
 """Ranks of a model as threads of one process: their parts of the weights, and collectives over barriers.
 
-    thread 0   stage 0 ── arrived ──> stage 1      each thread is one tensor rank, and runs the stages one after the other
+    thread 0   stage 0 ── arrived ──> stage 1      each thread is one rank of a stage, and runs the stages one after the other
     thread 1   stage 0 ── arrived ──> stage 1      sums over ranks are taken in rank order, so all ranks have the same bits
 
 Attention follows its definition, over one sequence that is computed at once: what is compared is the model, not a backend.
@@ -9,6 +9,8 @@ T tokens, H query heads, K KV heads, D head dim, V value dim; R latent rank, N, 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,48 +57,57 @@ class Meeting:
 
 @dataclass(frozen=True, eq=False)
 class ThreadCollectives:
-    """Implements `enginery.contracts.parallel.Collectives` for one lane whose tensor ranks are threads."""
+    """Implements `enginery.contracts.parallel.Collectives` for ranks of one stage that are threads.
 
-    meeting: Meeting
-    rank: int
+    place: this rank's. lane: where the tensor ranks of its lane meet. everyone: where all do.
+    """
+
+    place: ParallelFacts
+    lane: Meeting
+    everyone: Meeting
     ops: OpTable
     vocab_size: int
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """In rank order and at least float32, rounded once."""
-        parts = self.meeting.exchange(self.rank, partial)
-        total = parts[0].to(torch.promote_types(partial.dtype, torch.float32))
-        for part in parts[1:]:
-            total = total + part
-        return total.to(partial.dtype)
+        return _sum(self.lane.exchange(self.place.tensor_rank, partial))
 
     def all_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """There is one lane."""
-        return x
+        """Of each lane's first rank."""
+        return x if self.place.num_lanes == 1 else torch.cat(self._exchange(x)[:: self.place.tensor_size])
 
     def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """There is one lane."""
-        return self.sum(partial)
+        """[L N, C] of L lanes -> [N, C]."""
+        return _sum(self._exchange(partial)).chunk(self.place.num_lanes)[self.place.lane]
 
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
     ) -> torch.Tensor:
         """The sum, then the operation."""
-        return self.ops.add_rms_norm(self.sum(partial), residual, weight, eps)
+        total = self.own_rows_sum(partial) if of_all_lanes else self.sum(partial)
+        return self.ops.add_rms_norm(total, residual, weight, eps)
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, V], without what only pads."""
-        return torch.cat(self.meeting.exchange(self.rank, partial), dim=-1)[:, : self.vocab_size]
+        return torch.cat(self._exchange(partial), dim=-1)[:, : self.vocab_size]
 
     def best(self, partial: torch.Tensor) -> torch.Tensor:
         """By each rank's largest, of equal ones the first rank's."""
-        first = self.rank * partial.shape[-1]
+        first = self.place.over_lanes().tensor_rank * partial.shape[-1]
         own = partial[:, : max(self.vocab_size - first, 0)]
         empty = torch.full((len(partial), 1), -torch.inf, dtype=partial.dtype)
         values, ids = (own if own.shape[1] else empty).max(dim=-1)
-        found = self.meeting.exchange(self.rank, (values, ids + first))
+        found = self._exchange((values, ids + first))
         winner = torch.stack([values for values, _ in found]).max(dim=0).indices
         return torch.stack([ids for _, ids in found])[winner, torch.arange(len(winner))]
+
+    def _exchange(self, value: AnyT) -> list[AnyT]:
+        return self.everyone.exchange(self.place.over_lanes().tensor_rank, value)
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    return functools.reduce(torch.add, (part.to(wide) for part in parts)).to(parts[0].dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +134,7 @@ class WholeSequence:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankAnswer:
-    """Of one tensor rank: hidden states of the last stage, logits of all columns, and the best tokens."""
+    """Of one rank: hidden states of its lane on the last stage, logits of all columns, and the best tokens."""
 
     hidden: torch.Tensor
     logits: torch.Tensor
@@ -132,34 +143,44 @@ class RankAnswer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankThreads:
-    """A model of a family on so many ranks. tensors: the whole model; their dtype is that of weights and activations."""
+    """A model of a family on so many ranks. tensors: the whole model; their dtype is that of weights and activations.
+
+    cuts_experts: see `ParallelFacts`.
+    """
 
     family: ModelSpec
     config: Mapping[str, Any]
     tensors: WholeTensors
     tensor_size: int = 1
     num_stages: int = 1
+    cuts_experts: bool = False
 
-    def run(self, ids: Sequence[int], logits_rows: Sequence[int] | None = None) -> list[RankAnswer]:
-        """One forward pass over the sequence `ids`, by rank.
+    def run(
+        self, ids: Sequence[int], logits_rows: Sequence[int] | None = None, *, beside: Sequence[Sequence[int]] = ()
+    ) -> list[RankAnswer]:
+        """One forward pass over the sequence `ids`, by rank. beside: what other lanes run at once, as many tokens each.
 
         Raises what a rank raised, first of all `Unsupported` for sizes that the ranks cannot share.
         """
-        facts, meeting = self.family.describe(self.config), Meeting(self.tensor_size)
-        rows = None if logits_rows is None else torch.tensor(logits_rows)
-        places = torch.arange(len(ids))
-        batch = WholeSequence(torch.tensor(ids), places, places, rows)
+        facts, lanes = self.family.describe(self.config), [ids, *beside]
+        mesh = ParallelFacts(tensor_size=self.tensor_size, num_lanes=len(lanes), cuts_experts=self.cuts_experts)
+        meetings, everyone = [Meeting(self.tensor_size) for _ in lanes], Meeting(mesh.num_ranks)
+        rows, places = None if logits_rows is None else torch.tensor(logits_rows), torch.arange(len(ids))
 
         def work(rank: int) -> RankAnswer:
+            place = mesh.of_rank(rank)
+            batch = WholeSequence(torch.tensor(lanes[place.lane]), places, places, rows)
+            comm = ThreadCollectives(place, meetings[place.lane], everyone, reference_ops(), facts.vocab_size)
             with torch.inference_mode():  # it is off in new threads
                 try:
-                    return self._run_rank(facts, batch, ThreadCollectives(meeting, rank, reference_ops(), facts.vocab_size))
+                    return self._run_rank(facts, batch, comm)
                 except BaseException:
-                    meeting.abort()
+                    for meeting in (*meetings, everyone):
+                        meeting.abort()
                     raise
 
-        with ThreadPoolExecutor(self.tensor_size, thread_name_prefix="rank") as pool:
-            return _answers([pool.submit(work, rank) for rank in range(self.tensor_size)])
+        with ThreadPoolExecutor(mesh.num_ranks, thread_name_prefix="rank") as pool:
+            return _answers([pool.submit(work, rank) for rank in range(mesh.num_ranks)])
 
     def _run_rank(self, facts: ModelFacts, batch: Any, comm: ThreadCollectives) -> RankAnswer:
         arrived: StageTensors | None = None
@@ -167,15 +188,17 @@ class RankThreads:
         named = NamedTensors(facts.inputs, facts.outputs, max_tokens=batch.num_tokens, max_requests=1, device=device)
         batch = named.placed(named.with_inputs(batch))
         for stage in range(self.num_stages):
-            parallel = ParallelFacts(tensor_rank=comm.rank, tensor_size=self.tensor_size, stage=stage, num_stages=self.num_stages)
+            parallel = dataclasses.replace(comm.place, stage=stage, num_stages=self.num_stages)
             model = self._build(facts, parallel, comm, num_slots=len(batch.slots))
             passed = model.forward(batch, arrived)
             if not isinstance(passed, torch.Tensor):
                 assert set(passed) == {channel.name for channel in facts.boundary}
                 arrived = passed
                 continue
-            partial = model.logits(passed)
-            return RankAnswer(hidden=passed, logits=comm.gather_columns(partial), best=comm.best(partial))
+            partial = model.logits(comm.all_rows(passed))
+            found = comm.gather_columns(partial), comm.best(partial)
+            logits, best = (each.chunk(comm.place.num_lanes)[comm.place.lane] for each in found)
+            return RankAnswer(hidden=passed, logits=logits, best=best)
         raise AssertionError("the last stage returned what would cross to the next")
 
     def _build(self, facts: ModelFacts, parallel: ParallelFacts, comm: ThreadCollectives, *, num_slots: int) -> Model:

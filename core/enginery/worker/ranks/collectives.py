@@ -19,13 +19,20 @@ from enginery.worker.sampling import NAN_TOKEN
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
     from enginery.worker.ranks.gloo import Group
+    from enginery.worker.ranks.lanes import LaneRows
 
 
 @dataclass(frozen=True, eq=False)
 class RankCollectives:
-    """Implements `enginery.contracts.parallel.Collectives` for one lane. group: its tensor ranks."""
+    """Implements `enginery.contracts.parallel.Collectives`.
+
+    group: the lane's tensor ranks. everyone: those of all lanes. across: of each lane the one in this one's place, by lane; None:
+    there is one.
+    """
 
     group: Group
+    everyone: Group
+    across: Group | None
     ops: OpTable
     vocab_size: int
 
@@ -34,26 +41,28 @@ class RankCollectives:
         return self.group.sum(partial)
 
     def all_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """There is one lane."""
-        return x
+        """The lanes have as many rows each."""
+        return x if self.across is None else torch.cat(self.across.of_all(x))
 
     def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """There is one lane."""
-        return self.group.sum(partial)
+        """[L N, C] of L lanes -> [N, C]."""
+        total = self.everyone.sum(partial)
+        return total if self.across is None else total.chunk(self.across.size)[self.across.rank]
 
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
     ) -> torch.Tensor:
         """The sum, then the operation."""
-        return self.ops.add_rms_norm(self.group.sum(partial), residual, weight, eps)
+        total = self.own_rows_sum(partial) if of_all_lanes else self.group.sum(partial)
+        return self.ops.add_rms_norm(total, residual, weight, eps)
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
-        """[N, V] on the first rank, which samples; zeros without memory on the others."""
-        return gather_columns(self.group, partial, self.vocab_size)
+        """[N, V] on the first rank, which samples; zeros without memory on the others. Rows are of all lanes."""
+        return gather_columns(self.everyone, partial, self.vocab_size)
 
     def best(self, partial: torch.Tensor) -> torch.Tensor:
-        """[N] int64; `NAN_TOKEN` where a logit is NaN."""
-        return best_columns(self.group, partial, self.vocab_size)
+        """[N] int64; `NAN_TOKEN` where a logit is NaN. Rows are of all lanes."""
+        return best_columns(self.everyone, partial, self.vocab_size)
 
 
 def gather_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -79,10 +88,11 @@ def best_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.
 
 
 class JoinedHead:
-    """Implements `Model` over one whose head has some of the columns, on each of the ranks in `group`."""
+    """Implements `Model` over one whose head has some of the columns, on each of several ranks. lanes: where there are several."""
 
-    def __init__(self, model: Model, group: Group, results: ModelResults) -> None:
-        """results: what is to come of all ranks together."""
+    def __init__(self, model: Model, group: Group, results: ModelResults, lanes: LaneRows | None = None) -> None:
+        """group: all ranks of the stage. results: what is to come of all ranks together."""
+        self.lanes = lanes
         self._model, self.group, self.vocab_size = model, group, results.vocab_size
         self._results = results._replace(vocab_size=-(-results.vocab_size // group.size))
 

@@ -17,7 +17,7 @@ from enginery.worker.runner import Runner
 
 
 class Follower:
-    """Runs the steps of another rank. group: the tensor ranks. tells_tokens: tokens are needed before the host knows them."""
+    """Runs the steps of another rank. group: the ranks of the stage. tells_tokens: tokens are needed before the host knows them."""
 
     def __init__(self, runner: Runner, group: Group, *, tells_tokens: bool) -> None:
         self._runner, self._group, self._tells_tokens = runner, group, tells_tokens

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from enginery import __version__
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import ParallelFacts
@@ -21,6 +22,7 @@ from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.ranks.collectives import JoinedHead, RankCollectives
 from enginery.worker.ranks.gloo import Group, MeetingStore, Standing
+from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.stages import LastStage, StageLinks
 from enginery.worker.weights.shares import stage_of
 
@@ -28,14 +30,22 @@ _SOME_BYTES: Final = 4096
 
 
 class RankGroups:
-    """Implements `Met`: the groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come."""
+    """Implements `Met`: the groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come.
+
+    tensor: the ranks of its lane that have a part of each layer. everyone: those of all lanes, of its stage.
+    """
 
     def __init__(self, store: MeetingStore, parallel: ParallelFacts, *, host: str, standing: Standing) -> None:
         """store: through which they find each other. host: address of the first rank."""
         self.parallel = parallel
         make = functools.partial(Group, store, standing=standing, host=host)
         self.world = make("all", rank=parallel.rank, size=parallel.num_ranks)
-        self.tensor = make(f"stage {parallel.stage}", rank=parallel.tensor_rank, size=parallel.tensor_size)
+        stage, over_lanes = f"stage {parallel.stage}", parallel.over_lanes()
+        self.everyone = self.tensor = make(stage, rank=over_lanes.tensor_rank, size=over_lanes.tensor_size)
+        self._across: Group | None = None
+        if parallel.num_lanes > 1:
+            self._across = make(f"{stage}, tensor rank {parallel.tensor_rank}", rank=parallel.lane, size=parallel.num_lanes)
+            self.tensor = make(f"{stage}, lane {parallel.lane}", rank=parallel.tensor_rank, size=parallel.tensor_size)
         self._stages: Group | None = None
         if parallel.num_stages > 1:
             self._stages = make("stages", rank=parallel.rank, size=parallel.num_ranks)
@@ -60,21 +70,22 @@ class RankGroups:
         return dataclasses.replace(memory, num_pages=num_pages, window_pages=window_pages, state_pages=state_pages)
 
     def collectives(self, ops: OpTable, *, vocab_size: int) -> RankCollectives:
-        """Among the tensor ranks."""
-        return RankCollectives(self.tensor, ops, vocab_size)
+        """Among the ranks of the stage."""
+        return RankCollectives(self.tensor, self.everyone, self._across, ops, vocab_size)
 
     def links(self, choice: Choice) -> StageLinks:
         """Between this stage and its neighbours."""
         assert self._stages is not None, "there are several stages"
         return StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype)
 
-    def joined(self, model: Model, choice: Choice) -> Model:
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:
         """Of the last stage; on the others there is nothing to join."""
         if not self.parallel.is_last_stage:
             return model
         if self._stages is not None:
             model = LastStage(model, self.links(choice))
-        return JoinedHead(model, self.tensor, choice.results) if self.tensor.size > 1 else model
+        lanes = None if self._across is None else LaneRows(self._across, geometry)
+        return JoinedHead(model, self.everyone, choice.results, lanes) if self.everyone.size > 1 else model
 
 
 def refuse_for_ranks(choice: Choice) -> None:
@@ -83,6 +94,10 @@ def refuse_for_ranks(choice: Choice) -> None:
         raise Unsupported(
             f"--drafter {choice.drafter.name} guesses what follows the last tokens, and with --pp {choice.parallel.num_stages} "
             "steps are on their way before these are known; leave one of them out"
+        )
+    if choice.parallel.num_lanes > 1 and not choice.family.spec.lanes:
+        raise Unsupported(
+            f"the family {choice.family.name}, from {choice.family.source}, does not run in lanes; leave --dp-attention out"
         )
     if not stage_of(choice.facts, choice.parallel).memory:
         raise Unsupported(

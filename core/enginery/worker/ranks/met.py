@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import Collectives
@@ -27,7 +28,7 @@ class Met(Protocol):
         """What the model exchanges."""
         ...
 
-    def joined(self, model: Model, choice: Choice) -> Model:
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:
         """The model of this rank, with what arrives from the stage before, and the logits of all ranks."""
         ...
 
@@ -44,5 +45,5 @@ class Alone:
     def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
         return SingleRank(ops)
 
-    def joined(self, model: Model, choice: Choice) -> Model:
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:
         return model

@@ -39,6 +39,10 @@ class Matrices:
     store: PieceStore
     setting: RankSetting
 
+    def over_lanes(self) -> Matrices:
+        """The same for what is cut over the ranks of all lanes."""
+        return replace(self, setting=replace(self.setting, parallel=self.setting.parallel.over_lanes()))
+
     def share(self, size: int, *, unit: int, what: str, repeats: bool) -> Range:
         return share(size, unit=unit, parallel=self.setting.parallel, what=what, repeats=repeats)
 

@@ -98,6 +98,11 @@ def _stored_bytes(part: Slice, itemsize: int) -> int:
     return sum(math.prod(source.shape) * READABLE[source.dtype].itemsize for source in part.sources if source.dtype is not None)
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether the checkpoint's tensor of that name is of one expert among several."""
+    return _EXPERT.match(name) is not None
+
+
 def expert_share(config: Mapping[str, object], count: int) -> float | None:
     """How much of `count` experts' weights a token is multiplied with. None: config.json does not say."""
     per_token = _stated(config, _PER_TOKEN)

@@ -14,6 +14,7 @@ def register_models() -> list[ModelSpec]:
             architectures=("BailingMoeV2_5ForCausalLM",),
             describe=describe,
             build=build,
+            lanes=True,
             stacked_weights=NAMES.stacked,
         )
     ]

@@ -20,6 +20,7 @@ def register_models() -> list[ModelSpec]:
             architectures=(architecture,),
             describe=describe,
             build=build,
+            lanes=True,
             ignored_weights=ignored_weights,
             stacked_weights=ExpertNames().stacked,
         )

@@ -10,6 +10,6 @@ FAMILIES = {"gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
 def register_models() -> list[ModelSpec]:
     """One decoder: Gemma 3 has norms of heads and a rotary table for each kind of layer, Gemma 2 soft caps."""
     return [
-        ModelSpec(name=name, api=(2, 0), architectures=(architecture,), describe=describe, build=build)
+        ModelSpec(name=name, api=(2, 0), architectures=(architecture,), describe=describe, build=build, lanes=True)
         for name, architecture in FAMILIES.items()
     ]

@@ -8,13 +8,14 @@ from enginery_model_glm.spec import MTP, build, describe, ignored_weights
 def register_models() -> list[ModelSpec]:
     """GLM-4.5 has a layer behind the last that only a drafter asks for."""
     return [
-        ModelSpec(name="glm4", api=(2, 0), architectures=("Glm4ForCausalLM",), describe=describe, build=build),
+        ModelSpec(name="glm4", api=(2, 0), architectures=("Glm4ForCausalLM",), describe=describe, build=build, lanes=True),
         ModelSpec(
             name="glm4-moe",
             api=(2, 0),
             architectures=("Glm4MoeForCausalLM",),
             describe=describe,
             build=build,
+            lanes=True,
             ignored_weights=ignored_weights,
             stacked_weights=ExpertNames().stacked,
         ),

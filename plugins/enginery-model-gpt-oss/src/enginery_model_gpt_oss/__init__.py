@@ -14,6 +14,7 @@ def register_models() -> list[ModelSpec]:
             architectures=("GptOssForCausalLM",),
             describe=describe,
             build=build,
+            lanes=True,
             stacked_weights=STACKED,
         )
     ]

@@ -17,6 +17,7 @@ def register_models() -> list[ModelSpec]:
             architectures=("KimiLinearForCausalLM",),
             describe=describe,
             build=build,
+            lanes=True,
             stacked_weights=NAMES.stacked | MISNAMED,
         )
     ]

@@ -16,6 +16,7 @@ def register_models() -> list[ModelSpec]:
             architectures=(architecture,),
             describe=describe,
             build=build,
+            lanes=True,
             ignored_weights=("*.rotary_emb.inv_freq",),
             stacked_weights=MIXTRAL_NAMES.stacked if name == "mixtral" else {},
         )

@@ -18,6 +18,7 @@ def register_models() -> list[ModelSpec]:
             architectures=("LongcatFlashForCausalLM",),
             describe=describe,
             build=build,
+            lanes=True,
             ignored_weights=("model.mtp.*", *UNUSED),
             stacked_weights=NAMES.stacked,
         )

@@ -45,6 +45,10 @@ class Renamed:
         """Below a prefix, names are the family's own again."""
         return self._weights.scope(self._own(prefix))
 
+    def over_lanes(self) -> WeightSource:
+        """See `WeightSource`."""
+        return Renamed(self._weights.over_lanes(), self._names)
+
     def linear(self, shape: LinearShape) -> Linear:
         """See `WeightSource`."""
         return self._weights.linear(dataclasses.replace(shape, names=tuple(self._own(name) for name in shape.names)))
@@ -69,6 +73,10 @@ class Renamed:
     def share(self, size: int, *, unit: int = 1) -> range:
         """See `WeightSource`."""
         return self._weights.share(size, unit=unit)
+
+    def own_experts(self, count: int) -> range:
+        """See `WeightSource`."""
+        return self._weights.own_experts(count)
 
     def has(self, name: str) -> bool:
         """See `WeightSource`."""

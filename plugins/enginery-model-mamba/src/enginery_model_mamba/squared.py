@@ -40,7 +40,10 @@ class SquaredMLP:
 
 
 class SquaredExperts:
-    """Each token's few of many such MLPs, weighted and summed, by grouped products: the host waits for no number."""
+    """Each token's few of many such MLPs, weighted and summed, by grouped products.
+
+    The host waits for no number, unless a rank has some of the experts alone.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,11 @@ class SquaredExperts:
         width = latent or hidden
         self.router = weights.take("gate.weight", (count, hidden), dtype=torch.float32)
         self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)
-        each = [weights.scope(f"experts.{index}") for index in range(count)]
-        self.up = torch.stack([expert.take("up_proj.weight", (inner, width), cut=Cut.ROWS) for expert in each])  # [E, I, L]
-        self.down = torch.stack([expert.take("down_proj.weight", (width, inner), cut=Cut.COLUMNS) for expert in each])
+        self.num_experts, self.own = count, (own := weights.own_experts(count))
+        each = [weights.scope(f"experts.{index}") for index in own]
+        rows, columns = (Cut.ROWS, Cut.COLUMNS) if len(own) == count else (Cut.NONE, Cut.NONE)
+        self.up = torch.stack([expert.take("up_proj.weight", (inner, width), cut=rows) for expert in each])  # [E, I, L]
+        self.down = torch.stack([expert.take("down_proj.weight", (width, inner), cut=columns) for expert in each])
         self.before, self.behind = (
             weights.linear(LinearShape(names=(name,), rows=(rows,), columns=columns)) if latent else None
             for name, rows, columns in (("fc1_latent_proj", width, hidden), ("fc2_latent_proj", hidden, width))
@@ -70,11 +75,18 @@ class SquaredExperts:
         """[T, C] -> [T, C]: with several ranks a partial sum."""
         routed = self.route(F.linear(x.float(), self.router), self.bias, self.routing)
         given = x if self.before is None else self.before(x)  # [T, L]
-        order = routed.ids.flatten().argsort(stable=True)  # [T K]
-        counts = F.one_hot(routed.ids.flatten().long(), len(self.up)).sum(0)
-        offsets = counts.cumsum(0).to(torch.int32)
+        order, offsets = self._by_expert(routed.ids.flatten().long())
         hidden = F.grouped_mm(given[order // self.routing.top_k], self.up.transpose(1, 2), offs=offsets)
         made = F.grouped_mm(F.relu(hidden).square_(), self.down.transpose(1, 2), offs=offsets)
         made = made.float() * routed.weights.flatten()[order, None]
         out = torch.zeros_like(given, dtype=torch.float32).index_add_(0, order // self.routing.top_k, made).to(x.dtype)
         return out if self.behind is None else self.behind(out)
+
+    def _by_expert(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T K] -> the pairs in the order of experts, and where each one's end: of all experts, or of this rank's."""
+        ends = F.one_hot(ids, self.num_experts).sum(0).cumsum(0).to(torch.int32)
+        order = ids.argsort(stable=True)
+        if len(self.own) == self.num_experts:
+            return order, ends
+        first, last = (int(ends[place - 1]) if place else 0 for place in (self.own.start, self.own.stop))
+        return order[first:last], ends[self.own.start : self.own.stop] - first

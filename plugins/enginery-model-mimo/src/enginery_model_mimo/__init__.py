@@ -14,6 +14,7 @@ def register_models() -> list[ModelSpec]:
             architectures=("MiMoV2FlashForCausalLM",),
             describe=describe,
             build=build,
+            lanes=True,
             stacked_weights=ExpertNames().stacked | SINKS,
             ignored_weights=("model.mtp.*", "mtp.*"),
         )

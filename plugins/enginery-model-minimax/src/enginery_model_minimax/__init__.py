@@ -16,6 +16,7 @@ def register_models() -> list[ModelSpec]:
             architectures=(M2,),
             describe=describe,
             build=build,
+            lanes=True,
             stacked_weights=M2_NAMES.stacked,
         ),
         ModelSpec(
@@ -24,6 +25,7 @@ def register_models() -> list[ModelSpec]:
             architectures=TEXT,
             describe=describe,
             build=build,
+            lanes=True,
             stacked_weights=TEXT_NAMES.stacked,
             ignored_weights=tuple(f"*.self_attn.{name}" for name in BUFFERS),
         ),

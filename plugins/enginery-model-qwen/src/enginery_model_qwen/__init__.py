@@ -25,6 +25,7 @@ def register_models() -> list[ModelSpec]:
             architectures=architectures,
             describe=describe,
             build=build,
+            lanes=True,
             stacked_weights=ExpertNames().stacked,
             ignored_weights=IGNORED.get(name, ()),
         )

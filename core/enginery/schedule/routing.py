@@ -1,4 +1,7 @@
-"""Which of several replicas a request goes to. Pure: what is known of the replicas comes in, and a number goes out."""
+"""Which of several a request goes to: replicas behind one front, or lanes of one scheduler.
+
+Pure: what is known of them comes in, and a number goes out.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import NamedTuple
 
 
 class Standing(NamedTuple):
-    """A replica as one request meets it.
+    """A replica, or a lane, as one request meets it.
 
     serves: whether it takes requests. is_silent: it has said nothing for long. is_full: its queue has no room. waiting: tokens that
     it has yet to compute; a request that decodes has one. cached: tokens of the request's prompt that it has already. num_sent:
@@ -23,7 +26,7 @@ class Standing(NamedTuple):
 
 
 def choose(num_prompt: int, standings: Sequence[Standing]) -> int | None:
-    """The place of the replica that comes to the end of a prompt of so many tokens with the least work. None: none serves.
+    """The place of the one that comes to the end of a prompt of so many tokens with the least work. None: none serves.
 
     A silent or a full one only if all are. Of equals the one that was sent less, so that their caches differ; then the first.
     """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginery.serve.engine.routing import Standing, choose
+from enginery.schedule.routing import Standing, choose
 from enginery.serve.engine.sent_prefixes import SentPrefixes, block_hashes, block_tokens
 
 

@@ -1,0 +1,89 @@
+"""The scheduler of an engine, with who counts its pages: of one lane, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from enginery.config.schema import EngineOptions, ScheduleSettings
+from enginery.contracts.batch import STATE, WINDOW
+from enginery.engine.build import BuiltParts
+from enginery.kv.finite import FiniteMemory
+from enginery.kv.kinds import WindowKind
+from enginery.kv.pages import PageAllocator
+from enginery.kv.prefix import NoPrefixCache, PrefixCache, PrefixWatcher, RadixPrefixCache
+from enginery.kv.resume import ResumePoints
+from enginery.plugin.boundary import guarded_policy
+from enginery.plugin.registry import Registry
+from enginery.schedule.lanes import AnyScheduler, LaneScheduler
+from enginery.schedule.scheduler import Drafts, Scheduler
+
+
+class Scheduling(NamedTuple):
+    """caches: the prefixes of each lane."""
+
+    scheduler: AnyScheduler
+    caches: Sequence[PrefixCache]
+
+    def flush(self) -> tuple[int, bool]:
+        """Free the cached pages that no request uses: how many, and whether none is left."""
+        freed = sum(cache.evict(cache.num_evictable) for cache in self.caches)
+        return freed, not any(cache.num_cached for cache in self.caches)
+
+
+def scheduling_of(
+    asked: EngineOptions,
+    parts: BuiltParts,
+    registry: Registry,
+    *,
+    watcher: PrefixWatcher | None,
+    drafting: Drafts | None,
+) -> Scheduling:
+    """watcher: of the prefix cache, where there is one lane. drafting: likewise."""
+    settings, caches = parts.choice.settings, list[PrefixCache]()
+    policy = guarded_policy(registry.schedule_policy(asked.schedule_policy))
+
+    def scheduler(lane: int) -> Scheduler:
+        cache, allocator, finite = page_owners(parts, watcher)
+        caches.append(cache)
+        return Scheduler(
+            ScheduleSettings(
+                page_size=asked.page_size,
+                num_pages=parts.memory.num_pages,
+                max_model_len=settings.max_model_len,
+                max_batch_tokens=settings.max_batch_tokens,
+                max_batch_requests=settings.max_batch_requests,
+                prefill_fraction=settings.prefill_fraction,
+                max_queued_requests=asked.max_queued_requests,
+                prefix_cache=settings.prefix_cache,
+                stages=asked.pp,
+                first_seat=lane * settings.max_batch_requests,
+            ),
+            policy,
+            cache=cache,
+            allocator=allocator,
+            finite=finite,
+            eos_token_ids=parts.choice.checkpoint.eos_token_ids,
+            drafting=drafting,
+        )
+
+    lanes = [scheduler(lane) for lane in range(asked.dp_attention)]
+    return Scheduling(LaneScheduler(lanes) if len(lanes) > 1 else lanes[0], caches)
+
+
+def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:
+    """Who counts the pages of each kind that the memory plan gives, and the cache of their prefixes. watcher: of these."""
+    memory, settings = parts.memory, parts.choice.settings
+    allocator, window, states = PageAllocator(memory.num_pages), None, None
+    others: dict[str, PageAllocator] = {}
+    if memory.window is not None:
+        window = WindowKind.of(memory.window_pages, window=memory.window, page_size=memory.page_size)
+        others[WINDOW] = window.allocator
+    if memory.state_pages:
+        states = others[STATE] = PageAllocator(memory.state_pages)
+    cache: PrefixCache = NoPrefixCache()
+    if settings.prefix_cache:
+        points = ResumePoints(others, None if watcher is None else watcher.given_up) if others else None
+        cache = RadixPrefixCache(memory.page_size, allocator, points, watcher)
+    finite = FiniteMemory(memory.page_size, cache, window=window, states=states, largest_chunk=settings.max_batch_tokens)
+    return cache, allocator, finite

@@ -1,0 +1,103 @@
+"""A step on a rank of one of several lanes: its own lane's items, with rows as all lanes have, and what is sampled of all of them.
+
+    lane 0   items | padding  ── forward ──> rows that need logits | padding ─┐
+    lane 1   padding          ── forward ──> padding                          ├──> rows of all, on every rank: head, sampling
+    lane 2   items            ── forward ──> rows that need logits            ┘
+
+A batch is padded, then planned, so that the exchanges within the forward have the same shape on every rank.
+N rows that need logits, of the lane that has most; C channels.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from enginery.attention.axes import pad
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.model import Model
+from enginery.contracts.step import StepInput
+from enginery.worker.layout import begins_of, places_within
+from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.results import ModelResults
+from enginery.worker.token_feed import TokenFeed
+
+if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
+    from enginery.worker.ranks.gloo import Group
+
+
+@dataclass(frozen=True, eq=False)
+class LaneRows:
+    """Rows of this lane and of the others. across: of each lane the rank in this one's place. geometry: of its memory."""
+
+    across: Group
+    geometry: KVGeometry
+
+    @property
+    def lane(self) -> int:
+        """The number of this one."""
+        return self.across.rank
+
+    def pad(self, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
+        """The lane's batch with as many requests and tokens as the largest lane's."""
+        num_requests, num_tokens = step.padded
+        return pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=self.geometry)
+
+    def own(self, step: StepInput) -> torch.Tensor:
+        """The rows of this lane that need logits, and any beside them: [N] int64."""
+        items = step.lanes[self.lane].columns()
+        ends, counts = np.cumsum(items.num_tokens), items.num_logits
+        rows = (ends - counts).repeat(counts) + places_within(counts)
+        return torch.from_numpy(np.pad(rows.astype(np.int64), (0, _most_logits(step) - len(rows))))
+
+    def of_all(self, step: StepInput, own: torch.Tensor) -> torch.Tensor:
+        """[N, C] of each lane -> the rows that need logits, of all of the step's items in order."""
+        return torch.cat(self.across.of_all(own)).index_select(0, torch.from_numpy(rows_of_all(step)))
+
+
+def rows_of_all(step: StepInput) -> np.ndarray:
+    """Where the rows that need logits are, of the step's items in order, among N of each lane: int64."""
+    begins = np.empty(step.num_items, np.int64)
+    for lane, (own, places) in enumerate(zip(step.lanes, step.lane_places, strict=True)):
+        begins[places] = lane * _most_logits(step) + begins_of(own.columns().num_logits)
+    counts = step.columns().num_logits
+    found: np.ndarray = begins.repeat(counts) + places_within(counts)
+    return found
+
+
+def _most_logits(step: StepInput) -> int:
+    """N: 1 at least, as nothing is exchanged in no rows."""
+    return max(1, *(int(own.columns().num_logits.sum()) for own in step.lanes))
+
+
+class LanePath:
+    """Implements `ForwardPath` for steps of several lanes. It is given the batch of its own, and gives rows of all."""
+
+    captured = False
+
+    def __init__(self, model: Model, relay: BackendRelay, feed: TokenFeed, *, results: ModelResults, lanes: LaneRows) -> None:
+        self._model, self._relay, self._feed, self._results, self._lanes = model, relay, feed, results, lanes
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """Pad, upload, plan, run, and bring together what is sampled from."""
+        rows = self._lanes.own(step)
+        batch = self._lanes.pad(step, batch)
+        # Outputs may be of rows that need no logits; where no lane has such rows, the model is told of none.
+        all_of_them = bool(self._feed.named.outputs) or len(rows) == batch.num_tokens
+        uploaded = self._feed.upload(step.lanes[self._lanes.lane], batch, logits_rows=None if all_of_them else rows)
+        there = self._relay.plan(uploaded)
+        planned_s = time.perf_counter()
+        hidden = self._results.hidden(self._model.forward(there), there)
+        wanted = hidden if not all_of_them and len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
+        of_all = self._lanes.of_all(step, wanted)
+        last = of_all
+        if len(step.sampling) < len(of_all):
+            ends = np.cumsum(step.columns().num_logits)[step.sampling]
+            last = of_all.index_select(0, torch.from_numpy(ends - 1))
+        return Forwarded(planned_s=planned_s, rows=of_all, last=last)

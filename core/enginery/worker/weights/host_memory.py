@@ -1,7 +1,7 @@
 """Memory of the host for weights, in huge pages where the system has them.
 
-A step reads all weights once. With pages of 4 KiB each needs a look into the page tables, and the processor's own fetching ahead ends
-at each: with pages of 2 MiB a product of one row takes a tenth less time (docs/log.md, 2026-11-24).
+A step reads all weights once. A page of 4 KiB takes a look into the page tables, and there the processor's own fetching ahead ends:
+with pages of 2 MiB a product of one row takes a tenth less time (docs/log.md, 2026-11-24).
 """
 
 from __future__ import annotations

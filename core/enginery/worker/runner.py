@@ -226,8 +226,8 @@ class Runner:
         """Choose the tokens of a launched step, the newest, and keep them for the next. None: best tokens, and nothing beside."""
         step, forwarded = launched.step, launched.forwarded
         prompts = {} if sampling is None else self._prompt_logprobs(step, sampling, forwarded.rows)
-        embedding = np.frombuffer(step.embedding, INT).tolist() if step.embedding else ()
-        embedded = self._embedded(embedding, launched) if embedding else None
+        embedding = np.frombuffer(step.embedding, INT).tolist()
+        embedded = self._embedded(embedding, launched)
         tokens = marked = self._no_tokens
         accepted, logits = None, launched.logits
         if step.verifies:
@@ -240,7 +240,7 @@ class Runner:
         logprobs = token_logprobs(logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if asks else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         told = None if accepted is None else accepted.to("cpu", non_blocking=True)
-        copied = self._now()  # before anything is guessed, so that the host goes on with what is told meanwhile
+        copied = recorded(is_cuda=self._is_cuda)  # before anything is guessed, so that the host goes on with what is told meanwhile
         guesses = self._draft(launched, sampling, tokens, accepted)
         return RunningStep(
             step=step,
@@ -366,18 +366,12 @@ class Runner:
         if model.knows_lengths:
             return Guesses(found, None)
         self.feed.keep_drafts(found, launched.seats())
-        return Guesses(found.to("cpu", non_blocking=True), self._now())
+        return Guesses(found.to("cpu", non_blocking=True), recorded(is_cuda=self._is_cuda))
 
-    def _now(self) -> torch.cuda.Event | None:
-        """What to wait for until the device has done all that it was given; None where there is nothing to wait for."""
-        if not self._is_cuda:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor:
+    def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor | None:
         """The last hidden states of these items, [E, C] float32, on their way to the host."""
+        if not embedding:
+            return None
         last = launched.forwarded.last
         assert last is not None, "a step of which hidden states are asked for runs no graph that keeps them"
         rows = torch.from_numpy(np.searchsorted(launched.step.sampling, embedding))
@@ -394,3 +388,12 @@ class Runner:
         return {
             index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()
         }
+
+
+def recorded(*, is_cuda: bool) -> torch.cuda.Event | None:
+    """Now, on the device; None where there is nothing to wait for."""
+    if not is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

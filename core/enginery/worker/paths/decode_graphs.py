@@ -241,14 +241,13 @@ class DecodeGraphs:
                 kept.copy_(hidden)
 
         graph = self._capture(run)
-        logits, marked = found[-1]
         self._captured[size, length] = CapturedStep(
             packed=packed,
             seats=packed[-1, :size],
             batch=batch,
             graph=graph,
-            logits=logits,
-            best=marked,
+            logits=found[-1][0],
+            best=found[-1][1],
             hidden=kept,
             accepted=accepted,
         )

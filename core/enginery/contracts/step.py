@@ -158,12 +158,12 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     @functools.cached_property
     def num_tokens(self) -> int:
         """The rows of the step without padding: T."""
-        return int(self.columns().num_tokens.sum())
+        return sum(self.columns().num_tokens.tolist())  # not NumPy's: its code is in no cache behind a step's weights
 
     @functools.cached_property
     def sampling(self) -> np.ndarray:
         """The items whose last row yields a token, or rows if they have drafts: [S] int64."""
-        return np.flatnonzero(self.columns().samples)
+        return self.columns().samples.nonzero()[0]
 
     @functools.cached_property
     def sampled_rows(self) -> np.ndarray:

@@ -170,6 +170,8 @@ class GrammarQueue:
 
     def settled(self, *, idle: bool) -> Iterator[tuple[str, GrammarState | RequestError]]:
         """The requests that wait no longer, and what came of it. idle: wait a moment for the first of them."""
+        if not (self._jobs or self._waiting):
+            return
         self._take_in()
         if idle:
             self._wait_a_moment()

@@ -27,7 +27,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     _refuse_unknown(step, items, has_windows=tables.window is not None)
     q_lens = rows_of_items(step)
     kv_lens = items.start + q_lens
-    num_columns = -(-int(kv_lens.max(initial=1)) // page_size)  # a lane without work has no items
+    num_columns = -(-max(kv_lens.tolist(), default=1) // page_size)  # Python's, as in `StepInput.num_tokens`; of no items one
     page_table = tables.full.of(items.seat, num_columns)
     row_of, positions = _rows_and_positions(step, items, q_lens)
     column, offset = np.divmod(positions, page_size)
@@ -173,7 +173,7 @@ def token_sources(step: StepInput, *, width: int, size: int | None = None) -> to
 
 def has_pending(step: StepInput) -> bool:
     """Whether the token of a row is on the device alone."""
-    return bool(step.columns().pending.any())
+    return any(step.columns().pending.tolist())
 
 
 def sampled_seats(step: StepInput, *, size: int | None = None, fill: int = 0) -> torch.Tensor:

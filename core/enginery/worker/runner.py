@@ -37,7 +37,7 @@ from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.eager import EagerPath
-from enginery.worker.paths.path import Forwarded, ForwardPath, Launched, Verified
+from enginery.worker.paths.path import Forwarded, ForwardPath, Launched, Verified, first_rows
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.ranks.agreement import Agreement
@@ -69,7 +69,7 @@ class RunningStep:
     guesses: Guesses | None
     copied: torch.cuda.Event | None
     embedding: Sequence[int]
-    embedded: torch.Tensor
+    embedded: torch.Tensor | None
     logprobs: LogprobTable | None
     num_top: Sequence[int]
     prompt_logprobs: Mapping[int, Sequence[LogprobTable]]
@@ -94,7 +94,7 @@ class RunningStep:
             prompt_logprobs={
                 index: [found for table in tables for found in table.rows()] for index, tables in self.prompt_logprobs.items()
             },
-            embeddings={index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)},
+            embeddings=self._read_embeddings(),
             failed=failed,
             captured=self.captured,
             times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter()),
@@ -112,6 +112,11 @@ class RunningStep:
         """Of each item in `sampling`, the first of its rows that are sampled."""
         first_rows: list[int] = begins_of(self.step.sampled_rows).tolist()
         return first_rows
+
+    def _read_embeddings(self) -> dict[int, tuple[float, ...]]:
+        if self.embedded is None:
+            return {}
+        return {index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)}
 
     def _read_logprobs(self, told: Sequence[tuple[int, ...]]) -> dict[int, tuple[TokenLogprob, ...]]:
         if self.logprobs is None:
@@ -164,6 +169,8 @@ class Runner:
         self.tables = tables
         self.feed = feed
         self.device = feed.device
+        self._is_cuda = self.device.type == "cuda"
+        self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._draft_graphs, self._forced, self._pool = speculation or Speculation()
         self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
         self._eager = self._new_eager_path()
@@ -218,7 +225,7 @@ class Runner:
         prompts = {} if sampling is None else self._prompt_logprobs(step, sampling, forwarded.rows)
         embedding = np.frombuffer(step.embedding, INT).tolist()
         embedded = self._embedded(embedding, launched)
-        tokens = marked = torch.empty(0, dtype=torch.int64, device=self.device)
+        tokens = marked = self._no_tokens
         accepted, logits = None, launched.logits
         if step.verifies:
             tokens, marked, accepted, order = self._verify(launched, sampling, cuts)
@@ -229,7 +236,7 @@ class Runner:
         logprobs = token_logprobs(logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if num_top else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
         told = None if accepted is None else accepted.to("cpu", non_blocking=True)
-        copied = recorded(self.device)  # before anything is guessed, so that the host goes on with what is told meanwhile
+        copied = recorded(is_cuda=self._is_cuda)  # before anything is guessed, so that the host goes on with what is told meanwhile
         if self.agreement is not None:
             self.agreement.outcome(step, tokens.clamp(min=0), accepted)
         guesses = self.draft(launched, sampling, tokens, accepted)
@@ -265,7 +272,7 @@ class Runner:
     def _logits(self, forwarded: Forwarded, count: int) -> torch.Tensor:
         """Of the items that sample: [S, V]."""
         if forwarded.logits is not None:
-            return forwarded.logits[:count]
+            return first_rows(forwarded.logits, count)
         assert forwarded.last is not None, "a forward gives logits or hidden states"
         return self.results.logits(self.model.logits(forwarded.last), forwarded.last)
 
@@ -273,7 +280,7 @@ class Runner:
         """Tokens of [S, V], kept for the next step, and the same with `NAN_TOKEN` for NaN logits; [S] int64 each, device."""
         step, forwarded, logits = launched.step, launched.forwarded, launched.logits
         if forwarded.greedy is not None and step.run.greedy:
-            best = forwarded.greedy[: len(logits)]
+            best = first_rows(forwarded.greedy, logits.shape[0])
             return best, best
         tokens = sample(logits, sampling, ops=self.ops)
         self.feed.keep(tokens, launched.seats())
@@ -367,13 +374,14 @@ class Runner:
         if model.knows_lengths:
             return Guesses(found, None)
         self.feed.keep_drafts(found, launched.seats())
-        return Guesses(found.to("cpu", non_blocking=True), recorded(self.device))
+        return Guesses(found.to("cpu", non_blocking=True), recorded(is_cuda=self._is_cuda))
 
-    def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor:
+    def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor | None:
         """The last hidden states of these items, [E, C] float32, on their way to the host."""
+        if not embedding:
+            return None
         last = launched.forwarded.last
-        if last is None or not embedding:
-            return torch.empty(0)
+        assert last is not None, "a step of which hidden states are asked for runs no graph that keeps them"
         rows = torch.from_numpy(np.searchsorted(launched.step.sampling, embedding))
         return last.index_select(0, to_device(rows, self.device)).float().to("cpu", non_blocking=True)
 
@@ -390,9 +398,9 @@ class Runner:
         }
 
 
-def recorded(device: torch.device) -> torch.cuda.Event | None:
+def recorded(*, is_cuda: bool) -> torch.cuda.Event | None:
     """Now, on the device; None where there is nothing to wait for."""
-    if device.type != "cuda":
+    if not is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()

@@ -10,6 +10,8 @@ So a step can be built and launched before the tokens of the one before have com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from enginery.attention.axes import renewed, token_fields, with_token_fields
@@ -28,6 +30,7 @@ class TokenFeed:
 
     def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None, most_drafts: int = 0) -> None:
         self.device = device
+        self._on_host = device.type == "cpu"
         self.named = named or NamedTensors.none()
         self.scratch_seat = num_seats
         self.width = 1 + most_drafts
@@ -40,7 +43,7 @@ class TokenFeed:
     def upload(self, step: StepInput, batch: ForwardBatch, *, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """The batch that the step was laid out as, padded or not, with its token fields on the device, complete."""
         batch, pending = self.named.with_inputs(batch, step.inputs), has_pending(step)
-        if self.device.type != "cpu":
+        if not self._on_host:
             sources = token_sources(step, width=self.width, size=batch.num_tokens)
             packed = to_device(torch.stack([*token_fields(batch), sources]), self.device)  # [fields + 1, T]
             batch, sources = self.unpack(batch, packed), packed[-1]
@@ -52,9 +55,12 @@ class TokenFeed:
             self.fill(batch.input_ids, sources, out=ids)
         return self.named.placed(renewed(batch, input_ids=ids, logits_rows=logits_rows))
 
-    def overwrite(self, packed: torch.Tensor, fields: torch.Tensor) -> None:
-        """Copy what a step has for each token, on the host, over what graphs read."""
-        packed.copy_(pinned(fields, self.device), non_blocking=True)
+    def overwrite(self, packed: torch.Tensor, fields: Sequence[torch.Tensor]) -> None:
+        """Copy what a step has for each token, [T] int64 each on the host, over what graphs read: [fields, T]."""
+        if self._on_host:
+            torch.stack(tuple(fields), out=packed)
+        else:
+            packed.copy_(pinned(torch.stack(tuple(fields)), self.device), non_blocking=True)
 
     def fill(self, input_ids: torch.Tensor, sources: torch.Tensor, *, out: torch.Tensor) -> None:
         """[T] int64 each: a pending token from its place, to `out`, which may be `input_ids`. Device work only."""

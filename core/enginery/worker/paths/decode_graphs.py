@@ -80,7 +80,8 @@ class CudaCapture:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
     """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
-    Of a step that verifies, [fields + 3, T]: before the sources, in its first places, how many drafts each request has.
+    Of a step that verifies, [fields + 3, T]: before the sources, in its first places, how many drafts each request has. seats: the
+    seats there, where the next step finds what this one samples: [requests] int64, device.
 
     batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
     where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
@@ -89,6 +90,7 @@ class CapturedStep:
     """
 
     packed: torch.Tensor
+    seats: torch.Tensor
     batch: ForwardBatch
     graph: Replayable
     logits: torch.Tensor
@@ -105,11 +107,6 @@ class CapturedStep:
         if right.data_ptr() != self.accepted.data_ptr():
             self.accepted[: len(right)].copy_(right)
         self.moving.replay()
-
-    @property
-    def seats(self) -> torch.Tensor:
-        """Where the next step finds what this one samples: [requests] int64, device."""
-        return self.packed[-1, : self.batch.num_requests]
 
 
 def graph_sizes(max_requests: int) -> tuple[int, ...]:
@@ -238,16 +235,15 @@ class DecodeGraphs:
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if drafts else None
         batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
         kept = None if self.buffers.hidden is None else self.buffers.hidden[:num_rows]
-        found: list[torch.Tensor] = []
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def run() -> None:
             self._fill(batch, packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
             hidden = self.results.hidden(self.model.forward(batch), batch)
             logits = self._kept(self.results.logits(self.model.logits(hidden), hidden))
-            found.append(logits)
             best = self.ops.greedy(logits)
-            self._mark(logits, best)
+            found.append((logits, self._marked(logits, best)))
             if accepted is None:
                 self.feed.keep(best, packed[-1])
             else:
@@ -258,10 +254,11 @@ class DecodeGraphs:
 
         self._captured[size, length] = CapturedStep(
             packed=packed,
+            seats=packed[-1, :size],
             batch=batch,
             graph=self._capture(run),
-            logits=found[-1],  # of the last run
-            best=self.best[:num_rows],
+            logits=found[-1][0],  # of the last run
+            best=found[-1][1],
             hidden=kept,
             accepted=accepted,
             moving=_captured_moving(self.relay, batch, accepted=accepted, geometry=self.geometry, capture=self._capture),
@@ -303,9 +300,9 @@ class DecodeGraphs:
         """Where they stay until the next replay: [rows, V]."""
         return self.buffers.logits[: len(logits)].copy_(logits)
 
-    def _mark(self, logits: torch.Tensor, best: torch.Tensor) -> None:
-        """Keep the best tokens, [rows] int64, with `NAN_TOKEN` for rows of NaN."""
-        self.best[: len(best)].copy_(mark_nan(logits, best))
+    def _marked(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """Where the best tokens stay until the next replay, with `NAN_TOKEN` for rows of NaN: [rows] int64."""
+        return self.best[: len(best)].copy_(mark_nan(logits, best))
 
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly."""
@@ -321,7 +318,7 @@ class DecodeGraphs:
         sources = token_sources(step, width=self.feed.width, size=num_rows)
         seats = sampled_seats(step, size=num_rows, fill=self.feed.scratch_seat)
         drafts = [] if captured.accepted is None else [num_drafts(step, size=num_rows)]
-        self.feed.overwrite(captured.packed, torch.stack([*token_fields(padded), *drafts, sources, seats]))
+        self.feed.overwrite(captured.packed, [*token_fields(padded), *drafts, sources, seats])
         padded = self.feed.named.placed(padded)
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)

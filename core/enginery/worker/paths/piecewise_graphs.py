@@ -193,9 +193,7 @@ class PiecewiseGraphs:
         size, count = captured.packed.shape[1], batch.num_tokens
         batch = self.feed.named.with_inputs(batch, step.inputs)
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
-        self.feed.overwrite(
-            captured.packed, torch.stack([*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
-        )
+        self.feed.overwrite(captured.packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
         self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
         return self.feed.unpack(batch, captured.packed[:, :count])
 

@@ -16,6 +16,7 @@ from enginery.contracts.step import StepInput
 from enginery.plugin.loading import explain
 from enginery.worker.layout import has_pending
 from enginery.worker.paths.decode_graphs import CapturedStep, DecodeGraphs
+from enginery.worker.paths.path import Forwarded
 from enginery.worker.sampling import NAN_TOKEN
 
 _log: Final = logging.getLogger(__name__)
@@ -30,13 +31,13 @@ class RecordedSteps(DecodeGraphs):
     """Steps that verify are not recorded. `sizes` is empty once a step could not be recorded: all run eagerly from then on."""
 
     _firsts: torch.Tensor  # of each row, among all logits
-    _nan: torch.Tensor
+    _largest: dict[int, torch.Tensor]  # by number of rows, the logits of their best tokens
 
     def capture_first(self) -> None:
         """Make what every recording reads, and record nothing: a start is no slower for it."""
         self.sizes = recorded_sizes(len(self.best))
         self._firsts = torch.arange(len(self.best)) * self.results.vocab_size
-        self._nan = torch.tensor([NAN_TOKEN])
+        self._largest = {}
 
     def capture(self, size: int, length: int = 1) -> None:
         """Record a step, or note that none can be."""
@@ -45,6 +46,15 @@ class RecordedSteps(DecodeGraphs):
         except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
             _log.debug("decoding runs eagerly: a step of %d requests was not recorded: %s", size, explain(error))
             self.sizes = ()
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """As `DecodeGraphs`; a NaN is looked for in Python, as torch's comparison takes 0.2 ms when its code is in no cache."""
+        forwarded = super().forward(step, batch)
+        largest, best = self._largest[step.run.size], forwarded.greedy
+        assert best is not None, "a recording has the best tokens"
+        if any(value != value for value in largest.tolist()):
+            best.masked_fill_(largest.isnan(), NAN_TOKEN)
+        return forwarded
 
     def note_too_large(self, num_requests: int) -> None:
         """Nothing: steps are recorded for all numbers of requests that gain by it."""
@@ -62,8 +72,8 @@ class RecordedSteps(DecodeGraphs):
         """A recording's own stay where they are."""
         return logits
 
-    def _mark(self, logits: torch.Tensor, best: torch.Tensor) -> None:
-        """By the embedding's kernel: a gather takes longer than a layer's attention, as its code is in no cache."""
+    def _marked(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """A recording's own too, marked when it is done. By the embedding's kernel: a gather's code is in no cache."""
         places = best if len(best) == 1 else best + self._firsts[: len(best)]
-        values = self.ops.embed(logits.reshape(-1, 1), places)[:, 0]
-        torch.where(values == values, best, self._nan, out=self.best[: len(best)])
+        self._largest[len(best)] = self.ops.embed(logits.reshape(-1, 1), places)[:, 0]
+        return best

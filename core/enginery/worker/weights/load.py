@@ -19,6 +19,7 @@ from enginery.checkpoint.files import READABLE, StoredTensor
 from enginery.checkpoint.reader import Tell, read_tensors
 from enginery.nn.stored import widen
 from enginery.worker.weights.formats import FormatReader
+from enginery.worker.weights.host_memory import empty_on_host
 from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.store import LoadedWeights, WeightRecord
 
@@ -168,7 +169,10 @@ def _allocate(record: WeightRecord, device: torch.device) -> tuple[dict[Piece, t
     tensors: dict[Piece, torch.Tensor] = {}
     targets: list[tuple[Slice, torch.Tensor]] = []
     for piece in record.pieces:
-        whole = torch.empty(piece.shape, dtype=piece.dtype, device=device)
+        if device.type == "cpu":
+            whole = empty_on_host(piece.shape, piece.dtype)
+        else:
+            whole = torch.empty(piece.shape, dtype=piece.dtype, device=device)
         tensors[piece] = whole
         start = 0
         for part in piece.slices:

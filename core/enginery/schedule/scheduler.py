@@ -33,8 +33,8 @@ class Drafts(Protocol):
         """Those of running requests, by id. No step is in flight."""
         ...
 
-    def length(self, num_requests: int) -> int:
-        """How many tokens a draft model guesses at the end of a step of so many requests."""
+    def length(self, requests: Sequence[Request]) -> int:
+        """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either."""
         ...
 
 
@@ -128,7 +128,7 @@ class Scheduler:
         planner = BatchPlanner(self._table, self._settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
-            built.draft_len = self._drafting.length(len(built.requests))
+            built.draft_len = self._drafting.length(built.requests)
         self.requests, self.preempted = built.requests, planner.preempted
         step = built.build(self.next_number, sizes, self._kv.released)
         if built.requests:
@@ -198,4 +198,7 @@ class Scheduler:
         assert scheduled is step, "steps come back in the order they were scheduled in"
         for request in requests:
             request.in_flight -= 1
+        if self._drafting is not None and not step.draft_len:
+            for request, count in zip(requests, step.columns().num_tokens.tolist(), strict=True):
+                request.num_unfollowed += count
         return requests

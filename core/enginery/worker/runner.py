@@ -195,8 +195,9 @@ class Runner:
         self._eager = self._new_eager_path()
 
     def _new_eager_path(self) -> ForwardPath:
-        keeps_all = self.draft_model is not None
-        path = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
+        follower = self.draft_model
+        late, keeps = follower is None or follower.takes_late, follower is not None
+        path = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps, writes_late=late)
         return BestTokens(path, self.model, self.feed) if isinstance(self.model, JoinedHead) else path
 
     def resume_at(self, number: int) -> None:
@@ -342,7 +343,10 @@ class Runner:
         """What the draft model guesses to follow each item that samples, kept for the next step; None if nobody guesses."""
         model = self.draft_model
         step, forwarded = launched.step, launched.forwarded
-        if model is None or (step.phase is Phase.DECODE and step.draft_len == 0):
+        if model is None:
+            return None
+        if not step.draft_len:
+            model.miss(step)
             return None
         assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)

@@ -12,15 +12,19 @@ import pytest
 from core.schedule.device import asked_of
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec
-from enginery.contracts.request import SamplingParams
+from enginery.contracts.request import RequestOutput, SamplingParams
+from enginery.contracts.step import StepInput
 from enginery.contracts.versions import HookGroup
 from enginery.errors import ConfigError, PluginError
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
+from enginery.schedule.request import Request
 from enginery.schedule.table import RequestTable
 from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
+from enginery.speculate.made_drafts import MadeDrafts
 from enginery.worker.drafts.choice import USUAL_DRAFTS, choose_drafter
 
 
@@ -56,7 +60,13 @@ def drafting_of(drafter: object) -> Drafting:
 
 
 def running(
-    request_id: str, *, num_tokens: int = 5, computed: int | None = None, limit: int = 100, **fields: object
+    request_id: str,
+    *,
+    num_tokens: int = 5,
+    computed: int | None = None,
+    limit: int = 100,
+    num_unfollowed: int = 0,
+    **fields: object,
 ) -> SimpleNamespace:
     asked = dataclasses.replace(asked_of(request_id, range(3)), **fields)
     return SimpleNamespace(
@@ -65,6 +75,7 @@ def running(
         token_ids=list(range(num_tokens)),
         num_expected=num_tokens,
         num_computed=num_tokens - 1 if computed is None else computed,
+        num_unfollowed=num_unfollowed,
         limit=limit,
         grammar=None,
     )
@@ -72,6 +83,32 @@ def running(
 
 def table_of(*requests: SimpleNamespace) -> RequestTable:
     return cast("RequestTable", SimpleNamespace(running=requests, by_id={each.request_id: each for each in requests}))
+
+
+def auto_drafting() -> Drafting:
+    """Of a draft model; how much is guessed is measured."""
+    return Drafting(MadeDrafts(), offer_of(Noting()), length=DraftLength(3), vocab_size=50)
+
+
+@pytest.mark.parametrize(("unfollowed", "speculation", "guessed"), [(10, True, 3), (11, True, 0), (0, False, 0)])
+def test_a_draft_model_guesses_for_nobody_that_it_has_not_followed(unfollowed: int, guessed: int, *, speculation: bool) -> None:
+    """Nor where nobody wants guesses. One request that it knows is enough, as all get the same rows."""
+    params = SamplingParams(speculation=speculation)
+    one = running("a", num_tokens=41, num_unfollowed=unfollowed, params=params)
+    assert auto_drafting().length([cast("Request", one)]) == guessed
+    fresh = running("b", num_tokens=9, computed=8)
+    assert auto_drafting().length([cast("Request", one), cast("Request", fresh)]) == 3
+    fixed = Drafting(MadeDrafts(), offer_of(Noting()), length=DraftLength(3, fixed=3), vocab_size=50)
+    assert fixed.length([cast("Request", one)]) == 3
+
+
+def test_guesses_for_what_was_not_followed_teach_nothing() -> None:
+    drafting, step = auto_drafting(), StepInput(number=0, phase=Phase.VERIFY, decode_len=3)
+    requests = [running("a", num_tokens=41), running("b", num_tokens=41, num_unfollowed=30)]
+    told = [RequestOutput(request_id=name, num_drafted=2, num_accepted=count) for name, count in (("a", 2), ("b", 0))]
+    for _ in range(200):
+        drafting.published(step, cast("Sequence[Request]", requests), told)
+    assert drafting._length.told_each_step(2) > 2.9
 
 
 class Forward:

@@ -10,9 +10,9 @@ has some for each seat, and what is written there is not needed after the step: 
 
     [ the target's pages | scratch | seat 0 | seat 1 | ... ]
 
-A decoding step after which nothing is guessed is not followed: guesses do not pay where many requests decode, and following costs
-what a layer does. Where a prefix is shared, the last row of a page may stem from another continuation. Both cost acceptance, never
-a token.
+A step after which nothing is guessed is not followed: guesses do not pay where many requests decode, and following costs what a
+layer does. So what is cached of a prefix may never have been followed; where one is shared, the last row of a page may stem from
+another continuation. Both cost acceptance, never a token.
 
 A draft model may be a chain of modules (MTP). Each runs over all rows and guesses one token further, by what the one before
 returned; the last rows of a request are run over again in its next step, see `enginery.worker.drafts.tails`. One that reads the
@@ -81,7 +81,8 @@ class OneStep(NamedTuple):
 class DraftModel:
     """most: guesses a step. takes_features: see `DrafterSpec`. max_positions: what lies behind is written to scratch memory.
 
-    reads: it reads the target's keys and values, and `socket` is the target's. knows_lengths: whether the host can read at once
+    takes_late: the target writes hidden states for it from behind its last attention. reads: it reads the target's keys and values,
+    and `socket` is the target's. knows_lengths: whether the host can read at once
     what the device computed, as on a CPU.
     """
 
@@ -93,6 +94,7 @@ class DraftModel:
         most: int,
         takes_features: bool,
         max_positions: int,
+        takes_late: bool = False,
         reads: bool = False,
         knows_lengths: bool = True,
     ) -> None:
@@ -102,7 +104,7 @@ class DraftModel:
         self._max_positions = max_positions
         self._target_ids = model.target_ids if isinstance(model, MappedVocabulary) else None
         self.socket, self.most = socket, most
-        self.takes_features, self.knows_lengths = takes_features, knows_lengths
+        self.takes_features, self.takes_late, self.knows_lengths = takes_features, takes_late, knows_lengths
 
     def drafts(
         self,
@@ -160,6 +162,10 @@ class DraftModel:
         if rows.place is not None:
             sampled, last = rows.place[sampled], to_device(torch.from_numpy(rows.place), last.device).index_select(0, last)
         return to_device(torch.from_numpy(sampled), last.device), last
+
+    def miss(self, step: StepInput) -> None:
+        """Instead of `drafts`, of a step that is not followed: nothing that was kept for it fits what comes behind."""
+        self._tails.forget(step)
 
     def ahead(self, step: StepInput, tables: PageTables) -> Ahead:
         """Of the items of a step that sample."""

@@ -88,6 +88,13 @@ class Tails:
                 ends[index], rows.batch.input_ids[part].clone(), rows.features[part].clone()
             )
 
+    def forget(self, step: StepInput) -> None:
+        """Of the requests of a step that is not followed, which are further now."""
+        if self._by_seat:
+            self._forget_begun(step)
+            for seat in step.columns().seat.tolist():
+                self._by_seat.pop(seat, None)
+
     def _forget_begun(self, step: StepInput) -> None:
         """Another request sits there now."""
         if (new := step.pages.get(FULL)) is not None:

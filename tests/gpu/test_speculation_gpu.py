@@ -139,3 +139,6 @@ def test_launching_waits_for_nothing(
     monkeypatch.setattr(engine._runner, "sample", watched_sample)
     answers_of(engine, others)
     assert drafter == "lookup" or (True, True) in ran
+    if temperature and drafter != "lookup":
+        assert engine._runner._draft_graphs is not None
+        assert any(kind is not None for *_, kind in engine._runner._draft_graphs._steps), "what is drawn is guessed within a graph"

@@ -61,6 +61,15 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def captured(asked: EngineOptions, registry: Registry, **named: object) -> tuple[Engine, AgainAndAgain, DraftGraphs]:
     """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most."""
+    engine, capture, drafts = captured_as_far_as_possible(asked, registry, **named)
+    assert drafts is not None
+    return engine, capture, drafts
+
+
+def captured_as_far_as_possible(
+    asked: EngineOptions, registry: Registry, **named: object
+) -> tuple[Engine, AgainAndAgain, DraftGraphs | None]:
+    """None: the draft model runs eagerly behind the graphs."""
 
     class Short(GraphBackend):
         most_pages = 128 // asked.page_size
@@ -75,7 +84,9 @@ def captured(asked: EngineOptions, registry: Registry, **named: object) -> tuple
     assert parts.draft_model is not None
     facts = parts.choice.facts
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
-    drafts = DraftGraphs.build(parts.draft_model, ops=parts.ops, geometry=geometry, capture=capture, state=state)
+    drafts = None
+    if parts.draft_model.can_be_captured:
+        drafts = DraftGraphs.build(parts.draft_model, ops=parts.ops, geometry=geometry, capture=capture, state=state)
     buffers = GraphBuffers(torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size))
     graphs = DecodeGraphs.build(
         parts.model,
@@ -89,8 +100,8 @@ def captured(asked: EngineOptions, registry: Registry, **named: object) -> tuple
     )
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
-    assert drafts is not None
-    for step in graphs.steps:
+    for step in () if drafts is None else graphs.steps:
+        assert drafts is not None
         drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
     return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked, **named), capture, drafts
 

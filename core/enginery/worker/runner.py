@@ -352,14 +352,14 @@ class Runner:
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
         assert features is not None, "and its hidden states"
         draws = GuessDraws(sampling, begins_of(step.sampled_rows), ops=self.ops, device=self.device)
-        told, features = tokens.clamp(min=0), features[: forwarded.batch.num_tokens]
-        if forwarded.captured is None:
-            batch = forwarded.batch
-            found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+        told, graphs, tables = tokens.clamp(min=0), self._draft_graphs, self.tables
+        if forwarded.captured is not None and graphs is not None:
+            features = features[: forwarded.batch.num_tokens]
+            found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
         else:
-            graphs = self._draft_graphs
-            assert graphs is not None, "where a draft model is not captured, nor are the steps that it follows"
-            found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+            batch = forwarded.unpadded(step.num_items)
+            features = features[: batch.num_tokens]
+            found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
         if model.knows_lengths:
             return Guesses(found, None)
         self.feed.keep_drafts(found, launched.seats())

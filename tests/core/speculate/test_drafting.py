@@ -190,16 +190,13 @@ def test_a_drafter_that_fails_is_named(propose: Callable[[object], object]) -> N
         drafting_of(ValueError("no room"))
 
 
-def chosen(
-    *, most: int = 8, device: str = "cpu", shipped: tuple[str, ...] = (), modules: object = None, reads: object = None, **asked: str
-) -> tuple[str | None, int]:
+def chosen(*, most: int = 8, shipped: tuple[str, ...] = (), modules: object = None, **asked: str) -> tuple[str | None, int]:
     offer = offer_of(Noting(), most=most)
-    offer = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, modules=modules, reads=reads))  # type: ignore[arg-type]
+    offer = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, modules=modules))  # type: ignore[arg-type]
     registry = SimpleNamespace(drafters=(offer,), records=(), options_for=lambda name: None)
     taken, length, *_ = choose_drafter(
         EngineOptions(**asked),  # type: ignore[arg-type]
         cast("Registry", registry),
-        device=device,
         shipped=dict.fromkeys(shipped, Path("somewhere")),
         config={"architectures": ["Any"]},
         folder=Path("somewhere"),
@@ -220,19 +217,8 @@ def test_auto_takes_what_comes_with_the_model(tmp_path: Path) -> None:
     assert chosen(drafter="auto") == (None, 0)
     assert chosen(drafter="auto", shipped=("missing", "standalone", "noting")) == ("standalone", 7)
     assert chosen(drafter="auto", shipped=("standalone",), draft_length="2") == ("standalone", 2)
-    assert chosen(drafter="auto", shipped=("standalone",), device="cuda") == ("standalone", 7)
     (tmp_path / "config.json").write_text('{"architectures": ["AnyForCausalLM"]}')
     assert chosen(drafter="auto", draft_model=str(tmp_path)) == ("standalone", 7)
-
-
-@pytest.mark.parametrize(
-    "needs", [{"modules": lambda config: 2}, {"reads": lambda config, target: [0]}], ids=lambda needs: next(iter(needs))
-)
-def test_auto_takes_nothing_on_a_gpu_that_drafts_on_cpus_only(needs: dict[str, object]) -> None:
-    assert chosen(drafter="auto", shipped=("noting",), device="cpu", **needs)[0] == "noting"
-    assert chosen(drafter="auto", shipped=("noting",), device="cuda", **needs) == (None, 0)
-    assert chosen(drafter="auto", shipped=("noting", "standalone"), device="cuda", **needs)[0] == "standalone"
-    assert chosen(drafter="auto", shipped=("noting",), device="cuda", modules=lambda config: 1)[0] == "noting"
 
 
 def test_more_than_the_drafter_is_good_for_is_refused() -> None:

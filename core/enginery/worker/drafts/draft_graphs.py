@@ -11,9 +11,10 @@ with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from enginery.worker.drafts.draws import CapturedDraws, DrawKind, GuessDraws
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import Capture, Replayable
 from enginery.worker.paths.path import CapturedBatch, Forwarded
+
+_log: Final = logging.getLogger(__name__)
 
 
 class _Follow(NamedTuple):
@@ -79,10 +82,11 @@ class DraftGraphs:
     def build(
         cls, model: DraftModel, *, ops: OpTable, geometry: KVGeometry, capture: Capture, state: torch.Tensor
     ) -> DraftGraphs | None:
-        """None: the draft model's backend cannot be captured."""
+        """None, with the reason in the log: the draft model's backend cannot be captured."""
         relay = model.socket.relay
         assert relay is not None, "a draft model has backends"
         if relay.ask("init_graph_state", max_batch_size=len(state), max_num_tokens=len(state)) is None:
+            _log.info("the draft model runs eagerly: %s has no init_graph_state", relay.backend_id)
             return None
         return cls(model, relay, ops=ops, geometry=geometry, capture=capture, state=state)
 

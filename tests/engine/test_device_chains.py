@@ -23,6 +23,7 @@ from enginery.contracts.request import GenerationRequest
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.tails import _Kept
 from enginery.worker.runner import Guesses
 
 __all__ = ["chain_of", "unread"]  # fixtures of others
@@ -97,3 +98,13 @@ def test_a_model_that_reads_guesses_as_where_the_host_reads(
     drafter = {"drafter": "reader", "draft_model": str(write(tmp_path / "reader")), "draft_length": "3"}
     asked = options(llama.folder, attention_backend="torch", page_size=4, num_pages=200, max_batch_tokens=24, **drafter)
     assert_same_guesses(request, asked, with_reader(registry), requests_of(llama), how=how)
+
+
+@pytest.mark.parametrize(("start", "ids"), [(9, []), (10, [8]), (11, [7, 8]), (13, [7, 8]), (14, [])])
+def test_as_many_rows_are_run_over_again_as_there_were_up_to_where_the_request_goes_on(start: int, ids: list[int]) -> None:
+    """Behind a first row and three guesses, of which the host did not know how many were right; none where it is elsewhere."""
+    kept = _Kept(ends=(10, 13), spare=0, wanted=2, ids=torch.tensor([7, 8]), features=torch.tensor([[0.7], [0.8]]))
+    tail = kept.before(start)
+    assert tail.ids.tolist() == ids
+    assert len(tail.features) == len(ids)
+    assert not ids or tail.end == start

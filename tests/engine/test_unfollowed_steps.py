@@ -129,3 +129,16 @@ def test_prompts_that_are_not_followed_get_no_more_rows_than_without_a_draft_mod
         lengths.append(length)
         answers_of(engine, [asking(f"{length}", (9 + length, *prompt_of(LONG)), max_tokens=1)])
     assert shapes == [(1, False), (1, True)]
+
+
+def test_prompts_of_a_burst_are_followed_as_pays_with_all_of_it(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step has two of eight prompts, and two requests would be guessed for."""
+    monkeypatch.setattr("enginery.speculate.length.FIRST_ON", {"cpu": ((2, 3),)})
+    prompts = [(9 + at, *prompt_of(LONG)) for at in range(8)]
+    room = 2 * len(prompts[0])
+    engine = Engine.build(embedded(drafter="eagle", max_batch_tokens=room, prefill_fraction=1.0, max_batch_requests=8), registry)
+    rows = count_forwards(engine, monkeypatch)
+    answers_of(engine, [asking(f"{at}", prompt, max_tokens=3) for at, prompt in enumerate(prompts)])
+    assert rows == []
+    answers_of(engine, [asking("alone", prompts[0], max_tokens=3)])
+    assert rows

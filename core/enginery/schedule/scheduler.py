@@ -23,6 +23,7 @@ from enginery.schedule.planner import NO_DRAFTS, BatchPlanner
 from enginery.schedule.queue import WaitingQueue
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.results import note_prompt, take_in
+from enginery.schedule.step import StepBuilder
 from enginery.schedule.table import RequestTable
 
 
@@ -33,8 +34,11 @@ class Drafts(Protocol):
         """Those of running requests, by id. No step is in flight."""
         ...
 
-    def length(self, requests: Sequence[Request]) -> int:
-        """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either."""
+    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+        """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either.
+
+        num_coming: requests that will decode together then, if none ends.
+        """
         ...
 
 
@@ -128,7 +132,7 @@ class Scheduler:
         planner = BatchPlanner(self._table, self._settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
-            built.draft_len = self._drafting.length(built.requests)
+            built.draft_len = self._drafting.length(built.requests, self._num_coming(built))
         self.requests, self.preempted = built.requests, planner.preempted
         step = built.build(self.next_number, sizes, self._kv.released)
         if built.requests:
@@ -136,6 +140,12 @@ class Scheduler:
             self._kv.released.clear()
             self.next_number += 1
         return step
+
+    def _num_coming(self, built: StepBuilder) -> int:
+        """Requests that will decode together behind a step: where prompts come in, those that wait follow them."""
+        if built.num_decode == len(built.requests):
+            return len(built.requests)
+        return min(self.num_running + len(self._table.waiting), self._settings.max_batch_requests)
 
     def complete(
         self, step: StepInput, output: StepOutput, refused: Mapping[int, str] = MappingProxyType({})

@@ -81,12 +81,12 @@ class Drafting:
                 found = [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in told]
         return {key: tokens for key, tokens in found if tokens}
 
-    def length(self, requests: Sequence[Request]) -> int:
-        """How many tokens a draft model guesses at the end of a step of these requests.
+    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+        """How many tokens a draft model guesses at the end of a step of these requests, as many as pay with so many to come.
 
         None where it has followed none of them well: it would guess badly, and nothing could be learnt from that.
         """
-        length = self._length.of(len(requests))
+        length = self._length.of(num_coming)
         return length if self._length.fixed is not None or (length and any(map(_is_followed, requests))) else 0
 
     def published(self, step: StepInput, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:

@@ -95,11 +95,11 @@ def test_a_draft_model_guesses_for_nobody_that_it_has_not_followed(unfollowed: i
     """Nor where nobody wants guesses. One request that it knows is enough, as all get the same rows."""
     params = SamplingParams(speculation=speculation)
     one = running("a", num_tokens=41, num_unfollowed=unfollowed, params=params)
-    assert auto_drafting().length([cast("Request", one)]) == guessed
+    assert auto_drafting().length([cast("Request", one)], 1) == guessed
     fresh = running("b", num_tokens=9, computed=8)
-    assert auto_drafting().length([cast("Request", one), cast("Request", fresh)]) == 3
+    assert auto_drafting().length([cast("Request", one), cast("Request", fresh)], 2) == 3
     fixed = Drafting(MadeDrafts(), offer_of(Noting()), length=DraftLength(3, fixed=3), vocab_size=50)
-    assert fixed.length([cast("Request", one)]) == 3
+    assert fixed.length([cast("Request", one)], 1) == 3
 
 
 def test_guesses_for_what_was_not_followed_teach_nothing() -> None:

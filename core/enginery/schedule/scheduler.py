@@ -132,7 +132,9 @@ class Scheduler:
         planner = BatchPlanner(self._table, self._settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
-            built.draft_len = self._drafting.length(built.requests, self._num_coming(built))
+            built.draft_len = self._drafting.length(
+                built.requests, _num_coming(built, self._table, most=self._settings.max_batch_requests)
+            )
         self.requests, self.preempted = built.requests, planner.preempted
         step = built.build(self.next_number, sizes, self._kv.released)
         if built.requests:
@@ -140,12 +142,6 @@ class Scheduler:
             self._kv.released.clear()
             self.next_number += 1
         return step
-
-    def _num_coming(self, built: StepBuilder) -> int:
-        """Requests that will decode together behind a step: where prompts come in, those that wait follow them."""
-        if built.num_decode == len(built.requests):
-            return len(built.requests)
-        return min(self.num_running + len(self._table.waiting), self._settings.max_batch_requests)
 
     def complete(
         self, step: StepInput, output: StepOutput, refused: Mapping[int, str] = MappingProxyType({})
@@ -212,3 +208,10 @@ class Scheduler:
             for request, count in zip(requests, step.columns().num_tokens.tolist(), strict=True):
                 request.num_unfollowed += count
         return requests
+
+
+def _num_coming(built: StepBuilder, table: RequestTable, *, most: int) -> int:
+    """Requests that will decode together behind a step: where prompts come in, those that wait follow them."""
+    if built.num_decode == len(built.requests):
+        return len(built.requests)
+    return min(len(table.running) + len(table.waiting), most)

@@ -119,7 +119,7 @@ def rows_of(loads: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
     yield from measured("plain", dataclasses.replace(auto, **plain), loads)
     yield from measured("auto, seldom right", auto, loads)
     yield from measured("auto, right three times of four", auto, loads, rates=(RATES[0],) * 7)
-    for drafter in ("off", "auto"):
+    for drafter in ("off", "auto") if loads.embedded else ():
         yield from embedded(drafter, loads)
 
 
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")
     parser.add_argument("--attention", default="triton", help="what verifies; with flashinfer the head has triton")
+    parser.add_argument("--embedded", action=argparse.BooleanOptionalAction, default=True, help="with --auto, that model too")
     asked = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

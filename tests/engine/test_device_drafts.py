@@ -58,7 +58,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         made(self, *args, **named | {"knows_lengths": False})  # type: ignore[arg-type]
 
     monkeypatch.setattr(DraftModel, "__init__", unknowing)
-    monkeypatch.setattr("enginery.worker.runner.recorded", lambda device: Passed())
+    monkeypatch.setattr("enginery.worker.runner.recorded", lambda *, is_cuda: Passed())
 
 
 def captured(
@@ -70,7 +70,7 @@ def captured(
 ) -> tuple[Engine, AgainAndAgain, DraftGraphs | None]:
     """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most.
 
-    recurrent: builds the backend of recurrent layers.
+    recurrent: builds the backend of recurrent layers. No graphs of the draft model: it runs eagerly, or none does.
     """
 
     class Short(GraphBackend):
@@ -85,7 +85,7 @@ def captured(
     capture, geometry = AgainAndAgain(), parts.geometry
     facts, drafts = parts.choice.facts, None
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
-    if parts.draft_model is not None:
+    if parts.draft_model is not None and parts.draft_model.can_be_captured:
         drafts = DraftGraphs.build(parts.draft_model, ops=parts.ops, geometry=geometry, capture=capture, state=state)
         assert drafts is not None
     buffers = GraphBuffers(torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size))
@@ -101,7 +101,8 @@ def captured(
     )
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
-    for step in graphs.steps if drafts is not None else ():
+    for step in () if drafts is None else graphs.steps:
+        assert drafts is not None
         drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
     return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked, **named), capture, drafts
 
@@ -280,3 +281,57 @@ def test_acceptance_is_forced_within_the_graph(
     answers_of(engine, [asked])
     counts = engine.meter.stats().drafts
     assert counts.told / counts.verifications == pytest.approx(told, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def cut_and_drawn(write_oracle: Callable[..., Oracle]) -> tuple[Oracle, list[GenerationRequest]]:
+    """Hot, so that the best token is seldom the one; each with another cut, and one that takes the best."""
+    oracle = write_oracle("self llama", SELVES["llama"])
+    cuts: tuple[dict[str, object], ...] = ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.0})
+    asked = [{"temperature": 1.5, "seed": at + 7, "max_tokens": TOKENS - at, **cut} for at, cut in enumerate(cuts)]
+    return oracle, [asking(f"{at}", oracle.prompts[at], **each) for at, each in enumerate(asked)]
+
+
+@pytest.mark.parametrize("few", [[0], [1], [0, 1, 2, 3, 4]], ids=["nothing cut", "few kept", "all"])
+def test_what_is_drawn_is_guessed_within_graphs(
+    unread: None, cut_and_drawn: tuple[Oracle, list[GenerationRequest]], registry: Registry, few: list[int]
+) -> None:
+    """With the numbers that the target draws with; nothing is left to do behind a replay."""
+    oracle, requests = cut_and_drawn
+    requests = [requests[at] for at in few]
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    asked = by_itself(oracle, page_size=4, max_batch_tokens=24, draft_length="3", num_pages=200)
+    engine, _, drafts = captured(asked, registry)
+    assert_no_eager_guesses(drafts)
+    assert_told(answers_of(engine, requests), expected)
+    assert_always_right(engine)
+
+
+def assert_no_eager_guesses(drafts: DraftGraphs) -> None:
+    """From now on, where the target ran a graph: no step is planned then but those that are captured."""
+    guess, model = drafts.drafts, drafts._model
+
+    def captured_alone(*given: object, **named: object) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(model, "step_batches", None)
+            return guess(*given, **named)  # type: ignore[arg-type]
+
+    drafts.drafts = captured_alone  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("length", ["1", "3"])
+def test_a_head_draws_within_graphs_what_it_draws_where_the_host_reads(
+    request: pytest.FixtureRequest, registry: Registry, length: str
+) -> None:
+    """Its first guess too."""
+    requests = [asking(f"{at}", prompt_of(said), temperature=0.8, seed=at, max_tokens=30) for at, said in enumerate(SAID)]
+    asked = embedded(drafter="eagle", draft_length=length, attention_backend="torch", num_pages=120, max_batch_requests=16)
+    reading = Engine.build(asked, registry)
+    expected, wanted = answers_of(reading, requests), reading.meter.stats().drafts
+    request.getfixturevalue("unread")
+    engine, _, drafts = captured(asked, registry)
+    assert_no_eager_guesses(drafts)
+    assert_told(answers_of(engine, requests), expected)
+    found = engine.meter.stats().drafts
+    assert (found.drafted, found.accepted) == (wanted.drafted, wanted.accepted)
+    assert found.accepted > 10

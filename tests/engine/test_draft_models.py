@@ -32,8 +32,11 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError, ConfigError, EnginError, Unsupported
 from enginery.plugin.registry import Registry
+from enginery.worker.attention_choice import verifying_drafts
 from enginery.worker.choice import Choice, choose
+from enginery.worker.drafts.choice import ChosenDrafter
 from enginery.worker.drafts.model_choice import choose_draft_model
+from enginery.worker.needs import attn_needs, by_phase
 from enginery.worker.weights.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS, FOLDER
 
@@ -417,14 +420,19 @@ def test_on_a_gpu_a_draft_model_has_a_backend_that_knows_lengths_of_the_device(
     assert re.search(r"(?s)draft model's attention is .*: .*flashinfer.*lengths that the device alone knows is needed", caplog.text)
 
 
-def test_a_gpu_gets_no_chain_of_modules_yet(registry: Registry) -> None:
+def test_on_a_gpu_a_model_that_reads_has_the_target_attend_by_lengths_of_the_device(registry: Registry) -> None:
+    """With backends for prefills and for decoding, those that decode."""
     asked = embedded(drafter="eagle")
-    target = on_a_gpu(asked, registry)
+    target = choose(asked, registry)
     assert target.drafter is not None
-    spec = dataclasses.replace(target.drafter.spec, modules=lambda config: 2)
-    chained = dataclasses.replace(target, drafter=dataclasses.replace(target.drafter, spec=spec))
-    with pytest.raises(ConfigError, match=r"a chain of several modules, and such models draft on the CPU only so far"):
-        choose_draft_model(asked, registry, chained)
+    spec = dataclasses.replace(target.drafter.spec, reads=lambda config, facts: (0,))
+    drafters = [ChosenDrafter(dataclasses.replace(target.drafter, spec=each), 3, "") for each in (spec, target.drafter.spec)]
+    needs = attn_needs(target.facts.layers, target.settings, on_a_gpu(asked, registry).device_facts)
+    reader, writer = (verifying_drafts((needs, needs), drafter)[0] for drafter in drafters)
+    assert (reader.device_lengths, writer.device_lengths) == (True, False)
+    assert {role: each.device_lengths for role, each in by_phase(reader).items()} == {"prefill": False, "decode": True}
+    on_a_cpu = attn_needs(target.facts.layers, target.settings, target.device_facts)
+    assert not verifying_drafts((on_a_cpu, on_a_cpu), drafters[0])[0].device_lengths
 
 
 def test_auto_guesses_nothing_where_attention_would_have_to_change(registry: Registry) -> None:

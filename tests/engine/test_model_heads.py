@@ -293,19 +293,23 @@ def chain_of(write_oracle: Callable[..., Oracle], tmp_path: Path) -> Callable[..
     """Three modules behind three layers; of Qwen three layers in `mtp`."""
 
     def made(name: str) -> Module:
-        config, kind = MODULES[name]
-        changes: dict[str, object] = {"num_hidden_layers": 6, "experts_implementation": "eager"}
-        if name == "qwen3.5":
-            changes["layer_types"] = [*KINDS[:3], *["full_attention"] * 3]
-        elif name == "mimo-v2-flash":
-            changes["layer_types"] = ["full_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 3]
-            changes["mlp_layer_types"] = ["dense", "sparse", "sparse", *["dense"] * 3]
-        elif config.to_dict().get("mlp_layer_types"):
-            changes["mlp_layer_types"] = ["dense", *["sparse"] * 5]
-        longer = type(config)(**{**config.to_dict(), **changes})
-        return write_module(write_oracle(f"chain {name}", longer), tmp_path / "chain", count=3, **kind)
+        return write_module(write_oracle(f"chain {name}", longer(name)), tmp_path / "chain", count=3, **MODULES[name][1])
 
     return made
+
+
+def longer(name: str) -> PretrainedConfig:
+    """Of a family in `MODULES`, with six layers."""
+    config = MODULES[name][0]
+    changes: dict[str, object] = {"num_hidden_layers": 6, "experts_implementation": "eager"}
+    if name == "qwen3.5":
+        changes["layer_types"] = [*KINDS[:3], *["full_attention"] * 3]
+    elif name == "mimo-v2-flash":
+        changes["layer_types"] = ["full_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 3]
+        changes["mlp_layer_types"] = ["dense", "sparse", "sparse", *["dense"] * 3]
+    elif config.to_dict().get("mlp_layer_types"):
+        changes["mlp_layer_types"] = ["dense", *["sparse"] * 5]
+    return type(config)(**{**config.to_dict(), **changes})
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def test_the_embedded_model_has_its_drafters_on_two_ranks(
         chance = random.Random(2)
         monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, count: chance.choice((0, 0, 1, 2, 3)))
 
-    assert_as_on_one(registry, embedded(drafter=drafter, max_batch_tokens=96, overlap=overlap), requests, begin)
+    asked = embedded(drafter=drafter, draft_length="3", max_batch_tokens=96, overlap=overlap)
+    assert_as_on_one(registry, asked, requests, begin)
 
 
 def asked_of(prompts: Sequence[Sequence[int]]) -> list[GenerationRequest]:

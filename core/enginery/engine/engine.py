@@ -269,7 +269,7 @@ class Engine:
         outputs = self._scheduler.complete(step, output, refused)
         self._made.keep(None if running.guesses is None else _made_of(running.guesses, running.sampling, requests))
         if self._drafting is not None:
-            self._drafting.published(step, outputs)
+            self._drafting.published(step, requests, outputs)
         self.meter.completed(step, output, at)
         if step.verifies:
             self.meter.verified(outputs)

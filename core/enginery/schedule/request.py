@@ -40,6 +40,7 @@ class Request:
     greedy_from: from so many tokens on its next one is that of the largest logit; `NEVER` if that is adjusted, or drawn.
     reads_tokens: its next token depends on those before. reports_logprobs: log-probabilities go out, of its tokens or its prompt's.
     adjusts: a logit may be changed before its token is chosen. packed_params: how that is drawn, see `pack_params`.
+    num_unfollowed: of the computed ones, in steps that no draft model followed.
     num_cached_tokens: of its prompt, found in the prefix cache when it was first admitted. prompt_logprobs: those of completed
     steps, until its first token is told. queued_s: how long it had waited when its first chunk was scheduled. grammar: what its
     output must be; has accepted the output.
@@ -61,6 +62,7 @@ class Request:
     kv: SequenceKV
     num_computed: int = 0
     in_flight: int = 0
+    num_unfollowed: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     num_preemptions: int = 0

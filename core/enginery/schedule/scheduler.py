@@ -34,8 +34,11 @@ class Drafts(Protocol):
         """Those of running requests, by id. No step is in flight."""
         ...
 
-    def length(self, num_requests: int) -> int:
-        """How many tokens a draft model guesses at the end of a step of so many requests."""
+    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+        """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either.
+
+        num_coming: requests that will decode together then, if none ends.
+        """
         ...
 
 
@@ -135,7 +138,8 @@ class Scheduler:
         planner = BatchPlanner(self.table, self.settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
-            built.draft_len = self._drafting.length(len(built.requests))
+            coming = _num_coming(built, self.table, most=self.settings.max_batch_requests)
+            built.draft_len = self._drafting.length(built.requests, coming)
         self.preempted = planner.preempted
         return self.begin(built, agreed([built], sizes))
 
@@ -200,4 +204,14 @@ class Scheduler:
         assert scheduled is step, "steps come back in the order they were scheduled in"
         for request in requests:
             request.in_flight -= 1
+        if self._drafting is not None and not step.draft_len:
+            for request, count in zip(requests, step.columns().num_tokens.tolist(), strict=True):
+                request.num_unfollowed += count
         return requests
+
+
+def _num_coming(built: StepBuilder, table: RequestTable, *, most: int) -> int:
+    """Requests that will decode together behind a step: where prompts come in, those that wait follow them."""
+    if built.num_decode == len(built.requests):
+        return len(built.requests)
+    return min(len(table.running) + len(table.waiting), most)

@@ -55,7 +55,7 @@ class RequestTable:
         if not self.kv.enter(request.kv, reuse=not request.wants_prompt_logits, reserved=reserved):
             return None
         self.waiting.remove(request)
-        request.num_computed = request.kv.num_written
+        request.num_computed, request.num_unfollowed = request.kv.num_written, 0
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
         request.status = RequestStatus.RUNNING

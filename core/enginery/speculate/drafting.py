@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec, DraftTree, HostDrafter
 from enginery.contracts.grammars import RevocableGrammarState
@@ -18,6 +18,8 @@ from enginery.schedule.request import Request
 from enginery.schedule.table import RequestTable
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import MadeDrafts
+
+_MOST_UNFOLLOWED: Final = 0.25  # of a request's tokens: trials without guesses leave a few such everywhere
 
 
 class _Published(NamedTuple):
@@ -79,21 +81,30 @@ class Drafting:
                 found = [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in told]
         return {key: tokens for key, tokens in found if tokens}
 
-    def length(self, num_requests: int) -> int:
-        """How many tokens a draft model guesses at the end of a step of so many requests."""
-        return self._length.of(num_requests)
+    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+        """How many tokens a draft model guesses at the end of a step of these requests, as many as pay with so many to come.
 
-    def published(self, step: StepInput, outputs: Sequence[RequestOutput]) -> None:
+        None where it has followed none of them well: it would guess badly, and nothing could be learnt from that.
+        """
+        length = self._length.of(num_coming)
+        return length if self._length.fixed is not None or (length and any(map(_is_followed, requests))) else 0
+
+    def published(self, step: StepInput, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
         """The step has been told: learn how often guesses are right, and how long such steps take."""
-        if self._length.fixed is None:
-            for output in outputs:
-                if output.num_drafted:
-                    self._length.told(output.num_drafted, output.num_accepted)
+        if self._length.fixed is None and step.verifies:
+            self._learn(requests, outputs)
         before, self._before = self._before, None
         if step.num_decode == step.num_items:
             self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock())
             if before is not None and before[:3] == now[:3] and now.verified == now.made:
                 self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
+
+    def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
+        """From what was told of guesses for those that are followed."""
+        followed = {request.request_id for request in requests if _is_followed(request)}
+        for output in outputs:
+            if output.num_drafted and output.request_id in followed:
+                self._length.told(output.num_drafted, output.num_accepted)
 
     def stop(self, requests: Iterable[Request]) -> None:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
@@ -134,6 +145,11 @@ class Drafting:
             del self._asked[key]
             assert not isinstance(self._drafter, MadeDrafts), "it is not asked"
             self._drafter.forget(key)
+
+
+def _is_followed(request: Request) -> bool:
+    """Whether a draft model that is asked about it has run over most of its tokens, the coming ones among them."""
+    return request.asked.params.speculation and request.num_unfollowed <= _MOST_UNFOLLOWED * request.num_computed
 
 
 def _room(request: Request) -> int:

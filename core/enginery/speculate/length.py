@@ -9,6 +9,9 @@ plain decoding, which may be faster than a length whose neighbours are both slow
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
 trials have lost, by what they told in their time, may be a hundredth of the time that there was; a longer length that was never
 tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial.
+
+A draft model does not follow steps without guesses, and guesses badly for requests of which it has followed little. So who asks
+takes none until there is a request that it has followed, or that begins, and tells of no others; a trial waits until then.
 """
 
 from __future__ import annotations
@@ -106,7 +109,8 @@ class DraftLength:
             return
         load = self._load(num_requests)
         load.note(length, seconds)
-        load.steps, load.spent_s = load.steps + 1, load.spent_s + seconds
+        wanted = load.length if load.trial is None else load.trial
+        load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
         if load.trial is None and {0, load.length} <= load.seconds.keys() and self._gains(load, 0):
             load.length = 0  # guesses are seldomer right than they were
         if load.trial is None and load.steps >= load.patience:

@@ -107,7 +107,8 @@ def verifying_drafts(needs: Sequence[AttnNeeds], drafter: ChosenDrafter) -> Sequ
     if drafter.offer is None:
         return needs
     softmax, recurrent = needs
-    return verifying(softmax, trees=drafter.trees), verifying(recurrent)
+    unread = drafter.offer.spec.reads is not None and softmax.device != "cpu"
+    return verifying(softmax, trees=drafter.trees, device_lengths=unread), verifying(recurrent)
 
 
 def refuse_idle_coordinator(coordinator: Offer[SparseCoordinatorSpec], attention: AttentionChoice) -> None:

@@ -176,8 +176,8 @@ def choose(
 
 def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Registry, needs: Sequence[AttnNeeds]) -> ChosenDrafter:
     """needs: of attention without a drafter."""
-    device, shipped = needs[0].device, shipped_drafters(checkpoint, registry)
-    drafter = choose_drafter(asked, registry, device=device, shipped=shipped, config=checkpoint.config, folder=checkpoint.folder)
+    shipped = shipped_drafters(checkpoint, registry)
+    drafter = choose_drafter(asked, registry, shipped=shipped, config=checkpoint.config, folder=checkpoint.folder)
     if asked.drafter != "auto" or drafter.offer is None:
         return drafter
     return unless_attention_changes(drafter, asked, registry, *needs)

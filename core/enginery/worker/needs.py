@@ -26,13 +26,15 @@ def attn_needs(layers: Iterable[AttnLayerFacts], settings: Settings, device: Dev
     )
 
 
-def verifying(needs: AttnNeeds, *, trees: bool = False) -> AttnNeeds:
-    """The same where steps verify drafts too. trees: which may branch."""
-    return dataclasses.replace(needs, phases=needs.phases | {Phase.VERIFY}, trees=trees)
+def verifying(needs: AttnNeeds, *, trees: bool = False, device_lengths: bool = False) -> AttnNeeds:
+    """The same where steps verify drafts too. trees: which may branch. device_lengths: a draft model decodes with these backends,
+    by lengths that the device alone knows."""
+    return dataclasses.replace(needs, phases=needs.phases | {Phase.VERIFY}, trees=trees, device_lengths=device_lengths)
 
 
 def by_phase(needs: AttnNeeds) -> dict[str, AttnNeeds]:
     """Of two backends, of which one prefills and the other decodes."""
     phases = {"prefill": {Phase.PREFILL}, "decode": {Phase.DECODE, Phase.VERIFY} & needs.phases}
-    trees = {"prefill": False, "decode": needs.trees}
-    return {role: dataclasses.replace(needs, phases=frozenset(some), trees=trees[role]) for role, some in phases.items()}
+    chains = dataclasses.replace(needs, trees=False, device_lengths=False)
+    of_role = {"prefill": chains, "decode": needs}
+    return {role: dataclasses.replace(of_role[role], phases=frozenset(some)) for role, some in phases.items()}

@@ -194,8 +194,9 @@ class Runner:
         self._eager = self._new_eager_path()
 
     def _new_eager_path(self) -> ForwardPath:
-        keeps_all = self.draft_model is not None
-        path: ForwardPath = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps_all)
+        follower = self.draft_model
+        late, keeps = follower is None or follower.takes_late, follower is not None
+        path: ForwardPath = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps, writes_late=late)
         if not isinstance(self.model, JoinedHead):
             return path
         if self.model.lanes is not None:
@@ -355,7 +356,10 @@ class Runner:
         """
         model = self.draft_model
         step, forwarded = launched.step, launched.forwarded
-        if model is None or not model.follows(step):
+        if model is None:
+            return None
+        if not model.follows(step):
+            model.miss(step)
             return None
         assert tokens is not None, "a step that a draft model follows tells its tokens"
         assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
@@ -363,14 +367,14 @@ class Runner:
         assert features is not None, "and its hidden states"
         together = None if self.agreement is None else self.agreement.of_guesses(step)
         draws = GuessDraws(sampling, begins_of(step.sampled_rows), ops=self.ops, device=self.device, together=together)
-        told, features = tokens.clamp(min=0), features[: forwarded.batch.num_tokens]
-        if forwarded.captured is None:
-            batch = forwarded.batch
-            found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+        told, graphs, tables = tokens.clamp(min=0), self._draft_graphs, self.tables
+        if forwarded.captured is not None and graphs is not None:
+            features = features[: forwarded.batch.num_tokens]
+            found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
         else:
-            graphs = self._draft_graphs
-            assert graphs is not None, "where a draft model is not captured, nor are the steps that it follows"
-            found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=self.tables)
+            batch = forwarded.unpadded(step.num_items)
+            features = features[: batch.num_tokens]
+            found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
         if model.knows_lengths:
             return Guesses(found, None)
         self.feed.keep_drafts(found, launched.seats())

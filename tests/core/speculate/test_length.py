@@ -114,6 +114,29 @@ def test_a_slow_step_before_a_trial_decides_nothing() -> None:
     assert set(taken) > {0}
 
 
+def test_a_trial_waits_for_steps_of_its_length() -> None:
+    """Who asks may guess nothing for a while, though a trial has begun: such steps do not end it."""
+    length = DraftLength(7)
+    while not (tried := length.of(16)):
+        length.took(16, 0, 1.0)
+    for _ in range(20):
+        length.took(16, 0, 1.0)
+    assert length.of(16) == tried
+    for _ in range(2):
+        length.told(tried, 0)
+        length.took(16, tried, 1.4)
+    assert length.of(16) == 0
+
+
+def test_where_nothing_is_guessed_though_something_should_be_no_trial_begins() -> None:
+    """What a step of the wanted length takes is not known, so nothing can be compared with it."""
+    length = DraftLength(7)
+    wanted = length.of(4)
+    for _ in range(50):
+        length.took(4, 0, 1.0)
+    assert length.of(4) == wanted > 0
+
+
 def test_no_guess_is_made_that_cannot_be_verified() -> None:
     """The rows of a step are limited: 256 requests with a guess each would have 512."""
     length, longest = DraftLength(7, most_rows=256, device="cuda"), {}

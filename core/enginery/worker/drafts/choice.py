@@ -51,14 +51,13 @@ def choose_drafter(
     asked: EngineOptions,
     registry: Registry,
     *,
-    device: str,
     shipped: Mapping[str, Path],
     config: Mapping[str, object],
     folder: Path,
 ) -> ChosenDrafter:
     """What guesses next tokens, and how many of a request in one step.
 
-    device: its kind. shipped: draft models that come with the target, by drafter, the best first. config, folder: the target's.
+    shipped: draft models that come with the target, by drafter, the best first. config, folder: the target's.
     Raises `ConfigError` for a drafter that is no part of this target, or for more than a drafter is good for.
     """
     if asked.drafter == "off":
@@ -66,7 +65,7 @@ def choose_drafter(
     every = _beside(registry, config)
     if asked.drafter == "auto":
         come = (*shipped, *(name for name, offer in every.items() if _is_stored(offer.spec, config, folder)))
-        offer, why = _best(every, device=device, come=come, given=asked.draft_model, config=config)
+        offer, why = _best(every, come=come, given=asked.draft_model)
         if offer is None:
             return ChosenDrafter(None, 0, why)
     else:
@@ -121,27 +120,15 @@ def _is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) ->
 
 
 def _best(
-    every: Mapping[str, Offer[DrafterSpec]],
-    *,
-    device: str,
-    come: Sequence[str],
-    given: str | None,
-    config: Mapping[str, object],
+    every: Mapping[str, Offer[DrafterSpec]], *, come: Sequence[str], given: str | None
 ) -> tuple[Offer[DrafterSpec] | None, str]:
     """The one to take if none is named, and why. come: those whose models come with the target, the best first."""
     if given is not None:
         return _running(every, Path(given).expanduser()), "auto: runs the draft model that is given"
     for name in come:
-        if name in every and (device == "cpu" or not needs_a_cpu(every[name].spec, config)):
+        if name in every:
             return every[name], "auto: its draft model comes with this model"
-    if come:
-        return None, "auto: the draft model that comes with this model drafts on the CPU only so far"
     return None, "auto: no draft model comes with this model, and none is given with --draft-model"
-
-
-def needs_a_cpu(spec: DrafterSpec, config: Mapping[str, object]) -> bool:
-    """Whether it has to know how many guesses were right before it is launched. config: the draft model's."""
-    return spec.reads is not None or (spec.modules is not None and spec.modules(config) > 1)
 
 
 def _running(every: Mapping[str, Offer[DrafterSpec]], folder: Path) -> Offer[DrafterSpec]:

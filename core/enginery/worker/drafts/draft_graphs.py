@@ -2,17 +2,19 @@
 
     target    [ .. model | logits | best, hidden states ]   accept, the early copy   size, rows of a request
     follow    [ model over the same rows | state of the last told row | a guess ]    size, rows of a request
-    steps     [ positions, slots, lengths | model | a guess | model | a guess .. ]   size, steps
+    steps     [ positions, slots, lengths | model | a guess | model | a guess .. ]   size, steps, how guesses are chosen
 
 The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from exact lengths.
-Lengths of the second are true on the device alone. Best tokens are guessed; what is drawn is guessed eagerly, from the same states.
+Lengths of the second are true on the device alone. The guess of the first is the best token; where one is drawn, the second begins
+with it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +28,14 @@ from enginery.contracts.batch import FULL, ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
-from enginery.kv.upload import pinned, to_device
+from enginery.kv.upload import pinned
 from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_each
-from enginery.worker.drafts.draws import GuessDraws
+from enginery.worker.drafts.draws import CapturedDraws, DrawKind, GuessDraws
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import Capture, Replayable
 from enginery.worker.paths.path import CapturedBatch, Forwarded
+
+_log: Final = logging.getLogger(__name__)
 
 
 class _Follow(NamedTuple):
@@ -44,8 +48,12 @@ class _Follow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Steps:
-    """packed: [1 + W, size] int64, device: the first position that may be told, and a window of slots. guesses: [size, d] int64."""
+    """packed: [1 + W, size] int64, device: the first position that may be told, and a window of slots. guesses: [size, d] int64.
 
+    draws: what guesses are drawn by; None: all are best tokens.
+    """
+
+    draws: CapturedDraws | None
     packed: torch.Tensor
     batches: Sequence[ForwardBatch]
     graph: Replayable
@@ -68,16 +76,17 @@ class DraftGraphs:
         numbers = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.tokens, self.right, self.ids = numbers[0], numbers[1], numbers[2]
         self._follows: dict[tuple[int, int], _Follow] = {}
-        self._steps: dict[tuple[int, int], _Steps] = {}
+        self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
 
     @classmethod
     def build(
         cls, model: DraftModel, *, ops: OpTable, geometry: KVGeometry, capture: Capture, state: torch.Tensor
     ) -> DraftGraphs | None:
-        """None: the draft model's backend cannot be captured."""
+        """None, with the reason in the log: the draft model's backend cannot be captured."""
         relay = model.socket.relay
         assert relay is not None, "a draft model has backends"
         if relay.ask("init_graph_state", max_batch_size=len(state), max_num_tokens=len(state)) is None:
+            _log.info("the draft model runs eagerly: %s has no init_graph_state", relay.backend_id)
             return None
         return cls(model, relay, ops=ops, geometry=geometry, capture=capture, state=state)
 
@@ -105,38 +114,19 @@ class DraftGraphs:
         ids = self.ids[:count]
         if not step.draft_len:
             return ids.new_empty(count, 0)
-        ahead = model.ahead(step, tables)
-        if draws.is_random:
-            return self._draw(step, ahead, draws)
         num_steps = step.draft_len - model.takes_features
-        if not num_steps:
+        if not num_steps and draws.kind is None:
             return ids[:, None]
-        return self._guess(ahead, size=forwarded.captured.batch.num_requests, num_steps=num_steps)[:count]
+        found = self._steps_of(forwarded.captured.batch.num_requests, num_steps, draws.kind)
+        return self._guess(found, model.ahead(step, tables), draws)[:count]
 
     @torch.inference_mode()
     def prepare(self, of: CapturedBatch, features: torch.Tensor, draft_len: int) -> None:
         """Capture what comes behind a graph of the target, so many guesses. features: [most rows, F * C]."""
         key = of.batch.num_requests, of.batch.decode_len
         self._follows[key] = self._capture_follow(of, features)
-        steps = key[0], draft_len - self._model.takes_features
-        if steps[1] > 0 and steps not in self._steps:
-            self._steps[steps] = self._capture_steps(*steps)
-
-    def _draw(self, step: StepInput, ahead: Ahead, draws: GuessDraws) -> torch.Tensor:
-        """Random guesses, eagerly: [S, d]."""
-        count, model = len(ahead.seats), self._model
-        numbers = np.concatenate((ahead.at[None], ahead.window))
-        uploaded = to_device(torch.from_numpy(numbers), self.state.device)
-        at, right, ids = uploaded[0], self.right[:count], self.ids[:count]
-        guesses = list[torch.Tensor]()
-        state: torch.Tensor | None = None
-        if model.takes_features:
-            state = self.state[:count]
-            ids = model.guess(state, at + right + 1, draws.choose)
-            guesses.append(ids)
-        batches = model.step_batches(ahead, at, window=uploaded[1:], right=right, count=step.draft_len - len(guesses))
-        guesses += model.steps(batches, ids, state, first=at + right + 1 + len(guesses), choose=draws.choose)
-        return torch.stack(guesses, 1)
+        if (num_steps := draft_len - self._model.takes_features) > 0:
+            self._steps_of(key[0], num_steps, None)
 
     def _best(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._ops.greedy(logits)
@@ -171,20 +161,25 @@ class DraftGraphs:
 
         return _Follow(of, there, self._capture(run))
 
-    def _guess(self, ahead: Ahead, *, size: int, num_steps: int) -> torch.Tensor:
-        if (size, num_steps) not in self._steps:
-            self._steps[size, num_steps] = self._capture_steps(size, num_steps)
-        found = self._steps[size, num_steps]
-        padded = self._padded(ahead, size, width=len(found.packed) - 1)
+    def _steps_of(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
+        key = size, num_steps, kind
+        if key not in self._steps:
+            self._steps[key] = self._capture_steps(*key)
+        return self._steps[key]
+
+    def _guess(self, found: _Steps, ahead: Ahead, draws: GuessDraws) -> torch.Tensor:
+        padded = self._padded(ahead, found.packed.shape[1], width=len(found.packed) - 1)
         numbers = torch.from_numpy(np.concatenate((padded.at[None], padded.window)))
         found.packed.copy_(pinned(numbers, found.packed.device), non_blocking=True)
-        last = found.batches[-1]
-        assert last.plan is not None, "what is captured is planned"
-        self._relay.refresh(last.plan, one_each(padded, _fields_of(last), lengths=None))
+        if found.draws is not None:
+            found.draws.fill(draws)
+        for last in found.batches[-1:]:
+            assert last.plan is not None, "what is captured is planned"
+            self._relay.refresh(last.plan, one_each(padded, _fields_of(last), lengths=None))
         found.graph.replay()
         return found.guesses
 
-    def _capture_steps(self, size: int, num_steps: int) -> _Steps:
+    def _capture_steps(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
         model, device = self._model, self.state.device
         width = 1 + model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
         nobody = Ahead(
@@ -202,8 +197,9 @@ class DraftGraphs:
             numbers = torch.zeros(2, size, dtype=torch.int64, device=device)
             one = OneStep(numbers[0], numbers[1], torch.ones(size, dtype=torch.int32, device=device))
             unplanned.append(one_each(ahead, one, lengths=None))
-        batches = plan_steps(self._relay, unplanned, capture=True)
+        batches = plan_steps(self._relay, unplanned, capture=True) if unplanned else []
         assert len(batches) == num_steps, "a backend that knows lengths of the device plans all steps"
+        draws = None if kind is None else CapturedDraws(kind, size, ops=self._ops, device=device)
 
         def run() -> None:
             for there in batches:
@@ -212,12 +208,17 @@ class DraftGraphs:
             for index, there in enumerate(batches):
                 for place, value in zip(_fields_of(there), model.one_step(at, window, right, index), strict=True):
                     place.copy_(value)
-            ids = self.ids[:size]
-            state = self.state[:size] if model.takes_features else None
-            made = model.steps(batches, ids, state, first=at, choose=self._best)
+            ids, state, choose = self.ids[:size], None, self._best if draws is None else draws.choose
+            behind = at + right + 1
+            if model.takes_features:
+                state = self.state[:size]
+                if draws is not None:  # what follows is on the best one
+                    ids = model.guess(state, behind, choose)
+                behind = behind + 1
+            made = model.steps(batches, ids, state, first=behind, choose=choose)
             guesses.copy_(torch.stack((ids, *made) if model.takes_features else made, 1))
 
-        return _Steps(packed=packed, batches=batches, graph=self._capture(run), guesses=guesses)
+        return _Steps(draws=draws, packed=packed, batches=batches, graph=self._capture(run), guesses=guesses)
 
     def _padded(self, ahead: Ahead, size: int, *, width: int) -> Ahead:
         """Of `size` requests, with a window of `width`; what is added is scratch."""

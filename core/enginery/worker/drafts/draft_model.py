@@ -10,9 +10,9 @@ has some for each seat, and what is written there is not needed after the step: 
 
     [ the target's pages | scratch | seat 0 | seat 1 | ... ]
 
-A decoding step after which nothing is guessed is not followed: guesses do not pay where many requests decode, and following costs
-what a layer does. Where a prefix is shared, the last row of a page may stem from another continuation. Both cost acceptance, never
-a token.
+A step after which nothing is guessed is not followed: guesses do not pay where many requests decode, and following costs what a
+layer does. So what is cached of a prefix may never have been followed; where one is shared, the last row of a page may stem from
+another continuation. Both cost acceptance, never a token.
 
 A draft model may be a chain of modules (MTP). Each runs over all rows and guesses one token further, by what the one before
 returned; the last rows of a request are run over again in its next step, see `enginery.worker.drafts.tails`. One that reads the
@@ -20,7 +20,8 @@ target's keys and values has none, and follows nothing.
 
 Where the device alone knows how many drafts were right, lengths, positions and slots of the steps are computed there: out of a
 window of slots that the host uploads, with plans for the largest lengths that there may be (`kv_lens`). Nothing waits for the
-device. Chains of several modules, and models that read the target's keys and values, run where the host knows: on a CPU.
+device. Chains of several modules, and models that read the target's keys and values, are not captured: they run eagerly behind the
+target's graphs.
 
 T rows, S items that sample, R sampled rows, d guesses, F hidden states of C values from the target, C' values that are carried on,
 W places of a window.
@@ -81,8 +82,8 @@ class OneStep(NamedTuple):
 class DraftModel:
     """most: guesses a step. takes_features: see `DrafterSpec`. max_positions: what lies behind is written to scratch memory.
 
-    reads: it reads the target's keys and values, and `socket` is the target's. knows_lengths: whether the host can read at once
-    what the device computed, as on a CPU.
+    takes_late: the target writes hidden states for it from behind its last attention. reads: it reads the target's keys and values,
+    and `socket` is the target's. knows_lengths: whether the host can read at once what the device computed, as on a CPU.
     """
 
     def __init__(
@@ -93,16 +94,17 @@ class DraftModel:
         most: int,
         takes_features: bool,
         max_positions: int,
+        takes_late: bool = False,
         reads: bool = False,
         knows_lengths: bool = True,
     ) -> None:
         self._modules = model.modules if isinstance(model, Chained) else (model,)
         self._tails = Tails(len(self._modules))
-        self._reads = reads
+        self.reads, self.can_be_captured = reads, not reads and len(self._modules) == 1
         self._max_positions = max_positions
         self._target_ids = model.target_ids if isinstance(model, MappedVocabulary) else None
         self.socket, self.most = socket, most
-        self.takes_features, self.knows_lengths = takes_features, knows_lengths
+        self.takes_features, self.takes_late, self.knows_lengths = takes_features, takes_late, knows_lengths
 
     @property
     def vocab_size(self) -> int | None:
@@ -110,8 +112,8 @@ class DraftModel:
         return None if self._target_ids is None else len(self._target_ids)
 
     def follows(self, step: StepInput) -> bool:
-        """Whether it runs over the rows of the step."""
-        return step.phase is not Phase.DECODE or step.draft_len > 0
+        """Whether it runs over the rows of the step: only where something is guessed behind it."""
+        return step.draft_len > 0
 
     def drafts(
         self,
@@ -133,22 +135,22 @@ class DraftModel:
         begins, firsts = _firsts(step)
         right = torch.zeros(len(counts), dtype=torch.int64, device=device) if accepted is None else accepted
         ahead = self.ahead(step, tables)
-        if self._reads:
-            told, at = tokens[torch.from_numpy(begins) + right], torch.from_numpy(ahead.at) + right
-            rows_before = features[torch.from_numpy(firsts) + right]
-            guesses = self._read(ahead.seats, told, at, rows_before, tables, most=step.draft_len, draws=draws)
-            return torch.stack(guesses, 1) if guesses else told.new_empty(len(counts), 0)
         uploaded = to_device(torch.from_numpy(np.concatenate((np.stack((begins, firsts, ahead.at)), ahead.window))), device)
         told, at = tokens.index_select(0, uploaded[0] + right), uploaded[2]
         state: torch.Tensor | None = None
         guesses = list[torch.Tensor]()
-        if self.takes_features:
+        if self.reads:
+            if len(counts) and step.draft_len:
+                reading = self._reading(ahead, told, at + right, most_right=step.decode_len - 1, tables=tables)
+                before = features.index_select(0, uploaded[1] + right)
+                guesses = self._read(reading, before, first=at + right + 1, most=step.draft_len, draws=draws)
+        elif self.takes_features:
             rows = self._tails.before(step, batch, features, tables)
             there, last = self._sampled_rows(step, rows, uploaded[1] + right)
             state, guesses = self._follow(rows, there, tokens, last=last, first=at + right + 1, most=step.draft_len, draws=draws)
         else:
             self.follow(self.planned(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), None)
-        if len(counts) and len(guesses) < step.draft_len:
+        if len(counts) and len(guesses) < step.draft_len:  # not of one that reads
             batches = self.step_batches(ahead, at, window=uploaded[3:], right=right, count=step.draft_len - len(guesses))
             first, ids = at + right + 1 + len(guesses), guesses[-1] if guesses else told
             guesses += self.steps(batches, ids, state, first=first, choose=draws.choose)
@@ -162,13 +164,14 @@ class DraftModel:
         counts = step.sampled_rows
         _, firsts = _firsts(step)
         sampled = firsts.repeat(counts) + places_within(counts)
-        if len(self._modules) > 1:
-            self._tails.keep(step, rows, last.numpy())
-        else:
-            self._tails.keep(step, rows)
         if rows.place is not None:
             sampled, last = rows.place[sampled], to_device(torch.from_numpy(rows.place), last.device).index_select(0, last)
+        self._tails.keep(step, rows, last)
         return to_device(torch.from_numpy(sampled), last.device), last
+
+    def miss(self, step: StepInput) -> None:
+        """Instead of `drafts`, of a step that is not followed: nothing that was kept for it fits what comes behind."""
+        self._tails.forget(step)
 
     def ahead(self, step: StepInput, tables: PageTables) -> Ahead:
         """Of the items of a step that sample."""
@@ -266,28 +269,35 @@ class DraftModel:
                 guesses.append(self.guess(state.index_select(0, last), first + len(guesses), draws.choose, module))
         return state.index_select(0, last), guesses
 
-    def _read(
-        self,
-        seats: np.ndarray,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        features: torch.Tensor,
-        tables: PageTables,
-        *,
-        most: int,
-        draws: GuessDraws,
-    ) -> list[torch.Tensor]:
-        """Guess by the target's keys and values before these positions, [S]. Nothing is written, and one plan serves all."""
-        guesses, arrived = list[torch.Tensor](), {FEATURES: features}
-        if not len(seats) or not most:
-            return guesses
-        table = torch.from_numpy(tables.full.of(seats, int((positions - 1).max()) // tables.page_size + 1))
+    def _reading(
+        self, ahead: Ahead, ids: torch.Tensor, positions: torch.Tensor, *, most_right: int, tables: PageTables
+    ) -> ForwardBatch:
+        """A planned row of each request, that sees the target's keys and values before `positions`, [S]; nothing is written.
+
+        ids: [S], device, as positions. most_right: drafts of a request that may have been right.
+        """
+        longest = torch.from_numpy((ahead.at + most_right).astype(np.int32))
+        table = torch.from_numpy(tables.full.of(ahead.seats, (int(longest.max()) - 1) // tables.page_size + 1))
         slots = torch.full_like(positions, tables.full.scratch_page * tables.page_size)
-        view, lengths = View(slots=slots, page_table_cpu=table), positions.int()
-        there = self.planned(_one_row_each(seats, ids.clone(), positions.clamp(max=self._max_positions - 1), lengths, view))
+        view, lengths, places = (
+            View(slots=slots, page_table_cpu=table),
+            positions.int(),
+            positions.clamp(max=self._max_positions - 1),
+        )
+        if self.knows_lengths:
+            return self.planned(_one_row_each(ahead.seats, ids.clone(), places, lengths, view))
+        assert self.socket.relay is not None, "the target has backends"
+        there = renewed(_one_row_each(ahead.seats, ids.clone(), places, longest, view), kv_lens=lengths)
+        return plan_steps(self.socket.relay, [there])[0]
+
+    def _read(
+        self, there: ForwardBatch, features: torch.Tensor, *, first: torch.Tensor, most: int, draws: GuessDraws
+    ) -> list[torch.Tensor]:
+        """`most` guesses, by one plan. there: see `_reading`. features: of the rows before. first: where the first ones are."""
+        guesses, arrived = list[torch.Tensor](), {FEATURES: features}
         while len(guesses) < most:
             state = _ran(self._modules[0], there, arrived)
-            guesses.append(self.guess(state, positions + 1 + len(guesses), draws.choose))
+            guesses.append(self.guess(state, first + len(guesses), draws.choose))
             there.input_ids.copy_(guesses[-1])
             arrived = {CARRIED: state}
         return guesses

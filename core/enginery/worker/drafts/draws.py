@@ -4,29 +4,43 @@ A guess counts if it is the token that the target draws at its position (`engine
 much the same, draws with one uniform number mostly agree, also where the likeliest token is seldom drawn (arXiv:2408.07978). What a
 guess is chosen by changes no token. Penalties, biases and grammars are the target's alone.
 
+A graph draws with what is copied to where it looks, and is captured for a kind of draws: the rest is the same for all.
+
 S items, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from enginery.contracts.ops import LEAST_TEMPERATURE, OpTable, SamplingTensors
 from enginery.contracts.step import SamplingInput
-from enginery.kv.upload import to_device
+from enginery.kv.upload import pinned, to_device
 from enginery.worker.sampling import most_kept, uniform_on_device
 
 Together = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+_FEW: Final = 64  # kept tokens that a graph may be captured for, if it is not for all
+
+
+class DrawKind(NamedTuple):
+    """cut: some row drops tokens. few: no row keeps more than `_FEW`, by its top_k."""
+
+    cut: bool
+    few: bool
 
 
 class GuessDraws:
     """Of the items of one step. rows: [S], the first sampled row of each. sampling: of the rows; None: all take the best token.
 
-    is_random: whether one is drawn. together: where ranks have some columns each; given these, and how this rank would choose from
-    all of them, [S, V] -> [S], it gives what all ranks take.
+    kind: of what is drawn; None: nothing is. together: where ranks have some columns each; given these, and how this rank would
+    choose from all of them, [S, V] -> [S], it gives what all ranks take.
     """
 
     def __init__(
@@ -39,11 +53,13 @@ class GuessDraws:
         together: Together | None = None,
     ) -> None:
         params = np.zeros((4, len(rows))) if sampling is None else sampling.params[:, rows]
-        self._params, self._ops, self._together = params, ops, together
-        self.is_random = sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any())
-        if sampling is not None and self.is_random:
-            self._table = to_device(torch.from_numpy(params.astype(np.float32)), device)
-            self._seeds = to_device(torch.from_numpy(sampling.seeds[rows].view(np.int64)), device)
+        self._params, self._ops, self._device, self._together = params, ops, device, together
+        self.kind: DrawKind | None = None
+        if sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any()):
+            kept, cut = most_kept(params, sys.maxsize)
+            self.kind = DrawKind(cut, cut and kept <= _FEW)
+            self.table = torch.from_numpy(params.astype(np.float32))
+            self.seeds = torch.from_numpy(sampling.seeds[rows].view(np.int64))
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A token of each row of [S, V], for the position that it would have, [S] int64. Nothing waits for the device."""
@@ -52,9 +68,43 @@ class GuessDraws:
         return self._choose(logits, positions)
 
     def _choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if not self.is_random:
+        if self.kind is None:
             return self._ops.greedy(logits)
+        table, seeds = self._there
         kept, cut = most_kept(self._params, logits.shape[-1])
-        numbers = uniform_on_device(self._seeds, positions).float()
-        draws = SamplingTensors(table=torch.cat((self._table, numbers[None])), most_kept=kept, cut=cut)
-        return self._ops.sample_rows(logits, draws).clamp(0, logits.shape[-1] - 1)
+        return drawn(logits, positions, table, seeds, kept=kept, cut=cut, ops=self._ops)
+
+    @functools.cached_property
+    def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table, and seeds, on the device."""
+        return to_device(self.table, self._device), to_device(self.seeds, self._device)
+
+
+class CapturedDraws:
+    """What a graph for `size` items reads: `fill` comes before each replay."""
+
+    def __init__(self, kind: DrawKind, size: int, *, ops: OpTable, device: torch.device) -> None:
+        self._kind, self._ops = kind, ops
+        self._table = torch.zeros(4, size, dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def fill(self, draws: GuessDraws) -> None:
+        """With those of a step; padding takes its best token."""
+        more = self._table.shape[1] - draws.table.shape[1]
+        self._table.copy_(pinned(F.pad(draws.table, (0, more)), self._table.device), non_blocking=True)
+        self._seeds.copy_(pinned(F.pad(draws.seeds, (0, more)), self._table.device), non_blocking=True)
+
+    def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As `GuessDraws.choose`. Device work only."""
+        vocab_size = logits.shape[-1]
+        kept = min(_FEW, vocab_size) if self._kind.few else vocab_size
+        return drawn(logits, positions, self._table, self._seeds, kept=kept, cut=self._kind.cut, ops=self._ops)
+
+
+def drawn(
+    logits: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, seeds: torch.Tensor, *, kept: int, cut: bool, ops: OpTable
+) -> torch.Tensor:
+    """A token of each row of [S, V], by its parameters, [4, S], its seed and its position, [S] each; see `SamplingTensors`."""
+    numbers = uniform_on_device(seeds, positions).float()
+    draws = SamplingTensors(table=torch.cat((table, numbers[None])), most_kept=kept, cut=cut)
+    return ops.sample_rows(logits, draws).clamp(0, logits.shape[-1] - 1)

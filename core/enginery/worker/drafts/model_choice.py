@@ -19,7 +19,6 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import AttentionChoice, choose_attention
 from enginery.worker.choice import Choice, shipped_drafters
-from enginery.worker.drafts.choice import needs_a_cpu
 from enginery.worker.needs import attn_needs, verifying
 from enginery.worker.weights.formats import stated_quantization
 from enginery.worker.weights.shares import stage_of
@@ -42,8 +41,6 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     with inside(family, f"describe the draft model in {folder}"):
         facts = family.spec.describe(config)
     _refuse_misfits(facts, offer, config, target=target, folder=folder)
-    if target.device_facts.kind != "cpu":
-        _refuse_what_needs_a_cpu(offer, config)
     reads = () if offer.spec.reads is None else _layers_read(facts, offer, config, target=target)
     checkpoint = dataclasses.replace(target.checkpoint, folder=folder, names=(str(folder),), config=config, note="")
     return dataclasses.replace(
@@ -62,15 +59,6 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
         considered=(),
         decisions=(),
     )
-
-
-def _refuse_what_needs_a_cpu(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> None:
-    if needs_a_cpu(offer.spec, config):
-        what = "reads the target's keys and values" if offer.spec.reads is not None else "is a chain of several modules"
-        raise ConfigError(
-            f"--drafter is {offer.name}, which {what}, and such models draft on the CPU only so far; leave --drafter out, or name "
-            "another"
-        )
 
 
 def _find_draft_folder(asked: EngineOptions, registry: Registry, offer: Offer[DrafterSpec], target: Choice) -> Path:
@@ -112,9 +100,12 @@ def _choose_attention(
         return target.attention
     layers = stage_of(facts, target.parallel).memory
     softmax, recurrent = (
-        verifying(attn_needs(layers, target.settings, target.device_facts, recurrent=each)) for each in (False, True)
+        verifying(
+            attn_needs(layers, target.settings, target.device_facts, recurrent=each),
+            device_lengths=target.device_facts.kind != "cpu" and not each,
+        )
+        for each in (False, True)
     )
-    softmax = dataclasses.replace(softmax, device_lengths=target.device_facts.kind != "cpu")
     try:
         return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]
     except Unsupported as error:

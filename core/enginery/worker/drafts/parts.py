@@ -144,27 +144,21 @@ def build_draft_model(
     """Loaded, and bound to a pool and attention backends of its own, or to the target's; None where no model drafts."""
     if needs is None or (offer := target.drafter) is None:
         return None
-    choice = dataclasses.replace(needs.choice, settings=target.settings)
+    choice, spec = dataclasses.replace(needs.choice, settings=target.settings), offer.spec
     verifier, ops, pool, socket, comm = beside
     if not choice.reads:
         pool = PagedKVPool(needs.geometry(pool.geometry.pages[FULL]), choice.device)
         socket = LayerSocket(_build_backends(asked, registry, choice, pool))
-    model = build_model(
-        choice,
-        load_weights(asked, choice, needs.needed, report_to_nobody),
-        reader=needs.needed.reader,
-        ops=ops,
-        pool=pool,
-        socket=socket,
-        comm=comm,
-        target=_as_target(verifier, target) if offer.spec.takes_features else None,
-    )
+    weights, reader = load_weights(asked, choice, needs.needed, report_to_nobody), needs.needed.reader
+    known = _as_target(verifier, target) if spec.takes_features else None
+    model = build_model(choice, weights, reader=reader, ops=ops, pool=pool, socket=socket, comm=comm, target=known)
     return DraftModel(
         model,
         socket,
         most=target.draft_length,
+        takes_features=spec.takes_features,
+        takes_late=any(each.layer == target.facts.num_decoder_layers for each in target.taps),
         reads=bool(choice.reads),
-        takes_features=offer.spec.takes_features,
         max_positions=choice.settings.max_model_len,
         knows_lengths=choice.device.type == "cpu",
     )

@@ -21,8 +21,31 @@ from enginery.attention.axes import renewed
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
 from enginery.contracts.step import INT, StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.layout import begins_of, rows_of_items
+from enginery.worker.layout import rows_of_items
 from enginery.worker.page_tables import PageTables
+
+
+class _Kept(NamedTuple):
+    """Of one request in a step, until its next one begins.
+
+    ends: the positions behind its last told row that there may be, the first and the last; which, the device alone may know. spare:
+    rows that there are beside the last one if that is the first of them. wanted: at the most. ids: [n] int64, features: [n, F * C],
+    the last rows up to the last told one, in front of them others where there are fewer; device.
+    """
+
+    ends: tuple[int, int]
+    spare: int
+    wanted: int
+    ids: torch.Tensor
+    features: torch.Tensor
+
+    def before(self, start: int) -> _Tail:
+        """When it is known where the request goes on."""
+        first, last = self.ends
+        if not first <= start <= last:
+            return _NOTHING
+        count = min(self.wanted, 1 + self.spare + start - first)
+        return _Tail(start, self.ids[len(self.ids) - count :], self.features[len(self.ids) - count :])
 
 
 class _Tail(NamedTuple):
@@ -52,41 +75,54 @@ class Tails:
 
     def __init__(self, num_modules: int) -> None:
         self._num_modules = num_modules
-        self._by_seat: dict[int, _Tail] = {}
+        self._by_seat: dict[int, _Kept] = {}
 
     def before(self, step: StepInput, batch: ForwardBatch, features: torch.Tensor, tables: PageTables) -> FollowedRows:
         """The step's rows with those of each request that are to be run over again in front."""
         items = step.columns()
         self._forget_begun(step)
-        found = [self._by_seat.pop(seat, _NOTHING) for seat in items.seat.tolist()]
-        tails = [tail if tail.end == start else _NOTHING for tail, start in zip(found, items.start.tolist(), strict=True)]
+        found = [self._by_seat.pop(seat, None) for seat in items.seat.tolist()]
+        tails = [_NOTHING if one is None else one.before(start) for one, start in zip(found, items.start.tolist(), strict=True)]
         if any(len(tail.ids) for tail in tails):
             return _joined(step, tails, batch, features, tables)
         own = renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)
         return FollowedRows(own, features, None)
 
-    def keep(self, step: StepInput, rows: FollowedRows, told: np.ndarray | None = None) -> None:
-        """For the next step of each request. told: [S], of items that sample, the step's row before the last told token.
-
-        None: the host does not know, nor does it have to where there is one module.
-        """
+    def keep(self, step: StepInput, rows: FollowedRows, told: torch.Tensor) -> None:
+        """For the next step of each request. told: [S], of items that sample, the last told one of the rows that were followed,
+        on the device, as all that is kept. Nothing waits for it."""
         items = step.columns()
         wanted = self._num_modules - (items.samples != 0)  # [B]
-        if not wanted.any():
+        which = np.flatnonzero(wanted)
+        if not len(which):
             return
-        lens = rows_of_items(step)
-        last = np.cumsum(lens).astype(np.int64) - 1  # [B]
-        if told is not None:
-            last[step.sampling] = told
-        ends = (items.start + lens - (np.cumsum(lens) - 1 - last)).tolist()
-        lasts = (last if rows.place is None else rows.place[last]).tolist()
-        begins = begins_of(rows.batch.q_lens_cpu.numpy())
-        for index in np.flatnonzero(wanted).tolist():
-            stop = lasts[index] + 1
-            part = slice(max(stop - int(wanted[index]), int(begins[index])), stop)
-            self._by_seat[int(items.seat[index])] = _Tail(
-                ends[index], rows.batch.input_ids[part].clone(), rows.features[part].clone()
+        lens, ends = rows_of_items(step).astype(np.int64), rows.batch.q_lens_cpu.numpy().cumsum(dtype=np.int64)
+        begins, device = ends - rows.batch.q_lens_cpu.numpy(), told.device
+        at = to_device(torch.from_numpy(np.stack((ends - 1, begins))), device)  # [2, B]
+        last = at[0].index_copy(0, to_device(torch.from_numpy(step.sampling), device), told) if len(told) else at[0]
+        back = torch.arange(1 - int(wanted.max()), 1, device=device)
+        places = torch.maximum(last[:, None] + back, at[1][:, None])  # [B, n]
+        places = places.index_select(0, to_device(torch.from_numpy(which), device))
+        ids, features = (each.index_select(0, places.flatten()) for each in (rows.batch.input_ids, rows.features))
+        ids, features = ids.view(places.shape), features.view(*places.shape, -1)
+        first_ends = items.start + items.num_tokens - items.num_drafts  # [B]
+        spares = (ends - begins - lens) + first_ends - items.start - 1
+        for place, index in enumerate(which.tolist()):
+            first = int(first_ends[index])
+            self._by_seat[int(items.seat[index])] = _Kept(
+                (first, first + int(items.num_drafts[index])),
+                int(spares[index]),
+                int(wanted[index]),
+                ids[place],
+                features[place],
             )
+
+    def forget(self, step: StepInput) -> None:
+        """Of the requests of a step that is not followed, which are further now."""
+        if self._by_seat:
+            self._forget_begun(step)
+            for seat in step.columns().seat.tolist():
+                self._by_seat.pop(seat, None)
 
     def _forget_begun(self, step: StepInput) -> None:
         """Another request sits there now."""

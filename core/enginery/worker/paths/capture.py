@@ -61,7 +61,7 @@ class _Enters(Protocol):
 def capture_steps(
     phases: _Enters, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> CapturedSteps:
-    """Decoding steps that a draft model follows are captured if its own can be too."""
+    """A draft model whose steps cannot be captured runs eagerly behind the target's that are."""
     if not choice.settings.max_graph_requests:
         return CapturedSteps()
     if choice.device.type == "cpu":
@@ -69,9 +69,6 @@ def capture_steps(
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
-        if draft_model is not None and drafts is None:
-            log.info("decoding runs eagerly: the draft model's backend has no init_graph_state")
-            return CapturedSteps()
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=draft is not None)
         if graphs is None:
             return CapturedSteps()
@@ -103,7 +100,10 @@ def _recorded_steps(choice: Choice, parts: StepParts) -> DecodeGraphs | None:
 def _draft_graphs(
     model: DraftModel, needs: DraftNeeds, choice: Choice, parts: StepParts, capture: CudaCapture
 ) -> DraftGraphs | None:
-    """None: the draft model's backend cannot be captured."""
+    """None, with the reason in the log: it cannot be captured."""
+    if not model.can_be_captured:
+        log.info("the draft model runs eagerly: it is a chain of modules, or reads the target's keys and values")
+        return None
     shape = (choice.settings.max_graph_requests, needs.choice.facts.hidden_size)
     state = torch.zeros(shape, dtype=needs.choice.dtype, device=choice.device)
     return DraftGraphs.build(model, ops=parts.ops, geometry=parts.geometry, capture=capture, state=state)

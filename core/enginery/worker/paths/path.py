@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import sampled_seats
@@ -50,6 +50,27 @@ class Forwarded(NamedTuple):
     accepted: torch.Tensor | None = None
     captured: CapturedBatch | None = None
     padded: ForwardBatch | None = None
+
+    def unpadded(self, num_requests: int) -> ForwardBatch:
+        """The batch as it was run, with the pages that a draft model shares: of a graph that decodes, without what was added."""
+        assert self.batch is not None, "a step that a draft model follows keeps its batch"
+        if self.padded is None:
+            return self.batch
+        there, padded, rows = self.batch, self.padded, num_requests * self.batch.decode_len
+        view, table = there.views[FULL], padded.views[FULL]
+        assert isinstance(view, View), "full pages have slots"
+        assert isinstance(table, View), "and a page table"
+        return ForwardBatch(
+            phase=padded.phase,
+            input_ids=there.input_ids[:rows],
+            positions=there.positions[:rows],
+            q_lens_cpu=padded.q_lens_cpu[:num_requests],
+            kv_lens_cpu=padded.kv_lens_cpu[:num_requests],
+            num_logits_cpu=padded.num_logits_cpu[:num_requests],
+            seats_cpu=padded.seats_cpu[:num_requests],
+            views={FULL: View(slots=view.slots[:rows], page_table_cpu=table.page_table_cpu[:num_requests])},
+            decode_len=there.decode_len,
+        )
 
 
 class Verified(NamedTuple):

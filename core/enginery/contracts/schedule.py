@@ -20,11 +20,16 @@ class QueuedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PageCounts:
-    """The pages of one kind of memory. cached: of the prefix cache, in use by requests or not."""
+    """The pages of one kind of memory. cached: of the prefix cache, in use by requests or not. held: in use by requests.
+
+    evicted: that the prefix cache gave up so far because this kind had too few free ones, or when it was flushed.
+    """
 
     free: int
     cached: int
     total: int
+    held: int = 0
+    evicted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

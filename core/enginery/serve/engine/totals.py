@@ -45,14 +45,17 @@ def _kernels(every: Sequence[KernelState]) -> KernelState:
 
 def _pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts]:
     kinds = dict.fromkeys(kind for pages in every for kind in pages)
-    return {
-        kind: PageCounts(
-            free=sum(pages[kind].free for pages in every if kind in pages),
-            cached=sum(pages[kind].cached for pages in every if kind in pages),
-            total=sum(pages[kind].total for pages in every if kind in pages),
-        )
-        for kind in kinds
-    }
+    return {kind: _page_counts([pages[kind] for pages in every if kind in pages]) for kind in kinds}
+
+
+def _page_counts(every: Sequence[PageCounts]) -> PageCounts:
+    return PageCounts(
+        free=sum(counts.free for counts in every),
+        cached=sum(counts.cached for counts in every),
+        total=sum(counts.total for counts in every),
+        held=sum(counts.held for counts in every),
+        evicted=sum(counts.evicted for counts in every),
+    )
 
 
 def _drafts(every: Sequence[DraftCounts]) -> DraftCounts:

@@ -221,11 +221,14 @@ def _pages(now: EngineNow) -> Mapping[str, PageCounts]:
 
 def _memory(now: EngineNow) -> Iterator[Metric]:
     """The pages of each kind of memory."""
-    family = GaugeMetricFamily("enginery:memory_pages", "Pages, by kind of memory: all, free, cached.", labels=["kind", "pages"])
+    family = GaugeMetricFamily("enginery:memory_pages", "Pages, by kind: all, free, in use, cached.", labels=["kind", "pages"])
+    evicted = CounterMetricFamily("enginery:memory_pages_evicted", "Pages that the prefix cache gave up.", labels=["kind"])
     for kind, counts in _pages(now).items():
-        for name, count in (("total", counts.total), ("free", counts.free), ("cached", counts.cached)):
+        for name, count in (("total", counts.total), ("free", counts.free), ("held", counts.held), ("cached", counts.cached)):
             family.add_metric([kind, name], count)
+        evicted.add_metric([kind], counts.evicted)
     yield family
+    yield evicted
 
 
 def _counters(now: EngineNow) -> Iterator[tuple[str, str, float]]:

@@ -23,7 +23,8 @@ from enginery.kv.pages import PageAllocator
 class ResumePoint:
     """Where a sequence can go on: `position` tokens are behind it. pages: by kind, in the order of their tokens.
 
-    passing: of a chunk's end, nothing more; the first to be given up. trails: moves along with a sequence that decodes.
+    passing: of a chunk's end, nothing more, or superseded; the first to be given up. trails: moves along with a sequence that
+    decodes, and is where it ended once that has left.
     is_dropped: its pages were given up.
     """
 
@@ -69,10 +70,17 @@ class ResumePoints:
         self._order(point).move_to_end(point)
 
     def keep(self, point: ResumePoint) -> None:
-        """It is no longer one that goes first."""
+        """It is no longer one that goes first, and is nobody's that moves along: several have gone on from it."""
         del self._order(point)[point]
-        point.passing = False
+        point.passing = point.trails = False
         self._lasting[point] = None
+
+    def supersede(self, point: ResumePoint) -> None:
+        """There is one further along its prefix, that whoever repeats all goes on from: this one is among the first to go."""
+        if not (point.is_dropped or point.passing):
+            del self._lasting[point]
+            point.passing = True
+            self._passing[point] = None
 
     def drop(self, point: ResumePoint) -> None:
         """Give it up. Nothing happens if it was before."""

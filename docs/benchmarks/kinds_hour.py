@@ -10,6 +10,8 @@ is what the engine tells of its pages and how many it evicted, and what only thi
 - live: resume points that were given up for want of pages of a kind, and that a later prompt would have gone on from: it has the
   prefix of such a point, and was resumed before it. Of several the last one counts, at the second in which it was given up.
 
+With `--simulated` nothing is computed: steps take the time of `Simulated`, an hour passes in minutes, and users may be many.
+
 A kind idles in a second if more than `IDLE` of its pages are free; FULL also if they are free or stranded (`idle_or_stranded`).
 Counted is the part of all seconds in which a kind idles while another one gives up live prefixes.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import heapq
 import itertools
 import json
@@ -38,7 +41,9 @@ import torch
 from enginery.bench.workloads import shapes
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import FULL, WINDOW
+from enginery.contracts.engine import EngineStats
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams
+from enginery.contracts.step import StepOutput, StepTimes
 from enginery.engine.engine import Engine
 from enginery.kv.pages import PageAllocator
 from enginery.kv.pool import page_bytes
@@ -333,7 +338,7 @@ def num_stranded(node: PrefixNode) -> int:
     return stranded
 
 
-def pages_of(engine: Engine) -> dict[str, Pages]:
+def pages_of(engine: AnyEngine) -> dict[str, Pages]:
     kv = engine._scheduler._kv
     cache, full = kv.cache, kv.allocator
     counts = engine._scheduler.pages
@@ -349,7 +354,7 @@ def pages_of(engine: Engine) -> dict[str, Pages]:
 
 
 class Clock:
-    """Seconds since the start. A test, or a simulation, has one of its own."""
+    """Seconds since the start."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -361,7 +366,64 @@ class Clock:
         time.sleep(seconds)
 
 
-def drive(engine: Engine, load: Load, *, seconds: int, clock: Clock, tell: Callable[[Second], None]) -> tuple[list[Second], Watch]:
+class StandingClock(Clock):
+    """One that only `sleep` moves."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+class Simulated:
+    """An engine that schedules and computes nothing. step_s, prompt_s, decode_s: of each step, and of each row of either sort."""
+
+    step_s, prompt_s, decode_s = 0.005, 0.0004, 0.001  # about what the hybrid takes on one busy core of this page's machine
+
+    def __init__(self, engine: Engine, clock: StandingClock) -> None:
+        self._engine, self._clock, self._draw, self._num_preempted = engine, clock, random.Random(2), 0
+        self._cache, self._scheduler = engine._cache, engine._scheduler
+        self.submit, self.abort, self.meter = engine.submit, engine.abort, self
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(self._engine.meter.stats(), num_preempted=self._num_preempted)
+
+    def step(self) -> list[RequestOutput]:
+        step = self._scheduler.next_step()
+        self._num_preempted += len(self._scheduler.preempted)
+        if not step.items:
+            return []
+        items = step.columns()
+        num_prompt = int(items.num_tokens[step.num_decode :].sum())
+        self._clock.sleep(self.step_s + num_prompt * self.prompt_s + step.num_decode * self.decode_s)
+        tokens = [(self._draw.randrange(10, VOCABULARY),) if samples else () for samples in items.samples.tolist()]
+        told = StepOutput(
+            number=step.number,
+            token_ids=tokens,
+            logprobs={},
+            prompt_logprobs={},
+            embeddings={},
+            failed={},
+            captured=False,
+            times=StepTimes(0.0, 0.0, 0.0, 0.0),
+        )
+        return self._scheduler.complete(step, told)
+
+
+AnyEngine = Engine | Simulated
+
+
+def drive(
+    engine: AnyEngine, load: Load, *, seconds: int, clock: Clock, tell: Callable[[Second], None]
+) -> tuple[list[Second], Watch]:
     """So many seconds of use. tell: is given each second."""
     assert isinstance(engine._cache, RadixPrefixCache)
     watch, found = Watch(engine._cache), list[Second]()
@@ -385,7 +447,7 @@ def drive(engine: Engine, load: Load, *, seconds: int, clock: Clock, tell: Calla
     return found, watch
 
 
-def second_of(engine: Engine, second: int, tokens: Counter[str]) -> Second:
+def second_of(engine: AnyEngine, second: int, tokens: Counter[str]) -> Second:
     stats = engine.meter.stats()
     return Second(
         second=second,
@@ -477,7 +539,7 @@ def options_of(run: Run, folder: Path) -> EngineOptions:
     )
 
 
-def measured(run: Run, seconds: int, progress: Path | None) -> dict[str, Any]:
+def measured(run: Run, seconds: int, progress: Path | None, *, simulated: bool = False) -> dict[str, Any]:
     """The report of one engine. progress: a file to which each second is appended."""
 
     def tell(second: Second) -> None:
@@ -488,9 +550,11 @@ def measured(run: Run, seconds: int, progress: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(run, Path(temporary) / "here", {**NARROW, **SHAPES[run.shape][1]})
         options, real = options_of(run, folder), write_config(run, Path(temporary) / "real", {})
-        engine = Engine.build(options, Registry.load())
+        engine = Engine.build(dataclasses.replace(options, graphs=not simulated), Registry.load())
+        clock = StandingClock() if simulated else Clock()
+        driven = Simulated(engine, clock) if isinstance(clock, StandingClock) else engine
         load = Load(seed=1, rate=run.rate)
-        found, watch = drive(engine, load, seconds=seconds, clock=Clock(), tell=tell)
+        found, watch = drive(driven, load, seconds=seconds, clock=clock, tell=tell)
         engine.close()
         told: dict[str, Any] = {"run": run._asdict(), "memory_plan": engine.facts.memory_plan}
         told["in_tokens_of_full"] = {"here": proportions(folder, options), "real": proportions(real, options)}
@@ -524,12 +588,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=3600)
     parser.add_argument("--runs", nargs="*", default=[run.name for run in RUNS], choices=[run.name for run in RUNS])
+    parser.add_argument("--rate", type=float, default=1.0, help="times as many users")
+    parser.add_argument("--simulated", action="store_true", help="compute nothing")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--progress", type=Path, help="file to which each second is appended")
     asked = parser.parse_args()
-    runs = [run for run in RUNS if run.name in asked.runs]
+    runs = [run._replace(rate=asked.rate * run.rate) for run in RUNS if run.name in asked.runs]
+    measure = functools.partial(measured, seconds=asked.seconds, progress=asked.progress, simulated=asked.simulated)
     with ProcessPoolExecutor(len(runs), mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(measured, runs, itertools.repeat(asked.seconds), itertools.repeat(asked.progress)))
+        found = list(pool.map(measure, runs))
     report: dict[str, Any] = {"command": " ".join(sys.argv), "commit": asked.commit, "seconds": asked.seconds}
     report["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__}
     print(json.dumps({**report, "runs": found}, indent=1))

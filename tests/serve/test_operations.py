@@ -60,6 +60,7 @@ NAMES = {
     "enginery:kv_pages_free": "gauge",
     "enginery:kv_pages_cached": "gauge",
     "enginery:memory_pages": "gauge",
+    "enginery:memory_pages_evicted": "counter",
     "enginery:requests_open": "gauge",
     "enginery:requests_aborted": "counter",
     "enginery:steps": "counter",

@@ -271,14 +271,14 @@ def test_counters_of_engines_add_up():
         attn_backend="a",
         steps_by_backend={"a": 3},
         kernels=KernelState(seconds=2.0),
-        pages={"full": PageCounts(free=1, cached=2, total=4)},
+        pages={"full": PageCounts(free=1, cached=2, total=4, held=3, evicted=5)},
         drafts=DraftCounts(told=3, by_position=(1,)),
     )
     both = total([one, dataclasses.replace(one, attn_backend="b", steps_by_backend={"b": 1, "a": 1}, steps_by_size=(1,))])
     assert total([one]) is one
     assert (both.num_running, both.host_s, both.steps_by_size, both.attn_backend) == (4, 1.0, (2, 2), "a+b")
     assert both.steps_by_backend == {"a": 4, "b": 1}
-    assert both.pages == {"full": PageCounts(free=2, cached=4, total=8)}
+    assert both.pages == {"full": PageCounts(free=2, cached=4, total=8, held=6, evicted=10)}
     assert (both.drafts.told, both.drafts.by_position, both.kernels.seconds) == (6, (2,), 2.0)
 
 

@@ -20,11 +20,16 @@ class QueuedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PageCounts:
-    """The pages of one kind of memory. cached: of the prefix cache, in use by requests or not."""
+    """The pages of one kind of memory. cached: of the prefix cache, in use by requests or not. held: in use by requests.
+
+    evicted: that the prefix cache gave up so far because this kind had too few free ones, or when it was flushed.
+    """
 
     free: int
     cached: int
     total: int
+    held: int = 0
+    evicted: int = 0
 
 
 def all_pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts]:
@@ -35,6 +40,8 @@ def all_pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts
             free=sum(pages[kind].free for pages in every if kind in pages),
             cached=sum(pages[kind].cached for pages in every if kind in pages),
             total=sum(pages[kind].total for pages in every if kind in pages),
+            held=sum(pages[kind].held for pages in every if kind in pages),
+            evicted=sum(pages[kind].evicted for pages in every if kind in pages),
         )
         for kind in kinds
     }

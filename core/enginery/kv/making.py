@@ -4,6 +4,10 @@ Points are made where the last page ends before a prompt's last token; where mor
 one can go on from, which proves a branch (arXiv:2411.19379); at ends of chunks, which go first; and at the last page's end that a
 sequence passed while it decoded, which moves along with it. Drafts may lead over one: then its state goes to a page of its own, and
 the point is given up if they were wrong.
+
+The next turn of a chat goes on where the last one ended. Once a sequence leaves a point there, the end of its prompt and the point
+where the turn before ended serve only who repeats or changes a turn: they are given up like ends of chunks, before others, unless
+such a one comes (`ResumePoints.keep`).
 """
 
 from __future__ import annotations
@@ -33,9 +37,15 @@ class PointMaker:
         """It goes on from `point`, or begins. num_matched: tokens whose pages are in the tree."""
         if self._cache.points is None:
             return
+        kv.superseded, start = [], 0
         if point is not None:
-            self._cache.points.use(point)
-        start = 0 if point is None else point.position
+            start = point.position
+            if point.passing and start == num_matched:
+                self._cache.points.keep(point)
+            else:
+                self._cache.points.use(point)
+            if point.trails:
+                kv.superseded.append(point)
         last = (len(kv.token_ids) - 1) // self.page_size * self.page_size
         kv.marks = sorted(mark for mark in {num_matched, last} if mark > start)
 
@@ -81,11 +91,18 @@ class PointMaker:
 
     def leave(self, kv: SequenceKV) -> None:
         """Leave behind where its last page ended, and give up what is not in the tree. Its written pages are."""
-        if self._cache.points is not None:
-            self._trail_window(self._cache.points, kv)
-            self.settle(kv, leaves=True)
-            for point in kv.points:
-                self._cache.points.drop(point)
+        points = self._cache.points
+        if points is None:
+            return
+        self._trail_window(points, kv)
+        done = {point.position: point for point in kv.points if point.trails and point.position <= kv.num_written}
+        self.settle(kv, leaves=True)
+        for point in kv.points:
+            points.drop(point)
+        if done and done[last := max(done)] not in kv.points:
+            for point in kv.superseded:
+                if point.position < last:
+                    points.supersede(point)
 
     def _make_points(self, points: ResumePoints, kv: SequenceKV, start: int, stop: int, num_known: int) -> None:
         ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
@@ -121,6 +138,8 @@ class PointMaker:
                 return False
             pages[STATE] = (kept[position],)
         kv.points.append(points.make(position, pages, passing=passing, trails=trails))
+        if position > kv.num_shared and not (passing or trails):
+            kv.superseded.append(kv.points[-1])
         return True
 
     def _trail_window(self, points: ResumePoints, kv: SequenceKV) -> None:

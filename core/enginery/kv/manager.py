@@ -25,7 +25,7 @@ class SequenceKV:
     meaningless while it has no pages.
 
     window, states: its pages of these kinds. marks: where resume points are to be made of its prompt, in order. points: those that
-    were made and are not in the tree.
+    were made and are not in the tree. superseded: those that count for less once it leaves one further along.
     """
 
     token_ids: array[int]
@@ -43,6 +43,7 @@ class SequenceKV:
     states: StatePages = field(default_factory=StatePages)
     marks: list[int] = field(default_factory=list)
     points: list[ResumePoint] = field(default_factory=list)
+    superseded: list[ResumePoint] = field(default_factory=list)
 
 
 class KVCacheManager:

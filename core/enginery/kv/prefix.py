@@ -134,6 +134,7 @@ class RadixPrefixCache:
         self._watcher = watcher
         self.num_cached = 0
         self.num_evictable = 0
+        self.num_evicted = 0
         self.root = PrefixNode(None, b"", b"", [])
         self.points = points
         self._allocator = allocator
@@ -238,6 +239,7 @@ class RadixPrefixCache:
         freed_pages = num_pages - max(wanted, 0)
         self.num_cached -= freed_pages
         self.num_evictable -= freed_pages
+        self.num_evicted += freed_pages
         return freed_pages
 
     def pages(self) -> Iterator[int]:
@@ -322,6 +324,7 @@ class NoPrefixCache:
     def __init__(self) -> None:
         self.num_cached = 0
         self.num_evictable = 0
+        self.num_evicted = 0
         self.root = PrefixNode(None, b"", b"", [])
         self.points: ResumePoints | None = None
 

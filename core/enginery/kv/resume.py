@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Final
 
@@ -22,7 +23,8 @@ from enginery.kv.pages import PageAllocator
 class ResumePoint:
     """Where a sequence can go on: `position` tokens are behind it. pages: by kind, in the order of their tokens.
 
-    passing: of a chunk's end, nothing more; the first to be given up. trails: moves along with a sequence that decodes.
+    passing: of a chunk's end, nothing more, or superseded; the first to be given up. trails: moves along with a sequence that
+    decodes, and is where it ended once that has left.
     is_dropped: its pages were given up.
     """
 
@@ -44,6 +46,7 @@ class ResumePoints:
     ) -> None:
         """given_up: is told of each point that is."""
         self.allocators: Final = allocators
+        self.num_evicted = dict.fromkeys(allocators, 0)  # pages that were given up for want of free ones of their kind
         self._given_up = given_up
         self._passing: OrderedDict[ResumePoint, None] = OrderedDict()
         self._lasting: OrderedDict[ResumePoint, None] = OrderedDict()
@@ -67,10 +70,17 @@ class ResumePoints:
         self._order(point).move_to_end(point)
 
     def keep(self, point: ResumePoint) -> None:
-        """It is no longer one that goes first."""
+        """It is no longer one that goes first, and is nobody's that moves along: several have gone on from it."""
         del self._order(point)[point]
-        point.passing = False
+        point.passing = point.trails = False
         self._lasting[point] = None
+
+    def supersede(self, point: ResumePoint) -> None:
+        """There is one further along its prefix, that whoever repeats all goes on from: this one is among the first to go."""
+        if not (point.is_dropped or point.passing):
+            del self._lasting[point]
+            point.passing = True
+            self._passing[point] = None
 
     def drop(self, point: ResumePoint) -> None:
         """Give it up. Nothing happens if it was before."""
@@ -85,20 +95,28 @@ class ResumePoints:
 
     def drop_with(self, kind: MemoryKind, page: int) -> None:
         """Give up every point that has this page."""
-        for point in list(self):
-            if page in point.pages[kind]:
-                self.drop(point)
+        with self._counting(kind):
+            for point in list(self):
+                if page in point.pages[kind]:
+                    self.drop(point)
 
     def evict(self, kind: MemoryKind, num_free: int) -> None:
         """Give up points until so many pages of the kind are free. They must be available. None goes whose pages are all in use."""
         allocator = self.allocators[kind]
         if allocator.num_free >= num_free:
             return
-        for point in list(self):
-            if any(not allocator.users(page) for page in point.pages[kind]):
-                self.drop(point)
-                if allocator.num_free >= num_free:
-                    return
+        with self._counting(kind):
+            for point in list(self):
+                if any(not allocator.users(page) for page in point.pages[kind]):
+                    self.drop(point)
+                    if allocator.num_free >= num_free:
+                        return
+
+    @contextmanager
+    def _counting(self, kind: MemoryKind) -> Iterator[None]:
+        cached = self.allocators[kind].num_cached
+        yield
+        self.num_evicted[kind] += cached - self.allocators[kind].num_cached
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the shares in every page are those of the points that are here."""

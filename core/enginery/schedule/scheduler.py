@@ -96,10 +96,21 @@ class Scheduler:
     @property
     def pages(self) -> Mapping[str, PageCounts]:
         """How many there are, by kind of memory; those that neither a request nor the prefix cache owns are free."""
-        allocator = self._kv.allocator
-        counts = {FULL: PageCounts(free=allocator.num_free, cached=self._kv.cache.num_cached, total=allocator.num_pages)}
+        full, cache, held = self._kv.allocator, self._kv.cache, self._kv.allocator.num_pages - self._kv.num_available
+        evicted = {} if cache.points is None else cache.points.num_evicted
+        counts = {
+            FULL: PageCounts(
+                free=full.num_free, cached=cache.num_cached, total=full.num_pages, held=held, evicted=cache.num_evicted
+            )
+        }
         for kind, other in self._kv.finite.allocators.items():
-            counts[kind] = PageCounts(free=other.num_free, cached=other.num_cached, total=other.num_pages)
+            counts[kind] = PageCounts(
+                free=other.num_free,
+                cached=other.num_cached,
+                total=other.num_pages,
+                held=other.num_pages - other.available,
+                evicted=evicted.get(kind, 0),
+            )
         return counts
 
     def submit(self, asked: GenerationRequest, *, held: bool = False, num_elsewhere: int = 0) -> None:

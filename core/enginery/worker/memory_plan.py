@@ -96,24 +96,35 @@ NO_OTHER_KINDS: Final = OtherKinds()
 
 
 def _split(asked: EngineOptions, settings: Settings, others: OtherKinds, *, bound: int, page_bytes: int) -> tuple[int, int]:
-    """Pages of windows and of states: for as many typical requests as fit with their full pages, and resume points of as many.
+    """Pages of windows and of states: for as many typical requests as fit with their full pages and the resume points of each.
 
-    A fixed split. Each kind holds the largest request that may come, at least.
+    A fixed split. Each kind holds the largest request that may come, at least. Requests that ran count too: what they left in the
+    prefix cache is worth nothing without a resume point, so where memory is ample there are more than can run at once.
     """
     size, length = asked.page_size, settings.max_model_len
     reach = 0 if others.window is None else reach_of(others.window, size)
     chunk = math.ceil(min(settings.max_batch_tokens, length) / size)
-    full = 0 if asked.num_pages else math.ceil(min(asked.expected_tokens, length) / size) * page_bytes
+    typical = math.ceil(min(asked.expected_tokens, length) / size)
+    points = _num_points(typical * page_bytes, reach * others.window_page_bytes + others.state_bytes)
+    full = 0 if asked.num_pages else typical * page_bytes
     held = (asked.num_pages or 0) * page_bytes + page_bytes
-    each = full + (2 * reach + 2) * others.window_page_bytes + 2 * others.state_bytes
+    each = full + ((1 + points) * reach + 2) * others.window_page_bytes + (1 + points) * others.state_bytes
     fixed = held + (chunk + 1) * others.window_page_bytes + 2 * others.state_bytes
-    count = min(max((bound - fixed) // max(each, 1), 1), settings.max_batch_requests)
+    useful = asked.num_pages or settings.max_batch_requests * math.ceil(length / size)
+    count = min(max((bound - fixed) // max(each, 1), 1), max(settings.max_batch_requests, useful // typical))
     window = 0
     if others.window is not None:
         least = most_window_pages(length, settings.max_batch_tokens, reach=reach, page_size=size)
-        useful = settings.max_batch_requests * math.ceil(length / size)
-        window = max(least, min(count * (2 * reach + 2) + chunk, useful))
-    return window, 2 * count if others.state_bytes else 0
+        window = max(least, min(count * ((1 + points) * reach + 2) + chunk, useful))
+    return window, (1 + points) * count if others.state_bytes else 0
+
+
+def _num_points(request_bytes: int, point_bytes: int) -> int:
+    """Resume points for each typical request, whose full pages take `request_bytes`: those that take an eighth of them, 2 to 8.
+
+    docs/benchmarks/kinds_hour.py: cheap points run out before full pages do if there are 2, dear ones cost more than they bring.
+    """
+    return min(max(request_bytes // (8 * max(point_bytes, 1)), 2), 8)
 
 
 def plan_memory(

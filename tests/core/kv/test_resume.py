@@ -87,6 +87,23 @@ def test_a_match_goes_on_from_the_deepest_point_on_its_way():
     cache.check_integrity()
 
 
+def test_pages_that_are_given_up_for_want_of_others_are_counted():
+    cache, allocator, states = cache_of(num_states=3)
+    tokens = insert(cache, allocator, 1, 2, 3, 4, 5, 6)
+    first, second, third = (point_at(cache, states, position, tokens)[0] for position in (2, 4, 6))
+    assert cache.points.num_evicted == {STATE: 0}
+    cache.points.drop(third)
+    cache.points.evict(STATE, 1)
+    assert cache.points.num_evicted == {STATE: 0}, "one is free: nothing was given up for want of a page"
+    cache.points.evict(STATE, 2)
+    assert (first.is_dropped, second.is_dropped, cache.points.num_evicted) == (True, False, {STATE: 1})
+    states.hold(second.pages[STATE])
+    cache.points.drop_with(STATE, second.pages[STATE][0])
+    assert (cache.points.num_evicted, cache.num_evicted) == ({STATE: 2}, 0), "the cache lost it, if no request did"
+    cache.evict(2)
+    assert (cache.points.num_evicted, cache.num_evicted) == ({STATE: 2}, 2)
+
+
 def test_a_split_leaves_the_point_below_and_trimming_drops_it():
     cache, allocator, states = cache_of()
     tokens = insert(cache, allocator, 1, 2, 3, 4, 5, 6)

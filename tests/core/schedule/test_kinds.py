@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import EVERYTHING, examples
 
+from enginery.contracts.batch import FULL, STATE, WINDOW
 from enginery.errors import QueueFull, RequestError
 from enginery.kv.kinds import most_window_pages, reach_of
 from enginery.schedule import planner
@@ -125,6 +126,17 @@ class RandomKinds:
         if not self.launched:
             self.device.check_points()
         assert self.device.held["window"] <= self.largest(10**6)
+        self.check_held()
+
+    def check_held(self):
+        """What is told of pages in use is what requests have, each page once."""
+        finite, table = self.scheduler._kv.finite, self.scheduler._table
+        resident = [request.kv for request in {*table.running, *table.leaving}]
+        held = {FULL: {page for kv in resident for page in kv.pages}}
+        held[WINDOW] = {page for kv in resident for page in kv.window.pages}
+        held[STATE] = {*finite.read, *(page for kv in resident for page in kv.states.owned())}
+        for kind, counts in self.scheduler.pages.items():
+            assert counts.held == len(held[kind]), f"{counts.held} {kind} pages in use are told, {len(held[kind])} are"
 
     def finish(self):
         for _ in range(4000):

@@ -108,14 +108,33 @@ def split(asked: EngineOptions, others: OtherKinds, *, gib: float = 10) -> Memor
 def test_memory_is_split_for_as_many_typical_requests_as_fit_and_is_all_taken() -> None:
     others = OtherKinds(window=129, window_page_bytes=1 << 19, state_bytes=5 << 20)
     short, long = (split(EngineOptions(expected_tokens=tokens), others) for tokens in (512, 4096))
-    for plan, pages in ((short, 32), (long, 256)):
-        count = plan.state_pages // 2
-        assert abs(plan.num_pages - count * pages) <= pages + 18 + 10
-        assert plan.window_pages >= count * (2 * 8 + 2)
+    for plan, pages, points in ((short, 32, 2), (long, 256, 3)):  # a point takes 8 / 2 + 5 MiB, a full page 1
+        count = plan.state_pages // (1 + points)
+        assert abs(plan.num_pages - count * pages) <= pages + (1 + points) * 4 + 1 + (1 + points) * 5
+        assert plan.window_pages >= count * ((1 + points) * 8 + 2)
         assert plan.kv_bytes + plan.state_bytes + plan.workspace_bytes <= plan.budget_bytes
         assert plan.budget_bytes - plan.kv_bytes - plan.state_bytes - plan.workspace_bytes < 2 << 20
     assert short.state_pages > 2 * long.state_pages
     assert f"{long.window_pages:,} window pages, {long.state_pages:,} state pages" in str(long)
+
+
+@pytest.mark.parametrize(("state_kib", "points"), [(64 << 10, 2), (8 << 10, 4), (4 << 10, 8), (16, 8)])
+def test_cheap_resume_points_are_many_and_dear_ones_two(state_kib: int, points: int) -> None:
+    """A typical request has 256 MiB of full pages."""
+    plan = split(EngineOptions(), OtherKinds(state_bytes=state_kib << 10))
+    assert plan.state_pages % (1 + points) == 0
+    count = plan.state_pages // (1 + points)
+    assert count - 1 <= plan.num_pages // 256 <= count + 1
+
+
+def test_where_memory_is_ample_more_is_cached_than_can_run() -> None:
+    """Full pages are bounded by what all requests may come to, so what is left would stay unused."""
+    asked = EngineOptions(max_batch_requests=2, expected_tokens=256)
+    plan = split(asked, OtherKinds(state_bytes=8 << 20))
+    assert plan.num_pages == 2 * 256
+    assert plan.state_pages == 3 * 512 // 16
+    others = OtherKinds(window=129, window_page_bytes=1 << 20)
+    assert split(asked, others).window_pages == min(2 * 256, 32 * (3 * 8 + 2) + 128)
 
 
 def test_each_kind_holds_the_largest_request_or_the_plan_is_refused() -> None:

@@ -222,11 +222,14 @@ def _pages(now: EngineNow) -> Mapping[str, PageCounts]:
 
 def _memory(now: EngineNow) -> Iterator[Metric]:
     """The pages of each kind of memory."""
-    family = GaugeMetricFamily("enginery:memory_pages", "Pages, by kind of memory: all, free, cached.", labels=["kind", "pages"])
+    family = GaugeMetricFamily("enginery:memory_pages", "Pages, by kind: all, free, in use, cached.", labels=["kind", "pages"])
+    evicted = CounterMetricFamily("enginery:memory_pages_evicted", "Pages that the prefix cache gave up.", labels=["kind"])
     for kind, counts in _pages(now).items():
-        for name, count in (("total", counts.total), ("free", counts.free), ("cached", counts.cached)):
+        for name, count in _by_use(counts):
             family.add_metric([kind, name], count)
+        evicted.add_metric([kind], counts.evicted)
     yield family
+    yield evicted
 
 
 def _lanes(stats: EngineStats) -> Iterator[Metric]:
@@ -239,9 +242,13 @@ def _lanes(stats: EngineStats) -> Iterator[Metric]:
         for state, count in (("running", now.num_running), ("waiting", now.num_waiting)):
             requests.add_metric([str(lane), state], count)
         for kind, counts in now.pages.items():
-            for name, count in (("total", counts.total), ("free", counts.free), ("cached", counts.cached)):
+            for name, count in _by_use(counts):
                 pages.add_metric([str(lane), kind, name], count)
     yield from (requests, pages)
+
+
+def _by_use(counts: PageCounts) -> tuple[tuple[str, int], ...]:
+    return ("total", counts.total), ("free", counts.free), ("held", counts.held), ("cached", counts.cached)
 
 
 def _counters(now: EngineNow) -> Iterator[tuple[str, str, float]]:

@@ -1,0 +1,92 @@
+"""Which resume points requests leave behind, and which of them go first when memory is short."""
+
+import pytest
+
+from .device import asked_of, settings_of
+from .kinds_device import KindsDevice, scheduler_of_kinds
+
+PROMPT = list(range(3, 13))  # 10 tokens, its last page but one ends at 8
+
+
+class Turns:
+    """Requests one after the other, and what each was found in the prefix cache. kinds: `window`, `state` or both."""
+
+    def __init__(self, kinds, *, state_pages=12, window_pages=40, **changes):
+        self.settings = settings_of(**changes)
+        window = 5 if "window" in kinds else None
+        self.scheduler = scheduler_of_kinds(
+            self.settings,
+            window=window,
+            window_pages=window_pages if window else 0,
+            state_pages=state_pages if "state" in kinds else None,
+        )
+        self.device = KindsDevice(self.scheduler, self.settings, window=window)
+        self.points = self.scheduler._kv.cache.points
+        self.count = 0
+
+    def ask(self, prompt, num_tokens, *, seed=20):
+        """The answer is `seed`, `seed` + 1 and so on. Returns prompt and answer, and how many tokens were in the cache."""
+        self.count += 1
+        self.scheduler.submit(asked_of(f"r{self.count}", prompt, max_tokens=num_tokens, ignore_eos=True))
+        request, answer = self.scheduler._table.by_id[f"r{self.count}"], iter(range(seed, seed + num_tokens))
+        while self.scheduler.has_work:
+            step = self.scheduler.next_step()
+            self.scheduler.complete(step, self.device.launch(step, lambda: next(answer)))
+            self.scheduler.check_integrity()
+            self.device.check_points()
+        return list(request.token_ids), request.num_cached_tokens
+
+    @property
+    def found(self):
+        """By position, whether the points there go first."""
+        return sorted((point.position, "first" if point.passing else "last") for point in self.points)
+
+
+EACH_KIND = pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")])
+
+
+@EACH_KIND
+def test_behind_an_answer_the_end_of_its_prompt_goes_first(kinds):
+    turns = Turns(kinds)
+    turns.ask(PROMPT, 8)
+    assert turns.found == [(8, "first"), (16, "last")]
+
+
+@EACH_KIND
+def test_behind_a_next_turn_the_end_of_the_one_before_goes_first(kinds):
+    turns = Turns(kinds)
+    told, _ = turns.ask(PROMPT, 8)
+    _, num_cached = turns.ask([*told, 40, 41, 42, 43], 8, seed=50)
+    assert num_cached == 16
+    assert turns.found == [(8, "first"), (16, "first"), (20, "first"), (28, "last")]
+
+
+@EACH_KIND
+def test_where_a_second_one_goes_on_does_not_go_first_again(kinds):
+    turns = Turns(kinds)
+    told, _ = turns.ask(PROMPT, 8)
+    for count, prompt in ((8, PROMPT), (8, PROMPT), (16, [*told, 40, 41]), (16, [*told, 44, 45]), (16, [*told, 46, 47])):
+        assert turns.ask(prompt, 8, seed=20 if prompt is PROMPT else prompt[-1])[1] == count
+    assert {(8, "last"), (16, "last")} <= set(turns.found)
+
+
+@EACH_KIND
+def test_where_nothing_is_further_along_nothing_goes_first(kinds):
+    turns = Turns(kinds)
+    turns.ask(PROMPT, 2)
+    assert turns.found == [(8, "last")]
+
+
+@EACH_KIND
+def test_a_branch_of_instructions_that_many_share_stays_when_what_follows_goes_first(kinds):
+    turns = Turns(kinds)
+    for token in (30, 40):  # the second one proves that they are shared
+        turns.ask([*PROMPT[:8], *[token] * 6], 6, seed=60 + token)
+    assert turns.found == [(8, "last"), (12, "first"), (12, "first"), (16, "last"), (16, "last")]
+
+
+def test_chats_go_on_from_their_answers_where_there_are_too_few_states_for_the_ends_of_their_prompts():
+    turns = Turns(("state",), state_pages=6)
+    chats = [turns.ask([first, *PROMPT], 8, seed=20 + 10 * first)[0] for first in range(4)]
+    for number, told in enumerate(chats):
+        assert turns.ask([*told, 90], 1)[1] == 16, f"chat {number} begins anew"

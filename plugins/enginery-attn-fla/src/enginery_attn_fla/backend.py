@@ -55,8 +55,7 @@ class ChunkedAttention:
         planned = covering_plan(plan, batch, ChunkedPlan, backend=self.backend_id)
         states, (facts, weights) = self.states.layer(layer.local_id), facts_of(layer)
         if planned.decode is not None:
-            convolved = convolve_rows(mixed, layer, states, planned.decode, out, dtype=torch.float32)
-            recur_rows(convolved, gates, layer, states, planned.decode, out)
+            self.by_token.advance_rows(mixed, gates, layer, planned.decode, out)
         if planned.prefill is None or planned.chunks is None:
             return
         convolved = convolve_rows(mixed, layer, states, planned.prefill, out, dtype=mixed.dtype)

@@ -118,14 +118,13 @@ def prepare_delta(mixed: torch.Tensor, gates: torch.Tensor, facts: RecurrentFact
     """mixed: [S, C], after the convolution; gates: [S, G]."""
     heads, num_rows, by_channel = heads_of(facts), len(mixed), facts.decay == "channel"
     assert weights.a_log is not None, "a decay that is not constant has a_log"
-    wide = dict(dtype=torch.float32, device=mixed.device)
     decays = (1, num_rows, heads.num_values, heads.key_dim) if by_channel else (1, num_rows, heads.num_values)
     made = DeltaInputs(
         q=mixed.new_empty(1, num_rows, heads.num_keys, heads.key_dim),
         k=mixed.new_empty(1, num_rows, heads.num_keys, heads.key_dim),
         v=mixed.new_empty(1, num_rows, heads.num_values, heads.value_dim),
-        log_decay=torch.empty(decays, **wide),
-        beta=torch.empty((1, num_rows, heads.num_values), **wide),
+        log_decay=torch.empty(decays, dtype=torch.float32, device=mixed.device),
+        beta=torch.empty((1, num_rows, heads.num_values), dtype=torch.float32, device=mixed.device),
     )
     prepare[(-(-num_rows // _ROWS), heads.num_values)](
         mixed,

@@ -52,7 +52,7 @@ def convolve(
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    taps = ()
+    taps = ()  # type: tuple[tl.tensor, ...]
     for tap in tl.static_range(WIDTH):
         taps += (tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32),)
     wait_for_predecessor(CHAINED)
@@ -136,7 +136,7 @@ def shift(
     page_to = tl.load(writes + request).to(tl.int64)
     row = tl.load(first_rows + request).to(tl.int64)
     old = states + page * (WIDTH - 1) * channels + channel
-    kept = ()
+    kept = ()  # type: tuple[tl.tensor, ...]
     for place in tl.static_range(1, WIDTH - 1):
         kept += (tl.load(old + place * channels, mask=inside & (page >= 0), other=0.0),)
     wait_for_predecessor(CHAINED)

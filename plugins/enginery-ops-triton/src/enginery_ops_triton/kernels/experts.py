@@ -81,8 +81,8 @@ def gate_up_of_pairs(
     k = tl.arange(0, BLOCK_K)
     size: tl.constexpr = INNER * COLUMNS
     at = weight + tl.minimum(n, INNER - 1).to(tl.int64)[:, None] * COLUMNS + k[None, :]
-    gates = ()
-    ups = ()
+    gates = ()  # type: tuple[tl.tensor, ...]
+    ups = ()  # type: tuple[tl.tensor, ...]
     expected = -1
     if JOINED > 0:
         place = pair % TOP_K
@@ -101,8 +101,8 @@ def gate_up_of_pairs(
     gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for begin in tl.static_range(0, COLUMNS, AHEAD * BLOCK_K):
-        gate_blocks = ()
-        up_blocks = ()
+        gate_blocks = ()  # type: tuple[tl.tensor, ...]
+        up_blocks = ()  # type: tuple[tl.tensor, ...]
         for start in tl.static_range(begin, begin + AHEAD * BLOCK_K, BLOCK_K):
             if begin == 0 and JOINED > 0:
                 gate_block, up_block = gates[start // BLOCK_K], ups[start // BLOCK_K]
@@ -165,7 +165,7 @@ def down_of_pairs(
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     shares = tl.zeros((BLOCK_N,), dtype=tl.float32)  # of the experts' biases
     for begin in tl.static_range(0, TOP_K * steps, AHEAD):
-        blocks = ()
+        blocks = ()  # type: tuple[tl.tensor, ...]
         for block in tl.static_range(begin, begin + AHEAD):
             if block < TOP_K * steps:
                 expert = tl.load(ids + token * TOP_K + block // steps, cache_modifier=".cg").to(tl.int64)

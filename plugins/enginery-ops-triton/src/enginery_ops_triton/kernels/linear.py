@@ -35,7 +35,7 @@ def matvec(
     whole: tl.constexpr = COLUMNS % BLOCK_K == 0
     wanted = n[:, None] < num_outputs
     at = weight + n[:, None].to(tl.int64) * weight_stride + k[None, :]
-    blocks = ()
+    blocks = ()  # type: tuple[tl.tensor, ...]
     for start in tl.static_range(0, AHEAD * BLOCK_K, BLOCK_K):
         inside = wanted if whole else wanted & (start + k[None, :] < COLUMNS)
         blocks += (tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first"),)

@@ -327,13 +327,15 @@ def candidates(shape: Shape, num_tokens: int, weight_dtype: torch.dtype) -> Iter
     chosen = shape.blocks(num_tokens, weight_dtype)
     yield "chosen", chosen
     if isinstance(chosen, PairBlocks):
-        for elements, k, num_warps in itertools.product((2048, 4096, 8192, 16384), (512, 1024, 2048, 4096), (2, 4, 8)):
-            n = elements // k
-            if n and 16 <= elements // num_warps // 32 <= 128:
-                if k < 2 * shape.columns and shape.inner % n == 0:
-                    yield "gate_up", replace(chosen, gate_up=RowBlock(n=n, k=k, num_warps=num_warps))
-                if k < 2 * shape.inner:
-                    yield "down", replace(chosen, down=RowBlock(n=n, k=k, num_warps=num_warps))
+        for rows, num_warps, times in itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 3)):
+            k = 512 // weight_dtype.itemsize
+            n = rows * num_warps
+            ahead = -(-shape.columns // k // times)
+            if shape.inner % n == 0 and rows * ahead <= 12:
+                yield "gate_up", replace(chosen, gate_up=RowBlock(n=n, k=k, num_warps=num_warps, ahead=ahead))
+            ahead = -(-shape.routing.top_k * -(-shape.inner // k) // times)
+            if rows * ahead <= 24:
+                yield "down", replace(chosen, down=RowBlock(n=n, k=k, num_warps=num_warps, ahead=ahead))
         return
     many = num_tokens * shape.routing.top_k > 64 * shape.num_experts
     ms = (64, 128, 256) if many else tuple(sorted({16, 32, 64, chosen.m} & {chosen.m // 2, chosen.m, 2 * chosen.m}))

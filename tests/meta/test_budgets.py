@@ -25,12 +25,13 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # parallelism, and for pipeline stages that are divided by what their layers cost;
 # 150 more for KV events of windows and states; 800 more for ranks that join from other hosts:
 # keys, who may join and who is missed, sockets over tcp, and what ends on both sides when a host is lost.
+# 50 more for operations that do what took several: gates of norms and of attention, routers with a gate.
 # 450 more for drafts that branch: how their rows lie, what each sees, and where what stands is moved to; and for verifications
 # that are run again; 200 more for draft models of several ranks: what they agree on, and that theirs are alike; 300 more for draft
 # models on devices: what is drawn within graphs, chains and readers whose rows the device alone knows.
 # 650 more for experts that are divided among ranks, and for lanes of one scheduler: which a request goes to, steps of all of them
 # that agree, what their ranks exchange, and what they sample together.
-CORE_LINES = 28_120
+CORE_LINES = 28_170
 APART = {"testing": 3_640, "bench": 1_770, "serve": 7_600, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20

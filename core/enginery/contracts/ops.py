@@ -28,6 +28,7 @@ def only_torch(calls: HostCalls | None) -> None:
     """`record_calls` of what computes with torch's operators alone: these are seen, and there is nothing to tell."""
 
 
+NormGate = Literal["silu", "sigmoid"]
 LEAST_TEMPERATURE: Final = 1e-5  # dividing logits by less overflows, and the best token has all of the probability long before
 
 
@@ -169,6 +170,8 @@ class OpTable:
     a format is a `StoredWeight`; a plugin is given those of its `OpSpec.schemes` alone.
     rms_norm(x [N, C], weight [C], eps): over the last dimension, in float32 inside.
     add_rms_norm(x [N, C], residual [N, C], weight, eps): adds x into residual in place, returns the norm of the sum.
+    gated_rms_norm(x [T, H, D], gate [T, H, D], weight [D], eps, gating): rms_norm(x) times silu(gate) or sigmoid(gate), which is
+    float32 inside; [T, H, D] of x's dtype. The gates' tokens may be any distance apart.
     qk_norm_rotary(qk [T, N, D], weight [N, D] or None, eps, cos_sin [T, R]): in place; RMSNorm over each head if there is a weight,
     then rotates the first R dims, halves convention (GPT-NeoX).
     qk_norm_rotary_write(qkv [T, H + 2K, D], weight [H + K, D] or None, eps, cos_sin, keys, values [S, K, D], slots [T] int64): the
@@ -177,9 +180,13 @@ class OpTable:
     of MLA, in place: RMSNorm of each latent's first R dims, rotation of its last P and of those of each query head; then latents,
     which may be of another dtype there, go to the rows of their slots.
     gated_silu(x [N, 2C]): silu(first half) * second half.
+    gated_sigmoid(x [N, C], gate [N, C]): x * sigmoid(gate); the gates' rows may be any distance apart.
     route(logits [T, E], bias [E] float32 or None, routing): the experts of each token, scored in float32. The bias counts in the
     choice of groups and experts, not in the weights (DeepSeek-V3). Logits of a shorter type are widened before a plugin has them,
     unless it states `OpSpec.narrow_logits`.
+    route_gated(made [T, E + 1], bias, routing): the same where a product makes the logits and, behind them, the gate of the shared
+    experts, whose weight is its sigmoid. Of any float type.
+    bind_router(weight [E, C]): the product with logits in float32, added up in float32, of rows of any float type.
     bind_experts(gate_up [E, 2I, C], down [E, C, I], shape, biases): gates before ups; may repack; keeps what it needs. Of `shape`
     the activation matters; sizes are those of the tensors, which may be a rank's part.
     greedy(logits [N, V]): the index of each row's largest, of equal ones the first: [N] int64. Runs inside of graphs.
@@ -190,11 +197,15 @@ class OpTable:
     bind_linear: Callable[[torch.Tensor | StoredWeight, torch.Tensor | None], LinearFn]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, NormGate], torch.Tensor]
     qk_norm_rotary: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor], None]
     qk_norm_rotary_write: QKNormRotaryWriteFn
     latent_norm_rotary_write: LatentNormRotaryWriteFn
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
+    gated_sigmoid: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     route: Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]
+    route_gated: Callable[[torch.Tensor, torch.Tensor | None, Routing], Routed]
+    bind_router: Callable[[torch.Tensor], LinearFn]
     bind_experts: BindExpertsFn
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample_rows: Callable[[torch.Tensor, SamplingTensors], torch.Tensor]

@@ -14,7 +14,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.memory import RecurrentWeights
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
-from enginery.contracts.weights import Linear, LinearShape
+from enginery.contracts.weights import LinearShape
 from enginery.nn.recurrent import recurrent_facts
 
 
@@ -40,6 +40,7 @@ class KimiDeltaAttention:
         hidden, dim = context.facts.hidden_size, facts.value_dim
         whole, self.num_heads = of.value_heads * dim, facts.value_heads
         self._take_projections(weights, hidden, whole, rank, dim=dim)
+        self.widen = None if rank is None else context.ops.bind_linear(self._widening(weights, whole, rank, dim=dim), None)
         taps, own = (whole, 1, facts.conv_kernel), weights.share(of.value_heads)
         convs = [weights.take(f"{name}_conv1d.weight", taps, cut=Cut.ROWS, unit=dim).squeeze(1) for name in ("q", "k", "v")]
         recurrent = RecurrentWeights(
@@ -51,10 +52,10 @@ class KimiDeltaAttention:
         self.norm = weights.take("o_norm.weight", (dim,))
         shape = LinearShape(names=(out_name,), rows=(hidden,), columns=whole, cut=Cut.COLUMNS, unit=dim, complete=False)
         self.out = weights.linear(shape)
-        self.rms_norm, self.advance = context.ops.rms_norm, context.advance
+        self.gated_rms_norm, self.advance = context.ops.gated_rms_norm, context.advance
 
     def _take_projections(self, weights: WeightSource, hidden: int, whole: int, rank: int | None, *, dim: int) -> None:
-        """One product for all that comes from the hidden state; behind it two more, where decay and gate are of low rank.
+        """One product for all that comes from the hidden state.
 
         What has low rank is whole on every rank. whole: the dims of all heads, of all ranks.
         """
@@ -72,20 +73,28 @@ class KimiDeltaAttention:
         )
         rows = self.projected.rows
         self.rows = [sum(rows[:3]), *rows[3:]]
-        self.widen: tuple[Linear, Linear] | None = None
-        if rank is not None:
-            decay, gate = (
-                weights.linear(LinearShape(names=(name,), rows=(whole,), columns=rank, cut=Cut.ROWS, unit=dim))
-                for name in ("f_b_proj", "g_b_proj")
-            )
-            self.widen = decay, gate
+
+    def _widening(self, weights: WeightSource, whole: int, rank: int, *, dim: int) -> torch.Tensor:
+        """Of decay and gate of low rank: one product of (beta, decay, gate) as they come to (decay, beta, gate) as they go on.
+
+        [H D + H + H D, H + 2 rank]: ones for beta, zeros where a part does not count.
+        """
+        decay, gate = (weights.take(f"{name}.weight", (whole, rank), cut=Cut.ROWS, unit=dim) for name in ("f_b_proj", "g_b_proj"))
+        made, heads = decay.new_zeros(len(decay) + self.num_heads + len(gate), self.num_heads + 2 * rank), self.num_heads
+        made[: len(decay), heads : heads + rank] = decay
+        made[len(decay) : len(decay) + heads, :heads].fill_diagonal_(1.0)
+        made[len(decay) + heads :, heads + rank :] = gate
+        return made
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
-        mixed, beta, decay, gate = torch.split(self.projected(x), self.rows, dim=-1)
-        if self.widen is not None:
-            decay, gate = (wide(low.contiguous()) for wide, low in zip(self.widen, (decay, gate), strict=True))
+        made = self.projected(x)
+        if self.widen is None:
+            mixed, beta, decay, gate = torch.split(made, self.rows, dim=-1)
+            gates = torch.cat((decay, beta), dim=-1)
+        else:
+            mixed, low = made[:, : self.rows[0]], made[:, self.rows[0] :]
+            gates, gate = torch.tensor_split(self.widen(low), [self.num_heads * (len(self.norm) + 1)], dim=-1)
         out = torch.empty((len(x), self.num_heads, len(self.norm)), dtype=x.dtype, device=x.device)  # [T, H, D]
-        self.advance(mixed, torch.cat((decay, beta), dim=-1), self.spec, batch, out)
-        normed = self.rms_norm(out.view(-1, len(self.norm)), self.norm, self.norm_eps).view(gate.shape)
-        return self.out((normed * gate.float().sigmoid()).to(x.dtype))
+        self.advance(mixed, gates, self.spec, batch, out)
+        return self.out(self.gated_rms_norm(out, gate.view(out.shape), self.norm, self.norm_eps, "sigmoid").view(len(x), -1))

@@ -62,7 +62,7 @@ class GatedSelfAttention:
         self.norm_weight = torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)))  # [H + K, D]
         self.spec, self.norm_eps, self.num_heads, self.num_rotated = spec, norm_eps, heads, heads + kv_heads
         self.qk_norm_rotary_write = context.ops.qk_norm_rotary_write
-        self.attend = context.attend
+        self.attend, self.gated_sigmoid = context.attend, context.ops.gated_sigmoid
         self.memory = context.pool.by_slot(spec.local_id)
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -76,4 +76,4 @@ class GatedSelfAttention:
         q, k, v = qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_rotated], qkv[:, self.num_rotated :]
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, H, D]
         self.attend(q, k, v, self.spec, batch, attended)
-        return self.out(attended.view(len(x), -1) * made[:, :width].sigmoid())
+        return self.out(self.gated_sigmoid(attended.view(len(x), -1), made[:, :width]))

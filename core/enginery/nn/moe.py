@@ -97,17 +97,13 @@ class MixtureOfExperts:
                 joined=self.num_joined,
             )
         )
-        self.router: Callable[[torch.Tensor], torch.Tensor]
-        if experts.wide_router:
-            wide = weights.take(f"{names.router}.weight", (count, hidden), dtype=torch.float32)
-            self.router = _bind_wide(wide, context.dtype, ops)
-        else:
-            router = LinearShape(names=(names.router,), rows=(count,), columns=hidden, bias=experts.router_bias)
-            self.router = weights.linear(router)
+        self.routes_gate = experts.shared_gate and not (experts.wide_router or experts.router_bias)  # one product for both
+        self.router = _take_router(context, weights, experts, with_gate=self.routes_gate)
         self.bias: torch.Tensor | None = None
         if experts.correction_bias:
             self.bias = weights.take(names.correction, (count,), dtype=torch.float32)
-        self.route, self.routing = ops.route, experts.routing
+        self.num_experts = count
+        self.route, self.route_gated, self.routing = ops.route, ops.route_gated, experts.routing
         self.joined = dataclasses.replace(experts.routing, num_shared=self.num_joined)
         self.shared: GatedMLP | None = None
         if experts.shared_size and not self.num_joined:
@@ -116,19 +112,28 @@ class MixtureOfExperts:
                 context, shared, intermediate_size=experts.shared_size, bias=mlp_bias, activation=experts.activation
             )
         self.shared_gate: Linear | None = None
-        if experts.shared_gate:
+        if experts.shared_gate and not self.routes_gate:
             self.shared_gate = weights.linear(LinearShape(names=(f"{names.shared}_gate",), rows=(1,), columns=hidden))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C]: with several ranks a partial sum."""
         add_joined = self.experts.add_joined
         joins = self.num_joined > 0 and (add_joined is None or len(x) <= JOINED_ROWS)
-        routed = self.route(self.router(x), self.bias, self.joined if joins else self.routing)
-        gate = None if self.shared_gate is None else self.shared_gate(x).sigmoid_()  # [T, 1]
+        made = self.router(x)
+        if joins and self.routes_gate:
+            return self.experts(x, self.route_gated(made[:, : self.num_experts + 1], self.bias, self.joined))
+        logits, gate = self._apart(made, x)
+        routed = self.route(logits, self.bias, self.joined if joins else self.routing)
         if joins and gate is not None:
             routed.weights[:, -self.num_joined :] = gate
         out = self.experts(x, routed)
         return out if joins else self._add_shared(out, x, gate)
+
+    def _apart(self, made: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [T, E] and the shared expert's gate [T, 1], if it has one. made: what the router makes of x."""
+        if self.routes_gate:
+            return made[:, : self.num_experts], made[:, self.num_experts : self.num_experts + 1].sigmoid()
+        return made, None if self.shared_gate is None else self.shared_gate(x).sigmoid_()
 
     def _add_shared(self, out: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """The shared expert's output, if there is one, added to [T, C] in place."""
@@ -147,11 +152,30 @@ def _num_joined(experts: MixtureShape, *, mlp_bias: bool) -> int:
     return experts.shared_size // experts.inner_size
 
 
+def _take_router(
+    context: ModelContext, weights: WeightSource, experts: MixtureShape, *, with_gate: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product that gives logits; with_gate: and the shared expert's gate behind them."""
+    names, shape = experts.names, (experts.num_experts, context.facts.hidden_size)
+    if with_gate:
+        return _bind_with_gate(weights, names.router, f"{names.shared}_gate", shape=shape, ops=context.ops)
+    if experts.wide_router:
+        wide = weights.take(f"{names.router}.weight", shape, dtype=torch.float32)
+        return _bind_wide(wide, context.dtype, context.ops)
+    return weights.linear(LinearShape(names=(names.router,), rows=shape[:1], columns=shape[1], bias=experts.router_bias))
+
+
+def _bind_with_gate(weights: WeightSource, router: str, gate: str, *, shape: tuple[int, int], ops: OpTable) -> LinearFn:
+    """The router's product with the shared expert's gate behind the logits, and zeros, for rows of a whole number of 16 bytes."""
+    taken = torch.cat((weights.take(f"{router}.weight", shape), weights.take(f"{gate}.weight", (1, shape[1]))))
+    return ops.bind_linear(F.pad(taken, (0, 0, 0, -len(taken) % 8)), None)
+
+
 def _bind_wide(weight: torch.Tensor, dtype: torch.dtype, ops: OpTable) -> LinearFn:
     """x W^T in float32, W [E, C] float32. Where x's dtype holds W without loss, a GPU multiplies in that and adds in float32."""
     narrow = weight.to(dtype)
     if weight.is_cuda and dtype.itemsize == 2 and torch.equal(narrow.float(), weight):
-        return lambda x: torch.mm(x, narrow.T, out_dtype=torch.float32)
+        return ops.bind_router(narrow)
     linear = ops.bind_linear(weight, None)
     return lambda x: linear(x.float())
 

@@ -5,6 +5,7 @@ Letters as in `enginery.contracts.ops`. Says nothing of how close results must b
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from enginery.contracts.ops import ExpertBiases, Routed, Routing, SamplingTensors
+from enginery.contracts.ops import ExpertBiases, NormGate, Routed, Routing, SamplingTensors
 from enginery.contracts.weights import SILU, Activation, ExpertNames, ExpertsShape, Scheme, StoredWeight
 from enginery.nn.stored import check_widens
 
@@ -102,6 +103,11 @@ def _add_rms_norm(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
     return {"returned": op(x, residual, given.randn(size), 1e-5), "residual": residual}
 
 
+def _gated_rms_norm(op: OpFn, given: Inputs, *, rows: int, heads: int, size: int, gating: NormGate) -> Results:
+    x, wide = given.randn(rows, heads, size), given.randn(rows, heads * size + 16)
+    return {"returned": op(x, wide[:, 16:].view(x.shape), given.randn(size), 1e-5, gating)}
+
+
 def _qk_norm_rotary(op: OpFn, given: Inputs, *, rows: int, heads: int, dims: tuple[int, int], norm: bool) -> Results:
     merged = given.randn(rows, heads + 2, dims[0])
     op(merged[:, :heads], given.randn(heads, dims[0]) if norm else None, 1e-6, given.cos_sin(rows, dims[1]))
@@ -131,11 +137,29 @@ def _gated_silu(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
     return {"returned": op(given.randn(rows, 2 * size))}
 
 
+def _gated_sigmoid(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
+    return {"returned": op(given.randn(rows, size), given.randn(rows, size + 8)[:, 8:])}
+
+
 def _route(op: OpFn, given: Inputs, *, rows: int, experts: int, routing: Routing, bias: bool) -> Results:
     logits = (given.rand(rows, experts) * 8 - 4).to(given.device)
     routed = op(logits, given.rand(experts).to(given.device) if bias else None, routing)
     ids, order = routed.ids.sort(dim=-1)
     return {"ids": ids, "weights": routed.weights.gather(1, order)}
+
+
+def _route_gated(op: OpFn, given: Inputs, *, rows: int, experts: int, routing: Routing, bias: bool) -> Results:
+    """No two logits of a token are equal, rounded too."""
+    made = given.rand(rows, experts + 1).argsort(1) / 8 - 4
+    made = made.to(given.device, torch.float64 if given.wide else given.dtype)
+    routed = op(made, given.rand(experts).to(given.device) if bias else None, routing)
+    ids, order = routed.ids.sort(dim=-1)
+    return {"ids": ids, "weights": routed.weights.gather(1, order)}
+
+
+def _bind_router(op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int]) -> Results:
+    logits = op(given.randn(sizes[1], sizes[0], scale=sizes[0] ** -0.5))(given.randn(rows, sizes[0]))
+    return {"logits": logits}
 
 
 def _bind_experts(
@@ -247,6 +271,16 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
     "add_rms_norm": _cases(
         _add_rms_norm, [dict(rows=r, size=c) for r, c in ((2, 32), (1, 1024), (5, 768), (33, 17), (2, 5000), (0, 64))]
     ),
+    "gated_rms_norm": _cases(
+        _gated_rms_norm,
+        [
+            dict(rows=rows, heads=heads, size=size, gating=gating)
+            for rows, heads, size, gating in (
+                *((2, 4, 32, "silu"), (1, 32, 128, "sigmoid"), (5, 3, 24, "silu")),
+                *((33, 9, 64, "sigmoid"), (2, 2, 300, "silu"), (0, 4, 16, "silu")),
+            )
+        ],
+    ),
     "qk_norm_rotary": _cases(
         _qk_norm_rotary,
         [
@@ -276,6 +310,7 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
         ],
     ),
     "gated_silu": _cases(_gated_silu, [dict(rows=r, size=c) for r, c in ((2, 32), (1, 1024), (5, 768), (33, 17), (0, 64))]),
+    "gated_sigmoid": _cases(_gated_sigmoid, [dict(rows=r, size=c) for r, c in ((2, 32), (1, 4096), (33, 17), (0, 64))]),
     "route": _cases(
         _route,
         [
@@ -283,6 +318,18 @@ OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
             for rows, experts, bias in ((3, 16, False), (17, 64, False), (5, 32, True))
             for routing in _ROUTINGS
         ],
+    ),
+    "route_gated": _cases(
+        _route_gated,
+        [
+            dict(rows=rows, experts=experts, routing=dataclasses.replace(routing, num_shared=shared), bias=bias)
+            for rows, experts, shared, bias in ((3, 16, 1, False), (17, 64, 4, False), (5, 32, 2, True))
+            for routing in (_ROUTINGS[0], *_ROUTINGS[2:])
+        ],
+    ),
+    "bind_router": _cases(
+        _bind_router,
+        [dict(rows=r, sizes=sizes) for r, sizes in ((2, (32, 16)), (1, (2304, 256)), (9, (64, 60)), (70, (128, 8)), (0, (32, 16)))],
     ),
     "bind_experts": _cases(
         _bind_experts,

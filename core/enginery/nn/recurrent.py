@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from enginery.contracts.attention import LayerSpec
 from enginery.contracts.batch import ForwardBatch
@@ -98,7 +97,7 @@ class GatedDeltaNet:
         self.out = weights.linear(
             LinearShape(names=("out_proj",), rows=(hidden,), columns=columns, cut=Cut.COLUMNS, unit=facts.value_dim, complete=False)
         )
-        self.rms_norm, self.advance = context.ops.rms_norm, context.advance
+        self.gated_rms_norm, self.advance = context.ops.gated_rms_norm, context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """x: [T, C]. Returns [T, C]: with several ranks a partial sum. It has no positions."""
@@ -107,5 +106,4 @@ class GatedDeltaNet:
         mixed, z, gates = torch.split(self.projected(x), sizes, dim=-1)
         out = torch.empty((len(x), facts.value_heads, facts.value_dim), dtype=x.dtype, device=x.device)  # [T, HV, V]
         self.advance(mixed, gates, self.spec, batch, out)
-        normed = self.rms_norm(out.view(-1, facts.value_dim), self.norm, self.norm_eps).view(z.shape)
-        return self.out((normed * F.silu(z.float())).to(x.dtype))
+        return self.out(self.gated_rms_norm(out, z.view(out.shape), self.norm, self.norm_eps, "silu").view(len(x), -1))

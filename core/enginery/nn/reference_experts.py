@@ -29,6 +29,13 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> 
     return Routed(ids.to(torch.int32), weights)
 
 
+def route_gated(made: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> Routed:
+    """The shared experts' weight is the sigmoid of what stands behind the logits."""
+    routed = route(made[:, :-1], bias, routing)
+    routed.weights[:, routing.top_k :] = made[:, -1:].float().sigmoid()
+    return routed
+
+
 def bind_experts(
     gate_up: torch.Tensor | StoredWeight,
     down: torch.Tensor | StoredWeight,

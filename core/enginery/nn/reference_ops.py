@@ -8,9 +8,9 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from enginery.contracts.ops import LEAST_TEMPERATURE, LinearFn, OpTable, SamplingTensors
+from enginery.contracts.ops import LEAST_TEMPERATURE, LinearFn, NormGate, OpTable, SamplingTensors
 from enginery.contracts.weights import Scheme, StoredWeight
-from enginery.nn.reference_experts import bind_experts, route
+from enginery.nn.reference_experts import bind_experts, route, route_gated
 from enginery.nn.stored import FLOAT4_BLOCKS, FLOAT8_BLOCKS, widen
 
 # Experts are widened one by one, when they are used, and take half the memory; products at once, when they are read.
@@ -24,11 +24,15 @@ def reference_ops() -> OpTable:
         bind_linear=bind_linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
+        gated_rms_norm=gated_rms_norm,
         qk_norm_rotary=qk_norm_rotary,
         qk_norm_rotary_write=qk_norm_rotary_write,
         latent_norm_rotary_write=latent_norm_rotary_write,
         gated_silu=gated_silu,
+        gated_sigmoid=gated_sigmoid,
         route=route,
+        route_gated=route_gated,
+        bind_router=bind_router,
         bind_experts=bind_experts,
         greedy=greedy,
         sample_rows=sample_rows,
@@ -59,6 +63,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The norm of residual + x; residual keeps the sum."""
     return rms_norm(residual.add_(x), weight, eps)
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gating: NormGate) -> torch.Tensor:
+    """The norm of each head times a function of its gate, which is not rounded before."""
+    wide = gate.float()
+    return (rms_norm(x, weight, eps) * (F.silu(wide) if gating == "silu" else wide.sigmoid())).to(x.dtype)
+
+
+def bind_router(weight: torch.Tensor) -> LinearFn:
+    """A GPU adds up products of half precision in float32, and gives them so."""
+    wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
+    if weight.is_cuda and weight.dtype.itemsize == 2:
+        return lambda x: torch.mm(x, weight.T, out_dtype=wide)
+    return lambda x: F.linear(x.to(wide), weight.to(wide))
 
 
 def qk_norm_rotary(qk: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> None:
@@ -123,6 +141,11 @@ def gated_silu(x: torch.Tensor) -> torch.Tensor:
     """SwiGLU's gate (arXiv:2002.05202): [T, 2I], the gates before the ups, to [T, I]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gated_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The gate of attention's output (arXiv:2505.06708)."""
+    return x * gate.sigmoid()
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 import compile_only
 
-from enginery_attn_delta.launch import CHUNK_ROWS, Gating, Heads, Rows, convolve, recur, scan
+from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, convolve, recur, scan
 
 HEADS = Heads(num_keys=1, num_values=2, key_dim=128, value_dim=128, q_at=0, k_at=128, v_at=256)
 RULES = (
@@ -27,11 +27,13 @@ def main() -> None:
     weight, gates = torch.zeros(512, 4, dtype=torch.bfloat16), torch.zeros(1, 512 + 32, dtype=torch.bfloat16)
     for tile_rows in (1, CHUNK_ROWS):
         tiles = torch.zeros(1, 2, dtype=torch.int32)
-        rows = Rows(first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, tile_rows=tile_rows)
+        rows = Rows(first_rows=page, stop_rows=page + 1, reads=page, writes=page, tiles=tiles, tile_rows=tile_rows, chained=True)
         convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
         for gating in RULES:
             states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)
-            recur(x, gates, states=states, rows=rows, heads=HEADS, gating=gating, scale=1.0, out=out)
+            conv = Conv(taps=weight.T.contiguous(), bias=None, states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), activates=True)
+            for one in (None, conv) if tile_rows == 1 else (None,):
+                recur(x, gates, states=states, rows=rows, heads=HEADS, gating=gating, scale=1.0, out=out, conv=one)
         states, a_log, skip = torch.zeros(1, 512, 16), torch.zeros(512, 16), torch.ones(512)
         scan(x, gates, a_log=a_log, skip=skip, states=states, rows=rows, scale=1.0, out=torch.empty_like(x))
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pairwise import crossed, in_turn
 
 from enginery_attn_delta.kernels.launch import INTERPRETED
-from enginery_attn_delta.launch import CHUNK_ROWS, Gating, Heads, Rows, convolve, recur, scan
+from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, can_chain, convolve, recur, scan
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DEVICES = [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,6 +33,7 @@ def make_rows(lengths: list[int], reads: list[int], writes: list[int], device: s
         writes=torch.tensor(writes, dtype=torch.int32, device=device),
         tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 2),
         tile_rows=tile_rows,
+        chained=can_chain(torch.device(device)),
     )
 
 
@@ -193,3 +194,30 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     script = Path(__file__).with_name("hopper_kernels.py")
     made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert made.returncode == 0, made.stderr
+
+
+@on_devices
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(("rule", "width", "biased"), [("gated delta", 4, False), ("a decay for each channel", 2, True)], ids=str)
+def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased: bool, places: str, device: str) -> None:
+    """As a convolution of its own before them, and states are moved on once."""
+    reads, writes = (pages[:3] for pages in PLACES[places])
+    decay, num, dim = RULES[rule].decay, 2, 24
+    keys = num * dim if decay == "channel" else dim
+    channels = 2 * keys + num * dim
+    heads = Heads(num_keys=keys // dim, num_values=num, key_dim=dim, value_dim=dim, q_at=0, k_at=keys, v_at=2 * keys)
+    per_key = (num, dim) if decay == "channel" else (num,)
+    gating = Gating(decay=decay, delta=True, a_log=torch.rand(num, device=device), dt_bias=torch.randn(per_key, device=device))
+    x, gates = torch.randn(3, channels, device=device), torch.randn(3, num * (dim + 1 if decay == "channel" else 2), device=device)
+    weight, bias = torch.randn(channels, width, device=device), torch.randn(channels, device=device) if biased else None
+    states, inputs = torch.randn(8, num, dim, dim, device=device), torch.randn(8, width - 1, channels, device=device)
+    rows, given = make_rows([1, 1, 1], reads, writes, device), dict(heads=heads, gating=gating, scale=dim**-0.5)
+    kept, moved, convolved = states.clone(), inputs.clone(), torch.empty_like(x)
+    expected, actual = (torch.empty(3, num, dim, device=device) for _ in range(2))
+    convolve(x, weight, bias, states=moved, rows=rows, out=convolved)
+    recur(convolved, gates, states=kept, rows=rows, out=expected, **given)
+    conv = Conv(taps=weight.T.contiguous(), bias=bias, states=inputs, activates=True)
+    recur(x, gates, states=states, rows=rows, out=actual, conv=conv, **given)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states, kept, atol=1e-5, rtol=1e-5)
+    assert torch.equal(inputs, moved)

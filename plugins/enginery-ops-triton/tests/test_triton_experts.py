@@ -154,8 +154,8 @@ def assert_as_the_reference(actual: torch.Tensor, x: torch.Tensor, weights: Weig
     assert error < DTYPES[x.dtype]
 
 
-PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=256, num_warps=4), down=RowBlock(n=64, k=64, num_warps=4))
-EXACT_PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=128, num_warps=1), down=RowBlock(n=32, k=32, num_warps=1))
+PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=64, num_warps=4, ahead=2), down=RowBlock(n=64, k=64, num_warps=4, ahead=3))
+EXACT_PAIRS = PairBlocks(gate_up=RowBlock(n=8, k=128, num_warps=1, ahead=2), down=RowBlock(n=32, k=32, num_warps=1, ahead=1))
 BLOCK = ProductBlock(n=64, k=64, num_warps=4, stages=2)
 TILES = TileBlocks(m=16, gate_up=BLOCK, down=ProductBlock(n=32, k=32, num_warps=4, stages=2, group=2))
 WIDE_TILES = TileBlocks(m=32, gate_up=ProductBlock(n=64, k=32, num_warps=4, stages=3, group=1), down=BLOCK)
@@ -218,6 +218,17 @@ def test_any_number_of_tokens_equals_the_reference_with_the_blocks_that_are_chos
     x = torch.randn(num_tokens, 128).to(device=device, dtype=torch.bfloat16)
     actual = bind_experts(*weights, SHAPE, dependent_launch=chained(device))(x, routed)
     assert_as_the_reference(actual, x, weights, routed)
+
+
+@on_devices
+@pytest.mark.parametrize("columns", [64, 200])
+def test_experts_that_are_expected_and_others_in_their_places_equal_the_reference(columns: int, device: str) -> None:
+    torch.manual_seed(5)
+    weights = make_weights(7, columns, 24, dtype=torch.bfloat16, device=device, float8=False)
+    ids = torch.tensor([[1, 4, 5, 6], [0, 2, 5, 6], [3, 1, 6, 5], [2, 0, 4, 6], [5, 6, 0, 1]], dtype=torch.int32, device=device)
+    x, routed = torch.randn(5, columns).to(device=device, dtype=torch.bfloat16), Routed(ids, torch.rand(5, 4).to(device))
+    bound = Experts(*weights, joined=2, dependent_launch=chained(device))
+    assert_as_the_reference(bound.of_pairs(x, routed, PAIRS), x, weights, routed)
 
 
 @on_devices

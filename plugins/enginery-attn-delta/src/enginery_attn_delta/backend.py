@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,8 +24,10 @@ from enginery.api import (
     covering_plan,
     hookimpl,
 )
-from enginery_attn_delta.launch import Gating, Heads, Rows, convolve, recur, scan
+from enginery_attn_delta.launch import Conv, Gating, Heads, Rows, convolve, recur, scan
 from enginery_attn_delta.plan import DeltaPlan, plan_rows, refresh
+
+CONVOLVED_WITHIN: Final = 8  # requests: each of a key head's programs convolves its query and key anew
 
 
 class Kept(NamedTuple):
@@ -66,6 +68,7 @@ class DeltaAttention:
         self.states = context.states
         self.device = context.device
         self.graphs = GraphState(0, 0)
+        self._taps: dict[LocalLayerId, torch.Tensor] = {}
         self._unsettled: WeakKeyDictionary[ForwardPlan, dict[LocalLayerId, Kept]] = WeakKeyDictionary()
 
     @hookimpl
@@ -105,10 +108,8 @@ class DeltaAttention:
     ) -> None:
         """mixed: [T, C], gates: [T, G], out: [T, HV, V]. See `enginery.api.Advances`."""
         planned = covering_plan(plan, batch, DeltaPlan, backend=self.backend_id)
-        states = self.states.layer(layer.local_id)
         for rows in planned.groups:
-            convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
-            recur_rows(convolved, gates, layer, states, rows, out)
+            self.advance_rows(mixed, gates, layer, rows, out)
         self.keep(mixed, gates, layer, batch, planned)
 
     def keep(self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: DeltaPlan) -> None:
@@ -121,6 +122,20 @@ class DeltaAttention:
         mixed, gates = mixed[rows], gates[rows]
         kept = self.graphs.kept(layer, mixed, gates) if plan.key.capture else Kept(layer, mixed.clone(), gates.clone())
         self._unsettled.setdefault(plan, {})[layer.local_id] = kept
+
+    def advance_rows(self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, rows: Rows, out: torch.Tensor) -> None:
+        """Some requests' rows, token after token: of a few with one token each, the recurrence convolves what it reads itself."""
+        (facts, weights), states = facts_of(layer), self.states.layer(layer.local_id)
+        few = rows.tile_rows == 1 and len(rows.reads) <= CONVOLVED_WITHIN
+        if few and facts.rule in ("linear", "delta") and weights.conv is not None and facts.conv_kernel > 1:
+            if layer.local_id not in self._taps:  # a tap's weights side by side, as its inputs are
+                self._taps[layer.local_id] = weights.conv.T.contiguous()
+            taps = self._taps[layer.local_id]
+            conv = Conv(taps=taps, bias=weights.conv_bias, states=states["conv"], activates=facts.conv_silu)
+            recur_rows(mixed, gates, layer, states, rows, out, conv=conv)
+            return
+        convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
+        recur_rows(convolved, gates, layer, states, rows, out)
 
     @hookimpl
     def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
@@ -137,11 +152,10 @@ class DeltaAttention:
             raise StalePlan(f"the states of the plan made for {plan.key} were committed before, or no layer has advanced with it")
         groups = plan.verified.standing(accepted.counts[: plan.verified.num_requests])
         for layer, mixed, gates in unsettled.values():
-            (facts, _), states = facts_of(layer), self.states.layer(layer.local_id)
+            facts, _ = facts_of(layer)
             out = mixed.new_empty(len(mixed), facts.value_heads, facts.value_dim)  # which nobody reads
             for rows in groups:
-                convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
-                recur_rows(convolved, gates, layer, states, rows, out)
+                self.advance_rows(mixed, gates, layer, rows, out)
         return True
 
 
@@ -180,8 +194,10 @@ def recur_rows(
     states: Mapping[str, torch.Tensor],
     rows: Rows,
     out: torch.Tensor,
+    *,
+    conv: Conv | None = None,
 ) -> None:
-    """The recurrence over some requests' rows, token after token. mixed: [T, C], after the convolution."""
+    """The recurrence over some requests' rows, token after token. mixed: [T, C], after the convolution, or before `conv`."""
     facts, weights = facts_of(layer)
     if facts.rule == "conv":
         return
@@ -212,7 +228,7 @@ def recur_rows(
         step_limits=facts.step_limits,
     )
     heads = heads_of(facts)
-    recur(mixed, gates, states=matrix, rows=rows, heads=heads, gating=gating, scale=layer.scale, out=out)
+    recur(mixed, gates, states=matrix, rows=rows, heads=heads, gating=gating, scale=layer.scale, out=out, conv=conv)
 
 
 def heads_of(facts: RecurrentFacts) -> Heads:

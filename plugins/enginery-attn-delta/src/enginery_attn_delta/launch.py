@@ -20,12 +20,18 @@ _SCANNED: Final = 64
 Decay = Literal["head", "channel", "constant"]
 
 
+def can_chain(device: torch.device) -> bool:
+    """Whether it has programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
     """Where the rows and states of B requests are, on the device.
 
     first_rows, stop_rows: [B] int32; reads, writes: [B] int32, pages, -1 to begin from zeros and to leave no state; tiles: [N, 2]
     int32, request and first token of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
+    chained: kernels start while the one before them still runs (compute capability 9.0).
     """
 
     first_rows: torch.Tensor
@@ -34,6 +40,7 @@ class Rows:
     writes: torch.Tensor
     tiles: torch.Tensor
     tile_rows: int
+    chained: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,16 @@ class Gating:
     step_limits: tuple[float, float] = (0.0, math.inf)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conv:
+    """A convolution before a recurrence. taps: [W, C]; bias: [C]; states: [pages, W - 1, C], whose write pages are written."""
+
+    taps: torch.Tensor
+    bias: torch.Tensor | None
+    states: torch.Tensor
+    activates: bool
+
+
 def convolve(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -97,6 +114,8 @@ def convolve(
         WIDTH=width,
         BLOCK_T=rows.tile_rows,
         BLOCK_C=_CHANNELS,
+        CHAINED=rows.chained,
+        launch_pdl=rows.chained,
     )
 
 
@@ -110,8 +129,12 @@ def recur(
     gating: Gating,
     scale: float,
     out: torch.Tensor,
+    conv: Conv | None = None,
 ) -> None:
-    """x: [T, C]; gates: [T, G]; states: [pages, H, V, K] float32, of which the write pages are written; out: [T, H, V]."""
+    """x: [T, C]; gates: [T, G]; states: [pages, H, V, K] float32, of which the write pages are written; out: [T, H, V].
+
+    conv: of x, which has not passed it yet; for requests of one token each.
+    """
     gates = x if gates is None else gates
     unused = x
     one_each = rows.tile_rows == 1
@@ -128,9 +151,13 @@ def recur(
         unused if gating.dt_bias is None else gating.dt_bias,
         unused if gating.log_decay is None else gating.log_decay,
         unused if gating.skip is None else gating.skip,
+        unused if conv is None else conv.taps,
+        unused if conv is None or conv.bias is None else conv.bias,
+        unused if conv is None else conv.states,
         out,
         x.stride(0),
         gates.stride(0),
+        0 if conv is None else conv.taps.shape[1],
         scale,
         0.0 if gating.floor is None else gating.floor,
         *gating.step_limits,
@@ -148,9 +175,33 @@ def recur(
         HAS_SKIP=gating.skip is not None,
         HAS_FLOOR=gating.floor is not None,
         ONE_EACH=one_each,
+        WIDTH=0 if conv is None else len(conv.taps),
+        CONV_BIAS=conv is not None and conv.bias is not None,
+        ACTIVATES=conv is not None and conv.activates,
         BLOCK_K=next_power_of_2(heads.key_dim),
         BLOCK_V=block_v,
+        CHAINED=rows.chained,
+        launch_pdl=rows.chained,
         num_warps=1 if one_each else 4,
+    )
+    if conv is not None:
+        _shift(x, conv, rows)
+
+
+def _shift(x: torch.Tensor, given: Conv, rows: Rows) -> None:
+    width, channels = given.taps.shape
+    conv.shift[(rows.reads.shape[0], -(-channels // _CHANNELS))](
+        x,
+        given.states,
+        rows.reads,
+        rows.writes,
+        rows.first_rows,
+        x.stride(0),
+        channels,
+        WIDTH=width,
+        BLOCK_C=_CHANNELS,
+        CHAINED=rows.chained,
+        launch_pdl=rows.chained,
     )
 
 
@@ -188,4 +239,6 @@ def scan(
         ONE_EACH=rows.tile_rows == 1,
         BLOCK_C=block,
         BLOCK_N=next_power_of_2(state_dim),
+        CHAINED=rows.chained,
+        launch_pdl=rows.chained,
     )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from enginery.api import ForwardBatch, ForwardPlan, PlanKey
-from enginery_attn_delta.launch import CHUNK_ROWS, Rows
+from enginery_attn_delta.launch import CHUNK_ROWS, Rows, can_chain
 
 Ints = npt.NDArray[np.int32]
 FROM_ZEROS = -1  # in place of the page that a beginning request's states would be read from
@@ -113,6 +113,7 @@ class Group:
             writes=writes,
             tiles=tiles.view(-1, 2),
             tile_rows=self.tile_rows,
+            chained=can_chain(uploaded.device),
         )
 
 

@@ -55,8 +55,7 @@ class ChunkedAttention:
         planned = covering_plan(plan, batch, ChunkedPlan, backend=self.backend_id)
         states, (facts, weights) = self.states.layer(layer.local_id), facts_of(layer)
         for rows in planned.leading:
-            convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)
-            recur_rows(convolved, gates, layer, states, rows, out)
+            self.by_token.advance_rows(mixed, gates, layer, rows, out)
         self.by_token.keep(mixed, gates, layer, batch, planned)
         if planned.prefill is None or planned.chunks is None:
             return

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from enginery.api import RecurrentFacts, RecurrentWeights
 from enginery_attn_delta.backend import heads_of
+from enginery_attn_fla.delta_inputs import prepare_delta
 from enginery_attn_fla.kernels import CHUNK, Kernels
 
 
@@ -63,9 +64,6 @@ def run_chunks(
     Returns [S, H, V].
     """
     heads = heads_of(facts)
-    keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
-    q, k = (mixed[None, :, at : at + keys].reshape(1, len(mixed), heads.num_keys, heads.key_dim) for at in (heads.q_at, heads.k_at))
-    v = mixed[None, :, heads.v_at : heads.v_at + values].reshape(1, len(mixed), heads.num_values, heads.value_dim)
     given: dict[str, Any] = {
         "scale": scale,
         "initial_state": matrix.index_select(0, chunks.reads).masked_fill_(chunks.fresh, 0.0),
@@ -74,33 +72,31 @@ def run_chunks(
         "chunk_indices": chunks.indices,
         "chunk_offsets": chunks.offsets,
     }
-    log_decay, steps = _decays(gates, facts, weights)
     if facts.rule == "delta":
-        beta = gates[:, heads.num_values * heads.key_dim :] if facts.decay == "channel" else gates[:, : heads.num_values]
+        q, k, v, log_decay, beta = prepare_delta(mixed, gates, facts, weights)
         kernel = kernels.kda if facts.decay == "channel" else kernels.gated_delta_rule
-        made, after = kernel(q, k, v, g=log_decay[None], beta=beta.float().sigmoid()[None], **given)
-    else:
-        group = heads.num_values // heads.num_keys
-        q, k = (part.repeat_interleave(group, dim=2) if group > 1 else part for part in (q, k))
-        written = v if steps is None or not facts.ssm else (v * steps[None, ..., None]).to(v.dtype)
-        decay = {"g_gamma": weights.log_decay} if facts.decay == "constant" else {"g": log_decay[None]}
-        made, after = kernels.simple_gla(q, k, written, **decay, **given)
+        made, after = kernel(q, k, v, g=log_decay, beta=beta, **given)
+        matrix.index_copy_(0, chunks.writes, after)
+        return made[0] if weights.skip is None else made[0] + (weights.skip[:, None] * v[0]).to(made.dtype)
+    keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
+    q, k = (mixed[None, :, at : at + keys].reshape(1, len(mixed), heads.num_keys, heads.key_dim) for at in (heads.q_at, heads.k_at))
+    v = mixed[None, :, heads.v_at : heads.v_at + values].reshape(1, len(mixed), heads.num_values, heads.value_dim)
+    log_decay, steps = _decays(gates, facts, weights)
+    group = heads.num_values // heads.num_keys
+    q, k = (part.repeat_interleave(group, dim=2) if group > 1 else part for part in (q, k))
+    written = v if steps is None or not facts.ssm else (v * steps[None, ..., None]).to(v.dtype)
+    decay = {"g_gamma": weights.log_decay} if facts.decay == "constant" else {"g": log_decay[None]}
+    made, after = kernels.simple_gla(q, k, written, **decay, **given)
     matrix.index_copy_(0, chunks.writes, after)
     return made[0] if weights.skip is None else made[0] + (weights.skip[:, None] * v[0]).to(made.dtype)
 
 
 def _decays(gates: torch.Tensor, facts: RecurrentFacts, weights: RecurrentWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logarithm of each row's decay, [S, H] or [S, H, K] float32, and the steps it is made of; nothing for a constant one."""
+    """Of a linear rule: the logarithm of each row's decay, [S, H] float32, and the steps it is made of; none for a constant one."""
     if facts.decay == "constant" or weights.a_log is None:
         return gates, None
-    heads, rate = facts.value_heads, weights.a_log.exp()
-    if facts.decay == "channel":
-        raw, rate = gates[:, : heads * facts.key_dim].float().reshape(-1, heads, facts.key_dim), rate[:, None]
-    else:
-        raw = gates[:, -heads:].float()
+    raw = gates[:, -facts.value_heads :].float()
     if weights.dt_bias is not None:
         raw = raw + weights.dt_bias
-    if facts.gate_floor is not None:
-        return facts.gate_floor * (rate * raw).sigmoid(), None
     steps = F.softplus(raw).clamp(*facts.step_limits)
-    return -rate * steps, steps
+    return -weights.a_log.exp() * steps, steps

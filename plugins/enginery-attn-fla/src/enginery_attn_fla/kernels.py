@@ -7,6 +7,7 @@ which the host waits until the device has nothing left to do. So what is called 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -23,6 +24,8 @@ Kernel = Callable[..., Results]
 class Kernels(NamedTuple):
     """Each q, k, v [1, S, heads, dim] and keywords -> outputs [1, S, H, V], states after each of N requests [N, H, V, K].
 
+    Queries and keys of delta rules have length 1, and what they are given is contiguous.
+
     All take scale, initial_state [N, H, V, K], cu_seqlens [N + 1] there and on the host, and of the chunks `Chunks.indices` and
     `offsets`; delta rules also g, [1, S, H] or [1, S, H, K], and beta, [1, S, H]; the linear one g [1, S, H] or g_gamma [H].
     """
@@ -33,24 +36,34 @@ class Kernels(NamedTuple):
 
 
 def load_kernels() -> Kernels:
-    """Import them: 17 s when nothing is cached. What fla-core warns of then is about parts of it that nobody uses here."""
+    """Import them: 17 s when nothing is cached. What fla-core warns of then is about parts of it that nobody uses here.
+
+    Unless the user says otherwise, it does not ask at each call whether another backend than Triton's would compute it.
+    """
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from fla.modules.norm.l2norm import l2norm_fwd  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        from fla.ops.gated_delta_rule.chunk import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            chunk_gated_delta_rule_fwd,
+        )
         from fla.ops.kda.chunk_fwd import chunk_kda_fwd  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
         simple_gla = _load_simple_gla()
 
-    def delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, chunk_offsets: torch.Tensor, **given: Any) -> Results:
-        made, after = chunk_gated_delta_rule(
-            q, k, v, use_qk_l2norm_in_kernel=True, output_final_state=True, state_v_first=True, **given
-        )
-        return made, after
+    def delta(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        chunk_offsets: torch.Tensor,
+        cu_seqlens_cpu: torch.Tensor,
+        **given: Any,
+    ) -> Results:
+        _, made, _, after, *_ = chunk_gated_delta_rule_fwd(q, k, v, output_final_state=True, state_v_first=True, **given)
+        return made.to(q.dtype), after
 
     def kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Results:
-        q, k = (l2norm_fwd(part.contiguous())[0] for part in (q, k))
-        made, after, *_ = chunk_kda_fwd(q, k, v.contiguous(), output_final_state=True, state_v_first=True, **given)
+        made, after, *_ = chunk_kda_fwd(q, k, v, output_final_state=True, state_v_first=True, **given)
         return made.to(q.dtype), after
 
     return Kernels(delta, kda, simple_gla)

@@ -1,4 +1,5 @@
-"""Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200.
+"""Sizes of the blocks that the kernels of experts.py work in, from the sweep of docs/benchmarks/kernels_moe.py on an H200; for
+single pairs from chains of routers and experts of Qwen3-Next and Kimi-Linear (docs/log.md).
 
 Those of experts_float4.py for up to 16 and for 128 pairs of an expert are from the sweep of docs/benchmarks/kernels_moe_float4.py,
 those for single pairs from whole steps of gpt-oss-120b (docs/log.md), the others from counts of instructions and bytes.
@@ -15,11 +16,15 @@ from enginery_ops_triton.kernels.launch import next_power_of_2
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Outputs and columns that a program of so many warps takes at once."""
+    """Outputs and columns that a program of so many warps takes at once.
+
+    ahead: how many of these blocks are on their way together.
+    """
 
     n: int
     k: int
     num_warps: int
+    ahead: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,12 @@ class ExpertSizes:
 def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | TileBlocks:
     """Pairs read their own weights while few of them share an expert."""
     if num_pairs <= max(top_k, sizes.num_experts // 4):
-        return PairBlocks(gate_up=_rows(sizes.columns, whole=sizes.inner), down=_rows(sizes.inner))
+        dtype, size = sizes.weight_dtype, sizes.weight_dtype.itemsize
+        warps, width = 2 if sizes.columns * size % 1024 else 1, 512 if sizes.inner * size <= 1024 else 1024
+        return PairBlocks(
+            gate_up=_rows(sizes.columns, dtype, num_warps=warps, width=1024, ahead=5, whole=sizes.inner),
+            down=_rows(sizes.inner, dtype, num_warps=1, width=width, ahead=9, num_rows=top_k),
+        )
     m = min(max(next_power_of_2(-(-num_pairs // sizes.num_experts)), 16), 128)
     if sizes.dtype is torch.float32:  # without tensor cores, so in registers
         block = ProductBlock(n=32, k=32, num_warps=4, stages=2)
@@ -127,10 +137,18 @@ def _groups(rows: int, *, num_warps: int, stages: int, split: int = 1, registers
     return ProductBlock(n=rows, k=128, num_warps=num_warps, stages=stages, split=split, registers=registers)
 
 
-def _rows(columns: int, whole: int = 128) -> RowBlock:
-    """whole: how many rows a whole number of blocks has, so that those of float8 weights have one row of scales each."""
-    k = min(1024, next_power_of_2(columns))
-    n = min(max(1, 4096 // k), 128)
+def _rows(
+    columns: int, dtype: torch.dtype, *, num_warps: int, width: int, ahead: int, num_rows: int = 1, whole: int = 128
+) -> RowBlock:
+    """A row for each warp; width: of a block, in bytes. At most so many blocks are ahead, and as many each time.
+
+    num_rows: how many are gone through as one. whole: how many rows a whole number of blocks has, so that those of float8 weights
+    have one row of scales each.
+    """
+    k = min(width // dtype.itemsize, next_power_of_2(columns))
+    n = min(num_warps * width // (dtype.itemsize * k), 128)
     while whole % n:
         n //= 2
-    return RowBlock(n=n, k=k, num_warps=4)
+    count = num_rows * -(-columns // k)
+    times = -(-count // ahead)
+    return RowBlock(n=n, k=k, num_warps=num_warps, ahead=-(-count // times))

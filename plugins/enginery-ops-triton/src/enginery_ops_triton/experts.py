@@ -38,7 +38,8 @@ def bind_experts(
         return reference_experts.bind_experts(gate_up, down, shape, biases)
     if is_float4(gate_up) and is_float4(down):
         return Float4Experts(gate_up, down, activation=activation, biases=biases, dependent_launch=dependent_launch)
-    return Experts(gate_up, down, activation=activation, biases=biases, dependent_launch=dependent_launch)
+    joined = shape.joined
+    return Experts(gate_up, down, activation=activation, biases=biases, joined=joined, dependent_launch=dependent_launch)
 
 
 def is_float4(weight: torch.Tensor | StoredWeight) -> TypeGuard[StoredWeight]:
@@ -71,8 +72,11 @@ class Experts:
         *,
         activation: Activation = SILU,
         biases: ExpertBiases | None = None,
+        joined: int = 0,
         dependent_launch: bool,
     ) -> None:
+        """joined: how many of the last experts every token is expected to have, in order, behind its own."""
+        self.joined = joined
         self.gate_up, self.down = _values(gate_up).contiguous(), _values(down).contiguous()
         self.scaled = isinstance(gate_up, StoredWeight)
         self.gate_up_scale = gate_up.scales.contiguous() if isinstance(gate_up, StoredWeight) else self.gate_up
@@ -113,11 +117,14 @@ class Experts:
             ids,
             inner,
             x.stride(0),
+            NUM_EXPERTS=self.num_experts,
             INNER=self.inner,
             COLUMNS=self.columns,
             TOP_K=top_k,
+            JOINED=min(self.joined, top_k),
             BLOCK_N=blocks.gate_up.n,
             BLOCK_K=blocks.gate_up.k,
+            AHEAD=blocks.gate_up.ahead,
             SCALED=self.scaled,
             BIASED=self.biased,
             KIND=self.activation.kind,
@@ -140,6 +147,7 @@ class Experts:
             TOP_K=top_k,
             BLOCK_N=blocks.down.n,
             BLOCK_K=blocks.down.k,
+            AHEAD=blocks.down.ahead,
             SCALED=self.scaled,
             BIASED=self.biased,
             CHAINED=self.dependent_launch,

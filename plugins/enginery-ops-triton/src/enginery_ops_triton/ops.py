@@ -7,18 +7,19 @@ from typing import Final
 
 import torch
 
-from enginery.api import ExpertBiases, ExpertsFn, ExpertsShape, LinearFn, Routed, Routing, SamplingTensors, StoredWeight
+from enginery.api import ExpertBiases, ExpertsFn, ExpertsShape, LinearFn, NormGate, Routed, Routing, SamplingTensors, StoredWeight
 from enginery.nn import reference_ops
 from enginery_ops_triton.experts import bind_experts
 from enginery_ops_triton.kernels import activation, embedding, latents, norm, rotary
 from enginery_ops_triton.kernels.launch import next_power_of_2
-from enginery_ops_triton.routing import route
+from enginery_ops_triton.routing import route, route_gated
 from enginery_ops_triton.sampling import greedy_sample, sample_rows
-from enginery_ops_triton.small_linear import bind_small_linear
+from enginery_ops_triton.small_linear import bind_router, bind_small_linear
 
 GATE_BLOCK: Final = 1024
 EMBED_BLOCK: Final = 2048
 HEADS_PER_PROGRAM: Final = 8
+NORM_BLOCK: Final = 1024
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +94,37 @@ class TritonOps:
             num_warps=min(max(block // 512, 1), 16),
             launch_pdl=self.dependent_launch,
         )
+        return out
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gating: NormGate
+    ) -> torch.Tensor:
+        """The heads of a token stand side by side."""
+        num_tokens, num_heads, dim = x.shape
+        apart = any(given.stride()[1:] != (dim, 1) for given in (x, gate))
+        if apart or not (x.dtype == weight.dtype == gate.dtype):
+            return reference_ops.gated_rms_norm(x, gate, weight, eps, gating)
+        out = torch.empty((num_tokens, num_heads, dim), dtype=x.dtype, device=x.device)
+        block_dim = next_power_of_2(dim)
+        per_program = min(next_power_of_2(num_heads), max(1, NORM_BLOCK // block_dim))
+        if num_tokens:
+            norm.gated_rms_norm[(num_tokens, -(-num_heads // per_program))](
+                x,
+                gate,
+                weight.contiguous(),
+                out,
+                x.stride(0),
+                gate.stride(0),
+                eps,
+                HEADS=num_heads,
+                DIM=dim,
+                BLOCK_HEADS=per_program,
+                BLOCK_DIM=block_dim,
+                SIGMOID=gating == "sigmoid",
+                CHAINED=self.dependent_launch,
+                num_warps=4,
+                launch_pdl=self.dependent_launch,
+            )
         return out
 
     def qk_norm_rotary(self, qk: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> None:
@@ -237,9 +269,38 @@ class TritonOps:
         )
         return out
 
+    def gated_sigmoid(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate)."""
+        if x.dim() != 2 or x.stride(1) != 1 or gate.stride(1) != 1 or x.dtype != gate.dtype:
+            return reference_ops.gated_sigmoid(x, gate)
+        num_rows, columns = x.shape
+        out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
+        block = min(GATE_BLOCK, next_power_of_2(columns))
+        activation.gated_sigmoid[(num_rows, -(-columns // block))](
+            x,
+            gate,
+            out,
+            x.stride(0),
+            gate.stride(0),
+            COLUMNS=columns,
+            BLOCK=block,
+            CHAINED=self.dependent_launch,
+            num_warps=4,
+            launch_pdl=self.dependent_launch,
+        )
+        return out
+
     def route(self, logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> Routed:
         """One program a token."""
         return route(logits, bias, routing, dependent_launch=self.dependent_launch)
+
+    def route_gated(self, made: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> Routed:
+        """The same kernel."""
+        return route_gated(made, bias, routing, dependent_launch=self.dependent_launch)
+
+    def bind_router(self, weight: torch.Tensor) -> LinearFn:
+        """An own kernel for one row, torch for more."""
+        return bind_router(weight, dependent_launch=self.dependent_launch)
 
     def bind_experts(
         self,

@@ -11,15 +11,32 @@ from enginery.nn import reference_experts
 from enginery_ops_triton.kernels import routing as kernels
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
-WIDENED: Final = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_EXPERTS: Final = 1024  # a program has a token's scores in registers
 
 
 def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, dependent_launch: bool) -> Routed:
     """The experts of each row of logits [T, E], of equal scores the lowest."""
-    num_tokens, num_experts = logits.shape
-    if num_experts > MOST_EXPERTS or logits.dtype not in WIDENED or logits.stride(1) != 1:
+    if not _takes(logits, logits.shape[1]):
         return reference_experts.route(logits, bias, routing)
+    return _route(logits, bias, routing, num_experts=logits.shape[1], dependent_launch=dependent_launch)
+
+
+def route_gated(made: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, dependent_launch: bool) -> Routed:
+    """The same of made [T, E + 1], whose last column is the gate of the shared experts."""
+    if not _takes(made, made.shape[1] - 1):
+        return reference_experts.route_gated(made, bias, routing)
+    return _route(made, bias, routing, num_experts=made.shape[1] - 1, dependent_launch=dependent_launch)
+
+
+def _takes(logits: torch.Tensor, num_experts: int) -> bool:
+    return num_experts <= MOST_EXPERTS and logits.dtype in DTYPES and logits.stride(1) == 1
+
+
+def _route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, num_experts: int, dependent_launch: bool
+) -> Routed:
+    num_tokens = logits.shape[0]
     num_columns = routing.top_k + routing.num_shared
     ids = torch.empty((num_tokens, num_columns), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, num_columns), dtype=torch.float32, device=logits.device)
@@ -41,6 +58,7 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, *, 
         SIGMOID=routing.scoring == "sigmoid",
         RENORMALISE=routing.renormalise,
         BIAS=bias is not None,
+        GATED=logits.shape[1] > num_experts,
         BLOCK_GROUPS=next_power_of_2(routing.num_groups),
         BLOCK_MEMBERS=next_power_of_2(num_experts // routing.num_groups),
         BLOCK_TOP=next_power_of_2(num_columns),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from enginery.api import LinearFn
+from enginery.nn import reference_ops
 from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
@@ -20,11 +21,12 @@ LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
 
 @dataclass(frozen=True, kw_only=True)
 class MatvecShape:
-    """Outputs and columns that a program of so many warps takes at once."""
+    """Outputs and columns that a program of so many warps takes at once. ahead: how many such blocks are on their way early."""
 
     block_n: int
     block_k: int
     num_warps: int
+    ahead: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ def matvec_shape(columns: int) -> MatvecShape:
     if columns > 4096:
         return MatvecShape(block_n=2, block_k=2048, num_warps=4)
     block_k = next_power_of_2(columns)
+    if columns % 256 == 0 and columns > 1024 and 4 * columns <= 3 * block_k:  # a quarter of a block's registers would be idle
+        return MatvecShape(block_n=8, block_k=256, num_warps=8, ahead=columns // 256)
     if block_k <= 1024:
         return MatvecShape(block_n=4096 // block_k, block_k=block_k, num_warps=2)
     return MatvecShape(block_n=8192 // block_k, block_k=block_k, num_warps=8)
@@ -100,6 +104,21 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
     return bound
 
 
+def bind_router(weight: torch.Tensor, *, dependent_launch: bool) -> LinearFn:
+    """Logits in float32. weight [E, C] keeps its layout, and must not change while kernels run."""
+    plain = reference_ops.bind_router(weight)
+    columns = weight.shape[1]
+    able = weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and not weight.is_meta and weight.stride(1) == 1
+    if not able or not LEAST_COLUMNS <= columns <= MOST_COLUMNS:
+        return plain
+    of_one = Matvec(weight, None, matvec_shape(columns), dtype=torch.float32, dependent_launch=dependent_launch)
+
+    def bound(x: torch.Tensor) -> torch.Tensor:
+        return of_one(x) if x.shape[0] == MATVEC_ROWS and x.stride(1) == 1 else plain(x)
+
+    return bound
+
+
 def _multiprocessors(device: torch.device) -> int:
     """An H200's where there is no device, as in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -115,17 +134,27 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
 class Matvec:
     """For one row; for a few if a program takes all columns at once."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, shape: MatvecShape, *, dependent_launch: bool) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: MatvecShape,
+        *,
+        dtype: torch.dtype | None = None,
+        dependent_launch: bool,
+    ) -> None:
+        """dtype: of what it returns; None: x's."""
         self.weight = weight
         self.bias = bias
         self.shape = shape
+        self.dtype = dtype
         self.dependent_launch = dependent_launch
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]."""
         weight, shape = self.weight, self.shape
         outputs, columns = weight.shape
-        out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+        out = torch.empty((x.shape[0], outputs), dtype=self.dtype or x.dtype, device=x.device)
         linear.matvec[(-(-outputs // shape.block_n),)](
             x,
             weight,
@@ -138,6 +167,7 @@ class Matvec:
             ROWS=x.shape[0],
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
+            AHEAD=shape.ahead,
             BIAS=self.bias is not None,
             CHAINED=self.dependent_launch,
             num_warps=shape.num_warps,

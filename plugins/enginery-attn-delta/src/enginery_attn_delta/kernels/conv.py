@@ -1,4 +1,4 @@
-"""Causal convolution of each channel over its last W tokens, then SiLU: of decoding rows and of whole chunks.
+"""Causal convolution of each channel over its last W tokens, then SiLU: of whole chunks, and of one token within other kernels.
 
 A state holds the W - 1 inputs before a request's next token, the oldest first: [W - 1, C]. T tokens, C channels, B requests.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_attn_delta.kernels.launch import kernel, round_to, silu
+from enginery_attn_delta.kernels.launch import kernel, release_successor, round_to, silu, wait_for_predecessor
 
 
 @kernel
@@ -29,6 +29,7 @@ def convolve(
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """One program a tile and block of channels.
 
@@ -37,6 +38,7 @@ def convolve(
     reads page -1 begins from zeros, one that writes to it leaves no state. A request's first tile reads its old state and writes
     the new one, so the two pages may be one. Its tiles are of BLOCK_T >= W - 1 tokens, or it has one token.
     """
+    release_successor(CHAINED)
     request = tl.load(tiles + 2 * tl.program_id(0))
     begin = tl.load(tiles + 2 * tl.program_id(0) + 1)
     row = tl.load(first_rows + request).to(tl.int64)
@@ -50,6 +52,10 @@ def convolve(
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+    taps = ()  # type: tuple[tl.tensor, ...]
+    for tap in tl.static_range(WIDTH):
+        taps += (tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32),)
+    wait_for_predecessor(CHAINED)
     for tap in tl.static_range(WIDTH):
         at = token + tap - (WIDTH - 1)
         of_step = tl.load(
@@ -62,8 +68,7 @@ def convolve(
             mask=((at < 0) & has_old)[:, None] & inside[None, :],
             other=0.0,
         ).to(tl.float32)
-        taps = tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
-        acc += (of_step + of_state) * taps[None, :]
+        acc += (of_step + of_state) * taps[tap][None, :]
     if ACTIVATES:
         acc = silu(acc)
     tl.store(
@@ -82,3 +87,61 @@ def convolve(
             else:
                 kept = tl.load(old + (WIDTH - 1 + source) * channels + channel, mask=inside & has_old, other=0.0)
             tl.store(new + place * channels + channel, kept, mask=inside & (page_to >= 0))
+
+
+@kernel
+def convolved_before(
+    old: tl.tensor,
+    has_old: tl.tensor,
+    taps: tl.tensor,
+    bias: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    channels: int,
+    HAS_BIAS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """What a token's state gives of its convolution, [N] float32. old: the state, [W - 1, C]; taps: [W, C]; channel: [N]."""
+    acc = tl.zeros(channel.shape, tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(WIDTH - 1):
+        value = tl.load(old + tap * channels + channel, mask=inside & has_old, other=0.0).to(tl.float32)
+        acc += value * tl.load(taps + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+    return acc
+
+
+@kernel
+def shift(
+    x: tl.tensor,
+    states: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    first_rows: tl.tensor,
+    x_stride: int,
+    channels: int,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """The states of requests of one token each, behind what convolved it: the oldest input goes, the token's comes.
+
+    One program a request and block of channels; arguments as `convolve` has them.
+    """
+    release_successor(CHAINED)
+    request = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    page = tl.load(reads + request).to(tl.int64)
+    page_to = tl.load(writes + request).to(tl.int64)
+    row = tl.load(first_rows + request).to(tl.int64)
+    old = states + page * (WIDTH - 1) * channels + channel
+    kept = ()  # type: tuple[tl.tensor, ...]
+    for place in tl.static_range(1, WIDTH - 1):
+        kept += (tl.load(old + place * channels, mask=inside & (page >= 0), other=0.0),)
+    wait_for_predecessor(CHAINED)
+    new = states + page_to * (WIDTH - 1) * channels + channel
+    newest = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(states.dtype.element_ty)
+    for place in tl.static_range(WIDTH - 2):
+        tl.store(new + place * channels, kept[place], mask=inside & (page_to >= 0))
+    tl.store(new + (WIDTH - 2) * channels, newest, mask=inside & (page_to >= 0))

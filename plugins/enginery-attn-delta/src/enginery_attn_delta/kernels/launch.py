@@ -1,4 +1,9 @@
-"""What all kernels share."""
+"""What all kernels share: the decorator, rounding, gates, and programmatic dependent launch.
+
+With dependent launch (CHAINED) a kernel starts while the one before it still runs, and lets its own successor start at once. Before
+it waits it may read weights, and what was there before the step's first kernel: the plan, and states, which an earlier step wrote.
+Each step begins with copies to the device, which wait for all kernels before them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from typing import Any
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 INTERPRETED = tl.constexpr(not isinstance(tl.max, triton.JITFunction))  # decided for the process when triton is imported
 
@@ -28,6 +34,20 @@ def round_to(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
         bits = values.to(tl.int32, bitcast=True)
         values = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return values.to(DTYPE)
+
+
+@kernel
+def release_successor(CHAINED: tl.constexpr) -> None:
+    """Lets the next kernel start."""
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@kernel
+def wait_for_predecessor(CHAINED: tl.constexpr) -> None:
+    """What earlier kernels wrote may be read from here on, and what they read overwritten."""
+    if CHAINED:
+        gdc_wait()
 
 
 @kernel

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_attn_delta.kernels.launch import kernel, round_to, sigmoid, softplus
+from enginery_attn_delta.kernels.conv import convolved_before
+from enginery_attn_delta.kernels.launch import (
+    kernel,
+    release_successor,
+    round_to,
+    sigmoid,
+    silu,
+    softplus,
+    wait_for_predecessor,
+)
 
 
 @kernel
@@ -25,9 +34,13 @@ def recur(
     dt_bias: tl.tensor,
     log_decay: tl.tensor,
     skip: tl.tensor,
+    conv: tl.tensor,
+    conv_bias: tl.tensor,
+    inputs: tl.tensor,
     out: tl.tensor,
     x_stride: int,
     gates_stride: int,
+    channels: int,
     scale: float,
     floor: float,
     least_step: float,
@@ -46,8 +59,12 @@ def recur(
     HAS_SKIP: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
     ONE_EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CONV_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """One program a request, head and block of values.
 
@@ -55,7 +72,11 @@ def recur(
     key head. gates: [T, G], see `advance` of the backend. states: [pages, H, V, K]; reads, writes: [B] int32, which may be equal; a
     request that reads page -1 begins from zeros, one that writes to it leaves no state. first_rows, stop_rows: [B] int32. DECAY:
     "head", "channel" or "constant". ONE_EACH: every request has one token. out: [T, H, V].
+
+    WIDTH: above 0, x is convolved first, of one token each: conv: [WIDTH, C]; conv_bias: [C]; inputs: [pages, WIDTH - 1, C], the
+    states of the convolution, which `shift` moves on afterwards, as several programs read a key head's.
     """
+    release_successor(CHAINED)
     request = tl.program_id(0)
     head = tl.program_id(1)
     key = tl.arange(0, BLOCK_K)
@@ -66,6 +87,8 @@ def recur(
     place = head * VALUE_DIM * KEY_DIM + value[:, None] * KEY_DIM + key[None, :]
     size = HEADS * VALUE_DIM * KEY_DIM
     page = tl.load(reads + request).to(tl.int64)
+    if not ONE_EACH:  # rows that turned out right were written in the same step
+        wait_for_predecessor(CHAINED)
     state = tl.load(states + page * size + place, mask=here & (page >= 0), other=0.0)
     if DECAY == "constant":
         decay = tl.exp(tl.load(log_decay + head))
@@ -85,11 +108,27 @@ def recur(
     v_column = v_at + head * VALUE_DIM + value
     row = tl.load(first_rows + request).to(tl.int64)
     stop = row + 1 if ONE_EACH else tl.load(stop_rows + request).to(tl.int64)
+    if WIDTH > 0:
+        tl.static_assert(ONE_EACH)
+        old = inputs + page * (WIDTH - 1) * channels
+        q_before = convolved_before(old, page >= 0, conv, conv_bias, q_column, has_key, channels, CONV_BIAS, WIDTH)
+        k_before = convolved_before(old, page >= 0, conv, conv_bias, k_column, has_key, channels, CONV_BIAS, WIDTH)
+        v_before = convolved_before(old, page >= 0, conv, conv_bias, v_column, has_value, channels, CONV_BIAS, WIDTH)
+        newest = conv + (WIDTH - 1) * channels
+        q_tap = tl.load(newest + q_column, mask=has_key, other=0.0).to(tl.float32)
+        k_tap = tl.load(newest + k_column, mask=has_key, other=0.0).to(tl.float32)
+        v_tap = tl.load(newest + v_column, mask=has_value, other=0.0).to(tl.float32)
+    if ONE_EACH:
+        wait_for_predecessor(CHAINED)
     while row < stop:
         at = x + row * x_stride
         q = tl.load(at + q_column, mask=has_key, other=0.0).to(tl.float32)
         k = tl.load(at + k_column, mask=has_key, other=0.0).to(tl.float32)
         v = tl.load(at + v_column, mask=has_value, other=0.0).to(tl.float32)
+        if WIDTH > 0:
+            q, k, v = q_before + q * q_tap, k_before + k * k_tap, v_before + v * v_tap
+            if ACTIVATES:
+                q, k, v = silu(q), silu(k), silu(v)
         gate = gates + row * gates_stride
         written = v
         if DELTA:
@@ -143,6 +182,7 @@ def scan(
     ONE_EACH: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:
     """Mamba's selective scan (arXiv:2312.00752): h_t = exp(dt A) h_(t-1) + dt B_t x_t, y_t = scale C_t h_t + D x_t,
     A = -exp(a_log).
@@ -150,6 +190,7 @@ def scan(
     One program a request and block of channels. x: [T, C]; gates: [T, C + 2 N]: dt after its softplus, B, C; a_log: [C, N]; skip:
     [C]; states: [pages, C, N] float32; out: [T, C].
     """
+    release_successor(CHAINED)
     request = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     index = tl.arange(0, BLOCK_N)
@@ -158,6 +199,7 @@ def scan(
     here = inside[:, None] & has_index[None, :]
     place = channel[:, None] * STATE_DIM + index[None, :]
     size = channels * STATE_DIM
+    wait_for_predecessor(CHAINED)
     page = tl.load(reads + request).to(tl.int64)
     state = tl.load(states + page * size + place, mask=here & (page >= 0), other=0.0)
     rate = -tl.exp(tl.load(a_log + place, mask=here, other=0.0).to(tl.float32))

@@ -1,4 +1,4 @@
-"""SwiGLU's gate."""
+"""Gates: SwiGLU's, and that of attention's output."""
 
 from __future__ import annotations
 
@@ -24,3 +24,26 @@ def gated_silu(
     wide = gate.to(tl.float32)
     silu = round_to(wide / (1.0 + tl.exp(-wide)), gate.dtype)
     tl.store(out + row * COLUMNS + column, round_to(silu.to(tl.float32) * up, out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def gated_sigmoid(
+    x: tl.tensor,
+    gate: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    gate_stride: int,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x, gate: [N, COLUMNS] with their row strides; out: [N, COLUMNS] contiguous. Rounds the sigmoid, as the reference does."""
+    release_successor(CHAINED)
+    wait_for_predecessor(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    given = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
+    opened = round_to(1.0 / (1.0 + tl.exp(-given.to(tl.float32))), gate.dtype.element_ty)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, round_to(values * opened.to(tl.float32), out.dtype.element_ty), mask=inside)

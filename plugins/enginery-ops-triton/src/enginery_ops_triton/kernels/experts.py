@@ -37,6 +37,14 @@ else:
 
 
 @kernel
+def row_block(at: tl.tensor, left: tl.constexpr, wanted: tl.tensor, other: tl.tensor, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """[N, BLOCK_K] of weights that are read once, if they are wanted, else `other`. left: columns of the rows from there on."""
+    if left >= BLOCK_K:
+        return tl.load(at, mask=wanted, other=other, eviction_policy="evict_first")
+    return tl.load(at, mask=wanted & (tl.arange(0, BLOCK_K) < left)[None, :], other=other, eviction_policy="evict_first")
+
+
+@kernel
 def gate_up_of_pairs(
     x: tl.tensor,
     weight: tl.tensor,
@@ -45,11 +53,14 @@ def gate_up_of_pairs(
     ids: tl.tensor,
     out: tl.tensor,
     x_stride: int,
+    NUM_EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
+    JOINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     KIND: tl.constexpr,
@@ -58,40 +69,62 @@ def gate_up_of_pairs(
     CHAINED: tl.constexpr,
 ) -> None:
     """x: [T, COLUMNS] with its row stride; ids: [pairs]; out: [pairs, INNER]. Programs: blocks of INNER, which are whole
-    blocks if the weights are scaled, and pairs.
+    blocks if the weights are scaled, and pairs, the last first. AHEAD blocks of a row are on their way together.
 
-    Lets `down_of_pairs` start only after its own wait: that one reads ids ahead of its turn.
+    The JOINED last of a token's experts are expected to be the last of all. Programs of those have their first blocks on their way
+    before ids are there, and load others if they are wrong. Lets `down_of_pairs` start only after its own wait: that one reads ids
+    ahead of its turn.
     """
     first = tl.program_id(0) * BLOCK_N
-    pair = tl.program_id(1).to(tl.int64)
+    pair = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    size: tl.constexpr = INNER * COLUMNS
+    at = weight + tl.minimum(n, INNER - 1).to(tl.int64)[:, None] * COLUMNS + k[None, :]
+    gates = ()  # type: tuple[tl.tensor, ...]
+    ups = ()  # type: tuple[tl.tensor, ...]
+    expected = -1
+    if JOINED > 0:
+        place = pair % TOP_K
+        expected = tl.where(place >= TOP_K - JOINED, NUM_EXPERTS - TOP_K + place, -1)
+        row = at + expected * (2 * size)
+        for block in tl.static_range(AHEAD):
+            gates += (row_block(row + block * BLOCK_K, COLUMNS - block * BLOCK_K, expected >= 0, 0.0, BLOCK_K),)
+            ups += (row_block(row + size + block * BLOCK_K, COLUMNS - block * BLOCK_K, expected >= 0, 0.0, BLOCK_K),)
     wait_for_predecessor(CHAINED)
     release_successor(CHAINED)
     expert = tl.load(ids + pair).to(tl.int64)
-    gate_row = expert * (2 * INNER) + tl.minimum(n, INNER - 1)
-    gate_at = weight + gate_row[:, None] * COLUMNS + k[None, :]
+    row = at + expert * (2 * size)
     x_at = x + pair // TOP_K * x_stride + k
     scale_columns: tl.constexpr = (COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK
     scale_at = scale + expert * ((2 * INNER + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
     gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for start in tl.static_range(0, COLUMNS, BLOCK_K):
-        left = start + k < COLUMNS
-        gate_block = tl.load(gate_at + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
-        up_block = tl.load(gate_at + start + INNER * COLUMNS, mask=left[None, :], other=0.0, eviction_policy="evict_first")
-        x_gate = tl.load(x_at + start, mask=left, other=0.0).to(tl.float32)
-        x_up = x_gate
-        if SCALED:  # the rows of a block share their scales
-            of_column = (start + k) // SCALE_BLOCK
-            x_gate *= tl.load(scale_at + first // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
-            x_up *= tl.load(scale_at + (INNER + first) // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
-        gate += gate_block.to(tl.float32) * x_gate[None, :]
-        up += up_block.to(tl.float32) * x_up[None, :]
+    for begin in tl.static_range(0, COLUMNS, AHEAD * BLOCK_K):
+        gate_blocks = ()  # type: tuple[tl.tensor, ...]
+        up_blocks = ()  # type: tuple[tl.tensor, ...]
+        for start in tl.static_range(begin, begin + AHEAD * BLOCK_K, BLOCK_K):
+            if begin == 0 and JOINED > 0:
+                gate_block, up_block = gates[start // BLOCK_K], ups[start // BLOCK_K]
+                gate_blocks += (row_block(row + start, COLUMNS - start, expert != expected, gate_block, BLOCK_K),)
+                up_blocks += (row_block(row + size + start, COLUMNS - start, expert != expected, up_block, BLOCK_K),)
+            else:
+                gate_blocks += (row_block(row + start, COLUMNS - start, expert >= 0, 0.0, BLOCK_K),)
+                up_blocks += (row_block(row + size + start, COLUMNS - start, expert >= 0, 0.0, BLOCK_K),)
+        for start in tl.static_range(begin, begin + AHEAD * BLOCK_K, BLOCK_K):
+            left = start + k < COLUMNS
+            x_gate = tl.load(x_at + start, mask=left, other=0.0).to(tl.float32)
+            x_up = x_gate
+            if SCALED:  # the rows of a block share their scales
+                of_column = (start + k) // SCALE_BLOCK
+                x_gate *= tl.load(scale_at + first // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
+                x_up *= tl.load(scale_at + (INNER + first) // SCALE_BLOCK * scale_columns + of_column, mask=left, other=0.0)
+            gate += gate_blocks[(start - begin) // BLOCK_K].to(tl.float32) * x_gate[None, :]
+            up += up_blocks[(start - begin) // BLOCK_K].to(tl.float32) * x_up[None, :]
     bias_at = bias + expert * (2 * INNER) + n
-    gates = biased(tl.sum(gate, axis=1), bias_at, n < INNER, BIASED)
-    ups = biased(tl.sum(up, axis=1), bias_at + INNER, n < INNER, BIASED)
-    result = gated(gates, ups, KIND, ALPHA, LIMIT)
+    gate_sum = biased(tl.sum(gate, axis=1), bias_at, n < INNER, BIASED)
+    up_sum = biased(tl.sum(up, axis=1), bias_at + INNER, n < INNER, BIASED)
+    result = gated(gate_sum, up_sum, KIND, ALPHA, LIMIT)
     tl.store(out + pair * INNER + n, round_to(result, out.dtype.element_ty), mask=n < INNER)
 
 
@@ -109,13 +142,15 @@ def down_of_pairs(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """x: [pairs, INNER], from `gate_up_of_pairs`; ids, weights: [pairs]; out: [T, COLUMNS]. Programs: blocks of COLUMNS, tokens.
 
-    What chose ids had ended before its predecessor let it start, so the first weights are on their way before x is waited for.
+    The rows of a token's experts are gone through as one, of which AHEAD blocks are on their way together. What chose ids had ended
+    before its predecessor let it start, so the first of them are before x is waited for.
     """
     release_successor(CHAINED)
     first = tl.program_id(0) * BLOCK_N
@@ -123,25 +158,35 @@ def down_of_pairs(
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row = tl.minimum(n, COLUMNS - 1)
+    steps: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     scale_columns: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
+    at = weight + row.to(tl.int64)[:, None] * INNER + k[None, :]
+    scale_at = scale + first // SCALE_BLOCK * scale_columns
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     shares = tl.zeros((BLOCK_N,), dtype=tl.float32)  # of the experts' biases
-    for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        expert = tl.load(ids + pair, cache_modifier=".cg").to(tl.int64)
-        at = weight + (expert * COLUMNS + row)[:, None] * INNER + k[None, :]
-        scale_at = scale + (expert * ((COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK) + first // SCALE_BLOCK) * scale_columns
-        for start in tl.static_range(0, INNER, BLOCK_K):
-            left = start + k < INNER
-            block = tl.load(at + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
-            if place == 0 and start == 0:
-                wait_for_predecessor(CHAINED)
-            x_part = tl.load(x + pair * INNER + start + k, mask=left, other=0.0).to(tl.float32) * tl.load(weights + pair)
-            if SCALED:
-                x_part *= tl.load(scale_at + (start + k) // SCALE_BLOCK, mask=left, other=0.0)
-            acc += block.to(tl.float32) * x_part[None, :]
-        if BIASED:
-            shares += tl.load(weights + pair) * tl.load(bias + expert * COLUMNS + row).to(tl.float32)
+    for begin in tl.static_range(0, TOP_K * steps, AHEAD):
+        blocks = ()  # type: tuple[tl.tensor, ...]
+        for block in tl.static_range(begin, begin + AHEAD):
+            if block < TOP_K * steps:
+                expert = tl.load(ids + token * TOP_K + block // steps, cache_modifier=".cg").to(tl.int64)
+                block_at = at + expert * (COLUMNS * INNER) + block % steps * BLOCK_K
+                blocks += (row_block(block_at, INNER - block % steps * BLOCK_K, expert >= 0, 0.0, BLOCK_K),)
+        if begin == 0:
+            wait_for_predecessor(CHAINED)
+        for block in tl.static_range(begin, begin + AHEAD):
+            if block < TOP_K * steps:
+                pair = token * TOP_K + block // steps
+                column = block % steps * BLOCK_K + k
+                share = tl.load(weights + pair)
+                x_part = tl.load(x + pair * INNER + column, mask=column < INNER, other=0.0).to(tl.float32) * share
+                if SCALED or (BIASED and block % steps == 0):
+                    expert = tl.load(ids + pair).to(tl.int64)
+                if SCALED:
+                    of_expert = expert * ((COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
+                    x_part *= tl.load(scale_at + of_expert + column // SCALE_BLOCK, mask=column < INNER, other=0.0)
+                acc += blocks[block - begin].to(tl.float32) * x_part[None, :]
+                if BIASED and block % steps == 0:
+                    shares += share * tl.load(bias + expert * COLUMNS + row).to(tl.float32)
     result = tl.sum(acc, axis=1)
     if BIASED:
         result += shares

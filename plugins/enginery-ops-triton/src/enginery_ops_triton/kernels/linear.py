@@ -21,12 +21,13 @@ def matvec(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     BIAS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """x: [ROWS, COLUMNS]; weight: [num_outputs, COLUMNS]; out: [ROWS, num_outputs] contiguous.
 
-    The first block of the weight is on its way before x is waited for. More rows than one read the others again.
+    The first AHEAD blocks of the weight are on their way before x is waited for. More rows than one read the others again.
     """
     release_successor(CHAINED)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -34,14 +35,19 @@ def matvec(
     whole: tl.constexpr = COLUMNS % BLOCK_K == 0
     wanted = n[:, None] < num_outputs
     at = weight + n[:, None].to(tl.int64) * weight_stride + k[None, :]
-    block = tl.load(at, mask=wanted if whole else wanted & (k[None, :] < COLUMNS), other=0.0, eviction_policy="evict_first")
+    blocks = ()  # type: tuple[tl.tensor, ...]
+    for start in tl.static_range(0, AHEAD * BLOCK_K, BLOCK_K):
+        inside = wanted if whole else wanted & (start + k[None, :] < COLUMNS)
+        blocks += (tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first"),)
     offset = tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32) if BIAS else 0.0
     wait_for_predecessor(CHAINED)
     for row in tl.static_range(ROWS):
         x_at = x + row * x_stride + k
-        x_part = tl.load(x_at, mask=k < COLUMNS, other=0.0)
-        acc = block.to(tl.float32) * x_part.to(tl.float32)[None, :]
-        for start in tl.static_range(BLOCK_K, COLUMNS, BLOCK_K):
+        acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        for start in tl.static_range(0, AHEAD * BLOCK_K, BLOCK_K):
+            x_part = tl.load(x_at + start, mask=start + k < COLUMNS, other=0.0)
+            acc += blocks[start // BLOCK_K].to(tl.float32) * x_part.to(tl.float32)[None, :]
+        for start in tl.static_range(AHEAD * BLOCK_K, COLUMNS, BLOCK_K):
             left = start + k < COLUMNS
             more = tl.load(at + start, mask=wanted if whole else wanted & left[None, :], other=0.0, eviction_policy="evict_first")
             acc += more.to(tl.float32) * tl.load(x_at + start, mask=left, other=0.0).to(tl.float32)[None, :]

@@ -1,4 +1,4 @@
-"""RMSNorm, with or without adding to the residual stream first. One program a row, the row in registers."""
+"""RMSNorm with a row in registers: of rows, with or without adding to the residual stream first, and of heads with gates."""
 
 from __future__ import annotations
 
@@ -38,3 +38,38 @@ def rms_norm(
     wide = values.to(tl.float32)
     normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps), values.dtype)
     tl.store(out + row * COLUMNS + column, round_to(normed.to(tl.float32) * scale, out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def gated_rms_norm(
+    x: tl.tensor,
+    gate: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    gate_stride: int,
+    eps: float,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """x, gate: [T, HEADS, DIM] with the strides of their tokens; out: the same, contiguous. Programs: tokens, blocks of heads."""
+    release_successor(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_DIM)
+    inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    place = head[:, None] * DIM + dim[None, :]
+    scale = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    wait_for_predecessor(CHAINED)
+    values = tl.load(x + token * x_stride + place, mask=inside, other=0.0)
+    given = tl.load(gate + token * gate_stride + place, mask=inside, other=0.0).to(tl.float32)
+    wide = values.to(tl.float32)
+    normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None], values.dtype)
+    scaled = round_to(normed.to(tl.float32) * scale[None, :], out.dtype.element_ty).to(tl.float32)
+    opened = 1.0 / (1.0 + tl.exp(-given))
+    result = scaled * (opened if SIGMOID else given * opened)
+    tl.store(out + token * (HEADS * DIM) + place, round_to(result, out.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """The experts of a token, one program a token: scores, groups, the best few, weights.
 
-Scores are compared by integer keys in their order, the expert's index below the score, so that no two are equal and any bits in the
-logits, also NaN, give experts that exist.
+Scores are compared by integer keys in their order, and of equal ones the lower index is taken, so that any bits in the logits, also
+NaN, give experts that exist. A warp has one instruction for the largest or smallest of its integers of 32 bits.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 
+LEAST_KEY = tl.constexpr(-(1 << 31))  # less than any other
+BEHIND_ALL = tl.constexpr((1 << 31) - 1)  # no expert's index
+
 
 @kernel
-def ranking_key(value: tl.tensor, index: tl.tensor, inside: tl.tensor, LEAST_KEY: tl.constexpr) -> tl.tensor:
-    """Of float32: the larger first, of equal ones the lower index. int64; LEAST_KEY is less than any."""
+def ranking_key(value: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Of float32, int32: the larger first."""
     bits = value.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return tl.where(inside, (ordered << 32) | (0x7FFFFFFF - index), LEAST_KEY)
+    ordered = tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LEAST_KEY + 1)
+    return tl.where(inside, ordered, LEAST_KEY)
+
+
+@kernel
+def first_of(key: tl.tensor, index: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """The lowest index of each row at which key is top. key, index: [G, N]; top: [G, 1], or one for all rows."""
+    return tl.min(tl.where(key == top, index, BEHIND_ALL), axis=1)
 
 
 @kernel
@@ -44,15 +53,18 @@ def route(
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """logits: [T, NUM_EXPERTS] with its row stride; ids, weights: [T, NUM_COLUMNS] contiguous, the shared experts last."""
+    """logits: [T, NUM_EXPERTS] with its row stride; ids, weights: [T, NUM_COLUMNS] contiguous, the shared experts last.
+
+    GATED: behind a row's logits is the gate of its shared experts.
+    """
     release_successor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    least_key: tl.constexpr = -(1 << 63)
     members: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group = tl.arange(0, BLOCK_GROUPS)
     member = tl.arange(0, BLOCK_MEMBERS)
@@ -62,6 +74,7 @@ def route(
     wait_for_predecessor(CHAINED)
     at = logits + row * row_stride
     logit = tl.load(at + expert, mask=inside, other=float("-inf")).to(tl.float32)  # [groups, members]
+    behind = tl.load(at + NUM_EXPERTS).to(tl.float32) if GATED else 0.0
     peak = tl.max(tl.max(logit, axis=1), axis=0)
     mass = tl.sum(tl.sum(tl.exp(logit - peak), axis=1), axis=0)
     ranked = score_of(logit, peak, mass, SIGMOID) + correction
@@ -69,27 +82,34 @@ def route(
         known = tl.where(inside, ranked, float("-inf"))
         best = tl.max(known, axis=1)
         if TOP2:
-            key = ranking_key(ranked, expert, inside, least_key)
-            first = key == tl.max(key, axis=1)[:, None]
+            key = ranking_key(ranked, inside)
+            first = expert == first_of(key, expert, tl.max(key, axis=1)[:, None])[:, None]
             best += tl.max(tl.where(first, float("-inf"), known), axis=1)
-        group_key = ranking_key(best, group, group < NUM_GROUPS, least_key)
+        group_key = ranking_key(best, group < NUM_GROUPS)
         chosen = group < 0
         for _ in range(TOP_GROUPS):
-            now = group_key == tl.max(group_key, axis=0)
+            now = group == tl.min(tl.where(group_key == tl.max(group_key, axis=0), group, BEHIND_ALL), axis=0)
             chosen = chosen | now
-            group_key = tl.where(now, least_key, group_key)
+            group_key = tl.where(now, LEAST_KEY, group_key)
         ranked = tl.where(chosen[:, None], ranked, float("-inf"))
-    key = ranking_key(ranked, expert, inside, least_key)
+    key = ranking_key(ranked, inside)
     place = tl.arange(0, BLOCK_TOP)
     picked = tl.zeros((BLOCK_TOP,), dtype=tl.int32)
+    value = tl.zeros((BLOCK_TOP,), dtype=tl.int32)
     for step in range(TOP_K):
         top = tl.max(tl.max(key, axis=1), axis=0)
-        picked = tl.where(place == step, (0x7FFFFFFF - (top & 0x7FFFFFFF)).to(tl.int32), picked)
-        key = tl.where(key == top, least_key, key)
+        first = tl.min(first_of(key, expert, top), axis=0)
+        picked = tl.where(place == step, first, picked)
+        value = tl.where(place == step, top, value)
+        key = tl.where(expert == first, LEAST_KEY, key)
     wanted = place < TOP_K
-    weight = score_of(tl.load(at + picked, mask=wanted, other=0.0).to(tl.float32), peak, mass, SIGMOID)
+    if BIAS or NUM_GROUPS > 1:
+        weight = score_of(tl.load(at + picked, mask=wanted, other=0.0).to(tl.float32), peak, mass, SIGMOID)
+    else:  # a key is its score
+        weight = tl.where(value < 0, value ^ 0x7FFFFFFF, value).to(tl.float32, bitcast=True)
     if RENORMALISE:
         weight /= tl.sum(tl.where(wanted, weight, 0.0), axis=0) + 1e-20
     columns = row * NUM_COLUMNS + place
     tl.store(ids + columns, tl.where(wanted, picked, NUM_EXPERTS + place - TOP_K), mask=place < NUM_COLUMNS)
-    tl.store(weights + columns, tl.where(wanted, weight * scale, 1.0), mask=place < NUM_COLUMNS)
+    shared = 1.0 / (1.0 + tl.exp(-behind)) if GATED else 1.0
+    tl.store(weights + columns, tl.where(wanted, weight * scale, shared), mask=place < NUM_COLUMNS)

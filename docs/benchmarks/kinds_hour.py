@@ -386,7 +386,7 @@ class Simulated:
 
     def __init__(self, engine: Engine, clock: StandingClock) -> None:
         self._engine, self._clock, self._draw, self._num_preempted = engine, clock, random.Random(2), 0
-        self._cache, self._scheduler = engine._cache, engine._scheduler
+        self._scheduling, self._scheduler = engine._scheduling, engine._scheduler
         self.submit, self.abort, self.meter = engine.submit, engine.abort, self
 
     @property
@@ -425,8 +425,9 @@ def drive(
     engine: AnyEngine, load: Load, *, seconds: int, clock: Clock, tell: Callable[[Second], None]
 ) -> tuple[list[Second], Watch]:
     """So many seconds of use. tell: is given each second."""
-    assert isinstance(engine._cache, RadixPrefixCache)
-    watch, found = Watch(engine._cache), list[Second]()
+    (cache,) = engine._scheduling.caches
+    assert isinstance(cache, RadixPrefixCache)
+    watch, found = Watch(cache), list[Second]()
     tokens: Counter[str] = Counter()
     while (now := clock.now_s()) < seconds:
         while len(found) < int(now):

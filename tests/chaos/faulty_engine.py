@@ -18,7 +18,8 @@ from enginery.schedule.request import Request
 from enginery.schedule.scheduler import Scheduler
 from enginery.serve.engine.process import run
 from enginery.worker.paths.path import Launched
-from enginery.worker.runner import NO_CUTS, Runner, RunningStep
+from enginery.worker.paths.running_step import RunningStep
+from enginery.worker.runner import NO_CUTS, Runner
 from enginery.worker.sampling import mark_nan
 from enginery_grammar_llguidance import compiler
 

@@ -14,7 +14,7 @@ from enginery.contracts.step import SamplingInput, StepInput
 from enginery.engine.engine import MAX_FAILED_STEPS, Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.paths.path import Launched
-from enginery.worker.runner import RunningStep
+from enginery.worker.paths.running_step import RunningStep
 
 
 def request(name: str, **params: object) -> GenerationRequest:

@@ -63,6 +63,9 @@ def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page
     assert keys[-1].any()
 
 
+OF_ANY_COUNT = ("sort_pairs", "few_rows")  # of pairs, of rows
+
+
 class Launches:
     """Stands in for Triton's interpreter: notes what would be compiled, and runs nothing."""
 
@@ -71,7 +74,7 @@ class Launches:
 
     def run(self, kernel: Any, *args: Any, grid: object, warmup: bool, **settings: Any) -> None:
         """A variant is a kernel, its settings, and of each argument what the compiler specialises on."""
-        facts = (*sorted(settings.items()), *(_specialised(each, by_value=kernel.__name__ != "sort_pairs") for each in args))
+        facts = (*sorted(settings.items()), *(_specialised(each, by_value=kernel.__name__ not in OF_ANY_COUNT) for each in args))
         self.variants.add((kernel.__name__, *map(str, facts)))
         if kernel.__name__ in ("best_of_blocks", "sample_rows"):  # what they choose is an index later
             for each in args:
@@ -80,7 +83,7 @@ class Launches:
 
 
 def _specialised(argument: object, *, by_value: bool) -> object:
-    """by_value: not of `sort_pairs`, one variant of which serves every number of pairs."""
+    """by_value: not of kernels of which one variant serves every number."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return (type(argument), argument == 1, argument % 16 == 0) if isinstance(argument, int) and by_value else type(argument)

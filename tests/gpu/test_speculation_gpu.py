@@ -29,7 +29,7 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.testing.readback import no_reads
 from enginery.worker.paths.path import Launched
-from enginery.worker.runner import RunningStep
+from enginery.worker.paths.running_step import RunningStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # Triton compiles its kernels the first time
 

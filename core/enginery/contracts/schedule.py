@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from enginery.contracts.versions import ApiVersion
 
@@ -35,16 +35,11 @@ class PageCounts:
 def all_pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts]:
     """Of several owners of pages together, by kind of memory."""
     kinds = dict.fromkeys(kind for pages in every for kind in pages)
-    return {
-        kind: PageCounts(
-            free=sum(pages[kind].free for pages in every if kind in pages),
-            cached=sum(pages[kind].cached for pages in every if kind in pages),
-            total=sum(pages[kind].total for pages in every if kind in pages),
-            held=sum(pages[kind].held for pages in every if kind in pages),
-            evicted=sum(pages[kind].evicted for pages in every if kind in pages),
-        )
-        for kind in kinds
-    }
+    return {kind: _summed([pages[kind] for pages in every if kind in pages]) for kind in kinds}
+
+
+def _summed(every: Sequence[PageCounts]) -> PageCounts:
+    return PageCounts(**{field.name: sum(vars(counts)[field.name] for counts in every) for field in fields(PageCounts)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.guesses import Guesses
 from enginery.worker.paths.path import Launched
-from enginery.worker.runner import RunningStep
+from enginery.worker.paths.running_step import RunningStep
 
 MAX_FAILED_STEPS: Final = 3
 

@@ -13,3 +13,12 @@ def pinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Host values on the device."""
     return pinned(values, device).to(device, non_blocking=True)
+
+
+def recorded(*, is_cuda: bool) -> torch.cuda.Event | None:
+    """What the device is to have done by then; None where there is nothing to wait for."""
+    if not is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -21,10 +20,9 @@ from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.plan import Accepted
-from enginery.contracts.request import TokenLogprob
-from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, StepOutput, StepTimes, Way
+from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, Way
 from enginery.kv.pool import PagedKVPool
-from enginery.kv.upload import to_device
+from enginery.kv.upload import recorded, to_device
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
@@ -40,90 +38,15 @@ from enginery.worker.paths.eager import EagerPath
 from enginery.worker.paths.path import Forwarded, ForwardPath, Launched, Verified, first_rows
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import ModelResults
+from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.ranks.path import BestTokens
-from enginery.worker.sampling import NAN_TOKEN, mark_nan, sample
+from enginery.worker.sampling import mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
 
-NAN_ERROR: Final = "the model's logits for it are NaN"
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RunningStep:
-    """A step that the device may still be running. sampled: [R] on the host, valid after `copied`, of the items `sampling`.
-
-    accepted: [S] on the host, as valid, the drafts of these items that are among what was sampled; None: there were none. guesses:
-    what a draft model guesses to come next, which may come later; None: there is none.
-
-    So are embedded, [E, C], of the items `embedding`, and the tables: logprobs of the items `sampling`, if any asks for them, with
-    num_top of each, and prompt_logprobs by item.
-    """
-
-    step: StepInput
-    sampling: Sequence[int]
-    sampled: torch.Tensor
-    accepted: torch.Tensor | None
-    guesses: Guesses | None
-    copied: torch.cuda.Event | None
-    embedding: Sequence[int]
-    embedded: torch.Tensor | None
-    logprobs: LogprobTable | None
-    num_top: Sequence[int]
-    prompt_logprobs: Mapping[int, Sequence[LogprobTable]]
-    captured: bool
-    laid_out_s: float
-    planned_s: float
-    launched_s: float
-
-    def wait(self) -> StepOutput:
-        """What it gave, when that has come."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        told = self._told()
-        token_ids: list[tuple[int, ...]] = [()] * self.step.num_items
-        for index, tokens in zip(self.sampling, told, strict=True):
-            token_ids[index] = tokens
-        failed = {index: NAN_ERROR for index, tokens in zip(self.sampling, told, strict=True) if NAN_TOKEN in tokens}
-        return StepOutput(
-            number=self.step.number,
-            token_ids=token_ids,
-            logprobs=self._read_logprobs(told),
-            prompt_logprobs={
-                index: [found for table in tables for found in table.rows()] for index, tables in self.prompt_logprobs.items()
-            },
-            embeddings=self._read_embeddings(),
-            failed=failed,
-            captured=self.captured,
-            times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter()),
-        )
-
-    def _told(self) -> list[tuple[int, ...]]:
-        """Of each item in `sampling`, its sampled token and those of the drafts that were right."""
-        tokens = self.sampled.tolist()
-        if self.accepted is None:
-            return [(token,) for token in tokens]
-        counts = self.accepted.tolist()
-        return [tuple(tokens[row : row + 1 + count]) for row, count in zip(self._first_rows(), counts, strict=True)]
-
-    def _first_rows(self) -> list[int]:
-        """Of each item in `sampling`, the first of its rows that are sampled."""
-        first_rows: list[int] = begins_of(self.step.sampled_rows).tolist()
-        return first_rows
-
-    def _read_embeddings(self) -> dict[int, tuple[float, ...]]:
-        if self.embedded is None:
-            return {}
-        return {index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)}
-
-    def _read_logprobs(self, told: Sequence[tuple[int, ...]]) -> dict[int, tuple[TokenLogprob, ...]]:
-        if self.logprobs is None:
-            return {}
-        found = list(self.logprobs.rows())
-        items = zip(self.sampling, self._first_rows(), told, strict=True)
-        return {index: tuple(found[row : row + len(tokens)]) for index, row, tokens in items if self.num_top[row] >= 0}
 
 
 class Captured(NamedTuple):
@@ -358,7 +281,7 @@ class Runner:
         step, forwarded = launched.step, launched.forwarded
         if model is None:
             return None
-        if not model.follows(step):
+        if not step.draft_len:
             model.miss(step)
             return None
         assert tokens is not None, "a step that a draft model follows tells its tokens"
@@ -400,12 +323,3 @@ class Runner:
         return {
             index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()
         }
-
-
-def recorded(*, is_cuda: bool) -> torch.cuda.Event | None:
-    """Now, on the device; None where there is nothing to wait for."""
-    if not is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -22,7 +22,7 @@ from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.paths.results import ModelResults
 
 LENGTHS: Final = tuple(1 << power for power in range(1, 12))  # of prompts: kernels for experts differ by the power of two
-COUNTS: Final = (1, 2, 16, 64)  # of decoding requests
+COUNTS: Final = (1, 2, 16, 32, 64)  # of decoding requests
 CACHED: Final = (
     1024  # tokens before those of a step: enough for any backend to split a request, or to read a prefix once for several
 )

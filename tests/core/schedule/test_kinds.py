@@ -130,7 +130,7 @@ class RandomKinds:
 
     def check_held(self):
         """What is told of pages in use is what requests have, each page once."""
-        finite, table = self.scheduler._kv.finite, self.scheduler._table
+        finite, table = self.scheduler._kv.finite, self.scheduler.table
         resident = [request.kv for request in {*table.running, *table.leaving}]
         held = {FULL: {page for kv in resident for page in kv.pages}}
         held[WINDOW] = {page for kv in resident for page in kv.window.pages}

@@ -28,7 +28,7 @@ class Turns:
         """The answer is `seed`, `seed` + 1 and so on. Returns prompt and answer, and how many tokens were in the cache."""
         self.count += 1
         self.scheduler.submit(asked_of(f"r{self.count}", prompt, max_tokens=num_tokens, ignore_eos=True))
-        request, answer = self.scheduler._table.by_id[f"r{self.count}"], iter(range(seed, seed + num_tokens))
+        request, answer = self.scheduler.table.by_id[f"r{self.count}"], iter(range(seed, seed + num_tokens))
         while self.scheduler.has_work:
             step = self.scheduler.next_step()
             self.scheduler.complete(step, self.device.launch(step, lambda: next(answer)))

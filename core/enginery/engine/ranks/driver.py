@@ -20,14 +20,15 @@ from enginery.engine.ranks.wires import Wires
 from enginery.errors import EnginError
 from enginery.plugin.manifest import Manifest
 from enginery.worker.choice import Choice
+from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks.follower import share_tokens
 from enginery.worker.ranks.gloo import LostRank, Standing
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
-from enginery.worker.runner import RunningStep
 
 _BEATS: Final = 10  # in a deadline
 _SLOWEST_BEAT_S: Final = 0.5
 _END_S: Final = 2.0
+_LAST_WORDS_MS: Final = 1000  # for what was sent last to get away; a rank that is gone takes nothing
 _LOOK_MS: Final = 100
 
 
@@ -162,5 +163,5 @@ def _of_one_rank(asked: EngineOptions, wires: Wires) -> EngineOptions:
 def _end(watch: Watch, links: list[zmq.Socket[bytes]], wires: Wires) -> None:
     watch.end(grace_s=_END_S if watch.cause is None else 0.0)
     for link in links:
-        link.close(linger=0)
+        link.close(linger=0 if watch.cause else _LAST_WORDS_MS)
     wires.close()

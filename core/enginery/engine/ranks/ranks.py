@@ -12,7 +12,7 @@ from enginery.contracts.step import StepInput
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
-from enginery.worker.runner import RunningStep
+from enginery.worker.paths.running_step import RunningStep
 
 if TYPE_CHECKING:
     from enginery.engine.ranks.driver import RankProcesses

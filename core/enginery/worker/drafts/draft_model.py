@@ -111,10 +111,6 @@ class DraftModel:
         """How many tokens its logits are of; None: as many as the target's."""
         return None if self._target_ids is None else len(self._target_ids)
 
-    def follows(self, step: StepInput) -> bool:
-        """Whether it runs over the rows of the step: only where something is guessed behind it."""
-        return step.draft_len > 0
-
     def drafts(
         self,
         step: StepInput,
@@ -182,7 +178,7 @@ class DraftModel:
         places = at + np.arange(width)[:, None]  # [W, S]
         longest = np.minimum(at + width - 1, self._max_positions)
         columns, offsets = np.divmod(np.minimum(places, self._max_positions - 1), size)
-        table = self._table(seats, tables, int(columns.max(initial=0)) + 1)
+        table = _pages_of(seats, tables, int(columns.max(initial=0)) + 1, most=self.most)
         pages = np.where(places < self._max_positions, table[np.arange(len(seats)), columns], tables.full.scratch_page)
         window = pages.astype(np.int64) * size + offsets
         return Ahead(seats, at, window, torch.from_numpy(table), torch.from_numpy(longest.astype(np.int32)))
@@ -302,19 +298,20 @@ class DraftModel:
             arrived = {CARRIED: state}
         return guesses
 
-    def _table(self, seats: np.ndarray, tables: PageTables, num_columns: int) -> np.ndarray:
-        """The pages of each request, and behind its last one those of its seat: [S, num_columns] int32."""
-        scratch, count = tables.full.scratch_page, pages_behind(self.most, tables.page_size)
-        held = tables.full.of(seats, num_columns)
-        behind = np.arange(num_columns) - (held != scratch).sum(1, keepdims=True)
-        own = scratch + 1 + seats[:, None] * count + behind.clip(0, count - 1)
-        return np.where(behind < 0, held, own).astype(np.int32)
-
 
 def _firsts(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
     """The first row of each item that samples, [S] each: of the rows that are sampled, and of all."""
     counts = step.sampled_rows
     return begins_of(counts), np.cumsum(rows_of_items(step))[step.sampling] - counts
+
+
+def _pages_of(seats: np.ndarray, tables: PageTables, num_columns: int, *, most: int) -> np.ndarray:
+    """The pages of each request, and behind its last one those of its seat: [S, num_columns] int32. most: guesses a step."""
+    scratch, count = tables.full.scratch_page, pages_behind(most, tables.page_size)
+    held = tables.full.of(seats, num_columns)
+    behind = np.arange(num_columns) - (held != scratch).sum(1, keepdims=True)
+    own = scratch + 1 + seats[:, None] * count + behind.clip(0, count - 1)
+    return np.where(behind < 0, held, own).astype(np.int32)
 
 
 def one_each(ahead: Ahead, one: OneStep, *, lengths: torch.Tensor | None) -> ForwardBatch:

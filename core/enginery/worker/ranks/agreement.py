@@ -54,8 +54,8 @@ class Agreement:
 
         accepted is also None where there were no drafts.
         """
-        followed = self.draft_model is not None and self.draft_model.follows(step)
-        if not followed and not (step.verifies and step.states):
+        is_followed = self.draft_model is not None and step.draft_len > 0
+        if not is_followed and not (step.verifies and step.states):
             return None
         num_rows, num_items = int(step.sampled_rows.sum()), len(step.sampling)
         told = torch.zeros(num_rows + num_items, dtype=torch.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import add_product, round_to
 
 
@@ -55,7 +55,7 @@ def matvec(
         tl.store(out + row * num_outputs + n, round_to(result, out.dtype.element_ty), mask=n < num_outputs)
 
 
-@kernel
+@kernel_of_any("num_rows")
 def few_rows(
     x: tl.tensor,
     weight: tl.tensor,

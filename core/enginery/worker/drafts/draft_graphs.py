@@ -173,7 +173,8 @@ class DraftGraphs:
         found.packed.copy_(pinned(numbers, found.packed.device), non_blocking=True)
         if found.draws is not None:
             found.draws.fill(draws)
-        for last in found.batches[-1:]:
+        if found.batches:
+            last = found.batches[-1]
             assert last.plan is not None, "what is captured is planned"
             self._relay.refresh(last.plan, one_each(padded, _fields_of(last), lengths=None))
         found.graph.replay()

@@ -52,5 +52,11 @@ def test_importing_all_plugins_loads_nothing_heavy() -> None:
     assert loaded_by("import " + ", ".join(["enginery", *PLUGIN_PACKAGES])) == set()
 
 
+@pytest.mark.parametrize("kit", ["conformance", "kits.ops", "kits.models"])
+def test_the_kits_commands_need_no_pytest(kit: str) -> None:
+    """Who installs the engine alone has none: `engine test-backend`, `test-op` and `test-model` run there too."""
+    loaded_by(f"import sys; sys.modules['pytest'] = None; import enginery.testing.{kit}")
+
+
 def test_a_heavy_import_is_noticed() -> None:
     assert loaded_by("import sys; sys.modules['torch'] = sys") == {"torch"}

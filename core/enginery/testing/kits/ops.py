@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-import pytest
 import torch
 
 from enginery.contracts.ops import OpNeeds, OpSpec
@@ -25,6 +24,9 @@ from enginery.plugin.selection import refusals
 from enginery.testing.kits.checks import KitCheck
 from enginery.testing.rules import TOLERANCES, BrokenRule, Fault, SkippedCheck
 from enginery.worker.op_table import argument_problem, difference, load_ops
+
+if TYPE_CHECKING:  # `engine test-op` runs where there is no pytest
+    import pytest
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -126,6 +128,8 @@ class OpSuite:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Called by pytest for each subclass."""
+        import pytest
+
         if "op_check" not in metafunc.fixturenames:
             return
         if self.device.startswith("cuda") and not torch.cuda.is_available():
@@ -137,6 +141,8 @@ class OpSuite:
 
     def test_operation(self, op_check: KitCheck) -> None:
         """A check that does not apply is a skipped test, with the reason."""
+        import pytest
+
         row = op_check.row()
         if row.outcome == "skipped":
             pytest.skip(row.message)

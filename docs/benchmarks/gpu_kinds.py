@@ -87,7 +87,8 @@ def most_held(engine: Engine) -> int:
 
 def throughput(engine: Engine, shape: str, streams: int) -> dict[str, Any]:
     """The better of two passes, after one that does not count."""
-    runs = [_one_pass(engine, find_workload(f"{shape}:{streams}"), seed=1 + seed) for seed in range(3)]
+    seeds = range(10 * streams, 10 * streams + 3)  # a prompt that came before is in the prefix cache
+    runs = [_one_pass(engine, find_workload(f"{shape}:{streams}"), seed=seed) for seed in seeds]
     best = min(runs[1:])
     seconds = [run.total_s for run in runs]
     return {"streams": streams, "output_tokens_per_s": best.output_tokens / best.total_s, "seconds": seconds}

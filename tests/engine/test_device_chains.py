@@ -43,7 +43,7 @@ def guesses_and_answers(engine: Engine, requests: list[GenerationRequest]) -> tu
     def noted(*given: object) -> Guesses | None:
         guesses = draft(*given)  # type: ignore[arg-type]
         if guesses is not None:
-            found.append(guesses.tokens.tolist())
+            found.append([list(guesses.of(place)) for place in range(len(guesses.tokens))])
         return guesses
 
     engine._runner.draft = noted  # type: ignore[method-assign]

@@ -261,6 +261,18 @@ def test_the_same_prompt_goes_on_from_its_last_page(
         assert (before[1], again[1]) == (0, (length - 1) // page_size * page_size)
 
 
+@pytest.mark.parametrize(("backend", "steps"), [("linear", 1), ("both", 2)])
+def test_a_prompt_is_one_step_where_its_state_is_kept_amid_it(
+    oracle: HybridOracle, registry: Registry, *, backend: str, steps: int
+) -> None:
+    """A backend that does not claim it is given the last page's end in a step of its own, and the rest in another."""
+    served = serve(registry, options(oracle, linear_attention_backend=backend, attention_backend="both"))
+    for prompt, expected in ((oracle.prompts[LONG], steps), (oracle.prompts[LONG], 1)):  # the second goes on from that end
+        served.steps.clear()
+        assert_greedy(oracle, [served_after(served.engine, prompt)[0]], [prompt])
+        assert served.num_prefills == expected
+
+
 def test_a_branch_goes_on_from_where_it_was_recomputed_once(oracle: HybridOracle, registry: Registry) -> None:
     engine = Engine.build(options(oracle), registry)
     shared, found = oracle.prompts[LONG][:40], []

@@ -233,7 +233,7 @@ def test_bfloat16_stays_close_through_graphs_and_chunks(
         tokens += [token for output in engine.step() for token in output.token_ids]
         if before and len(tokens) > before:  # a decoding step: its logits are still there
             expected = oracle.logits([*prompt, *tokens[:-1]])[-1]
-            errors.append(relative_error(graphs.logits[0].float().cpu(), expected))
+            errors.append(relative_error(graphs.buffers.logits[0].float().cpu(), expected))
     assert len(errors) == 23
     assert (max(errors) if name in WIDE else statistics.median(errors)) < BFLOAT16_ERROR, errors
 

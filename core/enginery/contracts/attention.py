@@ -142,8 +142,8 @@ class Capabilities:
     latent_dims: the (rank, rope_dim) it takes. mla_ragged: attention of MLA prefills over keys and values it is given
     (`init_mha_chunk_metadata`). lse_base: of the log-sum-exp it can return, None if it returns none. unequal_values: layers
     whose values are not as wide as their keys. device_lengths: decoding batches whose lengths the device alone knows
-    (`ForwardBatch.kv_lens`, `draft_steps_plan`). trees: verifications of drafts that branch (`ForwardBatch.trees`,
-    `verify_mask`), in layers without windows. needs_jit: compiles on first use. workspace_bytes: of the arena, at the most.
+    (`ForwardBatch.kv_lens`, `draft_steps_plan`). trees: drafts that branch (`ForwardBatch.trees`, `verify_mask`), in layers without
+    windows. prompt_checkpoints: amid prompts (`StateView`). needs_jit: compiles on first use. workspace_bytes: of the arena.
     """
 
     devices: frozenset[str]
@@ -169,6 +169,7 @@ class Capabilities:
     unequal_values: bool = False
     device_lengths: bool = False
     trees: bool = False
+    prompt_checkpoints: bool = False
     needs_jit: bool = False
     workspace_bytes: int = 0
 

@@ -150,8 +150,9 @@ class StateView(Cuttable):
     """The pages that each request's recurrent state is read from and written to: often the same one.
 
     A request whose tokens are all of this step begins from zero: it reads the page of zeros, which nobody writes to, or none.
-    checkpoints_cpu: of requests that verify drafts, a page that also gets the state after the first `checkpoint_rows_cpu` rows, if
-    these stand (`commit_state`); none where that is 0. Both are None where no request has one.
+    checkpoints_cpu: a page that also gets the state after the first `checkpoint_rows_cpu` rows, fewer than the request has; none
+    where that is 0. Of requests that verify drafts if these rows stand (`commit_state`); of prompts for backends that claim
+    `prompt_checkpoints`, when `advance` has run. Both are None where no request has one.
     """
 
     reads_cpu: torch.Tensor = along(Axis.REQUEST, fill=Fill.SCRATCH_PAGE)  # [B] int32

@@ -29,6 +29,7 @@ class FiniteMemory:
     """Gives sequences their pages of kinds with a finite reach. window, states: None where the model has none of it.
 
     points: makes resume points. zero_page: the state that beginning sequences read. largest_chunk: tokens of a step.
+    within_items: see `PointMaker`.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class FiniteMemory:
         window: WindowKind | None = None,
         states: PageAllocator | None = None,
         largest_chunk: int = 0,
+        within_items: bool = False,
     ) -> None:
         self.page_size = page_size
         self.window = window
@@ -48,7 +50,7 @@ class FiniteMemory:
         self.allocators: Final[Mapping[MemoryKind, PageAllocator]] = (
             window_kind if states is None else {**window_kind, STATE: states}
         )
-        self.points = PointMaker(page_size, cache, window=window, has_states=states is not None)
+        self.points = PointMaker(page_size, cache, window=window, has_states=states is not None, within_items=within_items)
         self._cache = cache
         self._largest_chunk = largest_chunk
         self.read: list[int] = []  # state pages that the step in the making reads, or keeps, and nobody else may write to in it
@@ -121,8 +123,8 @@ class FiniteMemory:
             kv.window.pages.extend(self.window.allocator.take(lacking))
         if self.states is not None:
             self._move_state(kv.states, self.states)
-            if stop > num_known:
-                self._take_checkpoint(kv.states, self.states, start, stop)
+            if rows := self.points.rows_to_keep(kv, start, stop, num_known=num_known):
+                self._take_checkpoint(kv.states, self.states, rows)
         self.points.make(kv, start, stop, num_known=num_known)
 
     def prepared_until(self, stop: int) -> int:
@@ -165,10 +167,9 @@ class FiniteMemory:
         own.current, own.spare = own.spare, NO_STATE
         self.read.append(page)
 
-    def _take_checkpoint(self, own: StatePages, states: PageAllocator, start: int, stop: int) -> None:
-        """A page for the state at the first page's end amid drafts: its own page goes on to wherever they are right."""
-        rows = self.page_size - start % self.page_size
-        if self._cache.points is not None and start + rows < stop and states.available:
+    def _take_checkpoint(self, own: StatePages, states: PageAllocator, rows: int) -> None:
+        """A page for the state after so many rows of its next item, if there is one."""
+        if states.available:
             _make_free(self._cache, STATE, 1)
             (own.checkpoint,) = states.take(1)
             own.checkpoint_rows = rows

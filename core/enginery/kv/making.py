@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 
 
 class PointMaker:
-    """Makes none where there is no tree, or all memory is of one kind."""
+    """Makes none where there is no tree, or all memory is of one kind.
 
-    def __init__(self, page_size: int, cache: PrefixCache, *, window: WindowKind | None, has_states: bool) -> None:
+    within_items: whether states can be kept amid an item of a prompt, at one place.
+    """
+
+    def __init__(
+        self, page_size: int, cache: PrefixCache, *, window: WindowKind | None, has_states: bool, within_items: bool
+    ) -> None:
         self.page_size = page_size
         self._cache = cache
         self._window = window
         self._has_states = has_states
+        self._within_items = within_items
 
     def begin(self, kv: SequenceKV, point: ResumePoint | None, *, num_matched: int) -> None:
         """It goes on from `point`, or begins. num_matched: tokens whose pages are in the tree."""
@@ -50,13 +56,28 @@ class PointMaker:
         kv.marks = sorted(mark for mark in {num_matched, last} if mark > start)
 
     def cut(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> int:
-        """Where a chunk that may go up to `stop` is to end: states are kept at ends of items only, of whole pages."""
+        """Where a chunk that may go up to `stop` is to end: states are kept at ends of items, of whole pages, and where that can be
+        at one place amid each.
+        """
         if not self._has_states or self._cache.points is None:
             return stop
-        mark = next((mark for mark in kv.marks if mark > start), stop)
-        stop = min(stop, mark)
+        amid = [mark for mark in kv.marks if start < mark < stop]
+        stop = next(iter(amid[self._within_items :]), stop)
         whole = stop - stop % self.page_size
         return whole if start < whole and stop < num_known else stop
+
+    def rows_to_keep(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> int:
+        """After how many rows of its next item, `start` to `stop`, its state is also to be kept; 0: nowhere amid it.
+
+        Amid drafts at the first page's end: its own page goes on to wherever they are right.
+        """
+        if not self._has_states or self._cache.points is None:
+            return 0
+        if stop > num_known:
+            rows = self.page_size - start % self.page_size
+        else:
+            rows = next((mark for mark in kv.marks if mark > start), stop) - start if self._within_items else 0
+        return rows if start + rows < stop else 0
 
     def make(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> None:
         """The points that its next item leads to. Its pages are there."""
@@ -113,7 +134,7 @@ class PointMaker:
                 marked.add(mark)
         if is_chunk and ends_page > start and ends_page not in marked:
             self._point(points, kv, ends_page, kept, passing=True)
-        elif not is_chunk and self._has_states and (position := min(kept)) % self.page_size == 0:
+        elif not is_chunk and self._has_states and (position := min(kept.keys() - marked)) % self.page_size == 0:
             self._point(points, kv, position, kept, trails=True)
 
     def _point(

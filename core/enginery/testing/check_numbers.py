@@ -26,6 +26,8 @@ from enginery.testing.subject import Subject, covering_cases, leaf_cases, mla_ca
 from enginery.testing.workbench import CHUNK_TOKENS, Workbench
 
 _VERIFIED: Final = 4  # rows of a request that verifies drafts
+_CUT_PROMPTS: Final = ((0, 17), (19, 24), (0, 80), (16, 9), (5, 3))  # cached tokens and new ones, whose states are kept
+_KEPT_AFTER: Final = (16, 13, 64, 0, 1)  # so many rows; 0: nowhere
 _PAGES: Final = "Look at how many tokens the last page holds, at the page numbers, and at the mask of each row."
 _SIZES: Final = "Take lengths from q_lens_cpu and kv_lens_cpu of each request, never from the tensors' sizes."
 
@@ -245,6 +247,39 @@ def _check_unmoved(bench: Workbench, before: list[torch.Tensor], turns: Sequence
             raise BrokenRule(what)
 
 
+@rule(
+    leaf_cases, "In advance, run a prompt's rows up to its checkpoint into that page, the others on from there; or do not claim it."
+)
+def states_amid_prompts(subject: Subject, case: AttnCase) -> None:
+    """States of prompts after some of their rows are in the pages of checkpoints when advance has run; nothing else changes."""
+    if case.facts.recurrent is None:
+        raise SkippedCheck("layers with keys and values have no states")
+    if not subject.can.prompt_checkpoints:
+        raise SkippedCheck("capabilities do not claim them")
+    for phase in sorted({Phase.PREFILL, Phase.MIXED} & subject.can.phases):
+        bench = Workbench(subject, case)
+        decoding = bench.turns([(9, 1), (30, 1)]) if phase is Phase.MIXED else []
+        whole = bench.turns([(cached, new + 3) for cached, new in _CUT_PROMPTS])
+        _keep_amid(bench, phase, decoding, [turn._replace(new=turn.new - 3) for turn in whole])
+
+
+def _keep_amid(bench: Workbench, phase: Phase, decoding: list[Turn], prompts: list[Turn]) -> None:
+    """Run them, and go on from the states that are kept, and from those at their ends."""
+    pages, turns, before = [bench.tokens(1).states[0] for _ in prompts], [*decoding, *prompts], bench.memory()
+    columns = torch.tensor([[0] * len(decoding) + pages, [0] * len(decoding) + [*_KEPT_AFTER]], dtype=torch.int32)
+    batch = bench.batch(turns, phase)
+    view = dataclasses.replace(batch.states, checkpoints_cpu=columns[0], checkpoint_rows_cpu=columns[1])
+    found = bench.plan_and_attend(dataclasses.replace(batch, views={**batch.views, STATE: view}), turns)
+    what, expected = f"{phase} with checkpoints after {_KEPT_AFTER} rows", [bench.expected(turn) for turn in turns]
+    compare(found, expected, dtype=bench.case.dtype, leeway=bench.case.leeway, what=what)
+    kept = [given for given in zip(prompts, pages, _KEPT_AFTER, strict=True) if given[2]]
+    _check_unmoved(bench, before, turns, [page for _, page, _ in kept], "a state changes that is another's")
+    resumed = [Turn(dataclasses.replace(turn.tokens, states=[page]), turn.cached + rows, 2) for turn, page, rows in kept]
+    _equals_formula(bench, resumed, Phase.PREFILL, " from checkpoints amid prompts")
+    going_on = [turn._replace(cached=turn.cached + turn.new, new=3) for turn in prompts]
+    _equals_formula(bench, going_on, Phase.PREFILL, " behind prompts with checkpoints amid them")
+
+
 @rule(mla_cases(PrefillStrategy.ABSORBED), "The piece with the step's own tokens is causal, chunks of the prefix are not.")
 def mla_strategies(subject: Subject, case: AttnCase) -> str | None:
     """Every MLA prefill strategy gives what every other gives."""
@@ -348,5 +383,13 @@ def _only_in(subject: Subject, phase: Phase) -> None:
 
 NUMBERS: Final = (
     *(numbers, ragged_lengths, long_tail, empty_batch, padding_only, padded_equals_unpadded),
-    *(chunked_equals_whole, prefix_hit, states_after_verification, mla_strategies, log_sum_exp, batch_invariance),
+    *(
+        chunked_equals_whole,
+        prefix_hit,
+        states_after_verification,
+        states_amid_prompts,
+        mla_strategies,
+        log_sum_exp,
+        batch_invariance,
+    ),
 )

@@ -42,6 +42,11 @@ class AttentionChoice:
         return {role: offer for role in ROLES if (offer := vars(self)[role]) is not None}
 
     @property
+    def keeps_states_amid_prompts(self) -> bool:
+        """Whether recurrent layers keep states amid an item of a prompt."""
+        return self.recurrent is not None and self.recurrent.spec.capabilities.prompt_checkpoints
+
+    @property
     def name(self) -> str:
         """The names, for people and metrics."""
         return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))

@@ -1,19 +1,26 @@
-"""The backend over stand-ins of fla-core's kernels in torch, decoding by interpreted kernels: `PAIR`, for the kit."""
+"""For the kit, prompts of any length in chunks: the backend itself, `ON_CUDA`, and over stand-ins of fla-core's kernels in torch,
+decoding by interpreted kernels, `PAIR`."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from enginery.api import BackendContext
 from enginery_attn_delta.spec import refuse_also
-from enginery_attn_fla.spec import FLA
+from enginery_attn_fla.spec import FLA, FlaOptions
 
 DEVICE = ThreadPoolExecutor(1)  # where a kernel reads what it likes; the kit watches the host's thread
+
+
+@dataclass(frozen=True)
+class AlwaysChunks(FlaOptions):
+    by_token: int = 0
 
 
 def by_token(*arguments: Any) -> Any:
@@ -69,7 +76,15 @@ def stand_in_spec() -> Any:
         min_compute_capability=None,
         head_dims=frozenset({16, 64}),
     )
-    return dataclasses.replace(FLA, name="fla-stand-in", capabilities=can, refuse_also=refuse_also)
+    return dataclasses.replace(FLA, name="fla-stand-in", capabilities=can, refuse_also=refuse_also, options=AlwaysChunks)
+
+
+def on_cuda(context: BackendContext) -> Any:
+    from enginery_attn_fla.backend import ChunkedAttention
+    from enginery_attn_fla.kernels import load_kernels
+
+    return ChunkedAttention(context, load_kernels())
 
 
 PAIR = (stand_in_spec(), stand_in)
+ON_CUDA = (dataclasses.replace(FLA, options=AlwaysChunks), on_cuda)

@@ -13,18 +13,27 @@ import torch
 from few_checks import few
 from pairwise import EVERYTHING
 
+from enginery.api import Phase
 from enginery.testing.conformance import Check, checks_of
+from enginery.testing.rules import compare
 from enginery.testing.subject import Subject
 from enginery.testing.suite import AttnBackendSuite
+from enginery.testing.workbench import Workbench
+from enginery_attn_fla.spec import FlaOptions
 
 CAN_INTERPRET = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def beside_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts find the modules here."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch, beside_tests: None) -> None:
     """For the processes that a test starts."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 def is_shown_by_delta(check: Check) -> bool:
@@ -54,10 +63,36 @@ class TestFlaStandIn(AttnBackendSuite):
         return few([check for check in checks if EVERYTHING or not is_shown_by_delta(check)], without=["another-process"])
 
 
+@pytest.mark.skipif(not CAN_INTERPRET, reason="the kernels that run token by token are interpreted where there is Triton")
+@pytest.mark.usefixtures("interpreter")
+def test_short_prompts_run_token_by_token_and_many_must_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, ran = TestFlaStandIn.subject(), list[bool]()
+    monkeypatch.setattr(
+        "fla_stand_in.by_token", lambda *given, run=sys.modules["fla_stand_in"].by_token: ran.append(True) or run(*given)
+    )
+    case = next(case for case in subject.usual if case.facts.recurrent is not None and case.facts.recurrent.rule == "delta")
+    bench = Workbench(subject, case, options=FlaOptions(by_token=20))
+    for lengths, chunked in (([20, 7], False), ([21], True), ([10] * 9, False), ([11] * 9, True), ([11, *[1] * 9], True)):
+        ran.clear()
+        turns = bench.turns([(3, length) for length in lengths])
+        expected = [bench.expected(turn) for turn in turns]
+        compare(bench.run(turns, Phase.PREFILL), expected, dtype=case.dtype, leeway=case.leeway, what=f"{lengths}")
+        assert bool(ran) is chunked, lengths
+        bench.forget()
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("beside_tests")
 class TestFlaOnCuda(AttnBackendSuite):
-    backend = "fla"
+    """Short prompts in chunks too."""
+
     device = "cuda"
+
+    @classmethod
+    def subject(cls) -> Subject:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.syspath_prepend(str(Path(__file__).parent))
+            return Subject.imported("fla_stand_in:ON_CUDA", device="cuda")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="it is compiled by Triton")

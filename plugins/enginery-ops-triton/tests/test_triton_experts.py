@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +66,14 @@ def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: in
     assert actual.ids.dtype == torch.int32
     assert torch.equal(actual.ids.cpu(), expected.ids)
     torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
+
+
+def test_routers_compile_for_hopper_without_a_gpu() -> None:
+    """In a process of its own, where triton is imported for the compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("hopper_routers.py")
+    made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert made.returncode == 0, made.stderr
 
 
 @on_devices

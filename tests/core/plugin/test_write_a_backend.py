@@ -56,7 +56,9 @@ def test_the_kit_is_green_on_it(site, tutorial) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)["rows"]
     skipped = {row["rule"] for row in rows if row["outcome"] == "skipped"}
-    assert skipped == {"batch-invariance", "captured-equals-eager", "states-after-verification", "trees-of-drafts"}
+    assert skipped == {
+        *("batch-invariance", "captured-equals-eager", "states-after-verification", "states-amid-prompts", "trees-of-drafts")
+    }
     cases = " ".join(row["case"] for row in rows if row["rule"] == "numbers")
     assert all(word in cases for word in ("window", "softcap", "sinks", "bare latents", "absorbed", "one-shot", "chunked"))
 

@@ -18,8 +18,10 @@ from enginery.worker.page_tables import PageTables
 from .device import EOS, FCFS, WatchedScheduler
 
 
-def scheduler_of_kinds(settings: ScheduleSettings, *, window=None, window_pages=0, state_pages=None, policy=FCFS):
-    """A scheduler over memory of these kinds. window: in tokens."""
+def scheduler_of_kinds(
+    settings: ScheduleSettings, *, window=None, window_pages=0, state_pages=None, within_items=False, policy=FCFS
+):
+    """A scheduler over memory of these kinds. window: in tokens. within_items: states of prompts are kept amid them."""
     allocator, allocators = PageAllocator(settings.num_pages), {}
     kind = None
     if window is not None:
@@ -30,7 +32,14 @@ def scheduler_of_kinds(settings: ScheduleSettings, *, window=None, window_pages=
         states = allocators[STATE] = PageAllocator(state_pages)
     points = ResumePoints(allocators) if allocators else None
     cache = RadixPrefixCache(settings.page_size, allocator, points) if settings.prefix_cache else NoPrefixCache()
-    finite = FiniteMemory(settings.page_size, cache, window=kind, states=states, largest_chunk=settings.max_batch_tokens)
+    finite = FiniteMemory(
+        settings.page_size,
+        cache,
+        window=kind,
+        states=states,
+        largest_chunk=settings.max_batch_tokens,
+        within_items=within_items,
+    )
     return WatchedScheduler(
         settings, policy, cache=cache, allocator=allocator, finite=finite, eos_token_ids=frozenset({EOS}), clock=lambda: 0.0
     )
@@ -85,7 +94,7 @@ class KindsDevice:
         if self.finite.states is not None:
             self.advance(step, batch.states, known)
         slots = [] if window is None else window.slots.tolist()
-        self.written[step.value.number] = slots, batch.states.writes_cpu.tolist()
+        self.written[step.value.number] = slots, [*batch.states.writes_cpu.tolist(), *self.checkpoints(batch.states)]
         sampled = [choose() if item.samples else None for item in step.items]
         for item, token in zip(step.items, sampled, strict=True):
             if token is not None:
@@ -112,9 +121,18 @@ class KindsDevice:
             found = self.window.get(pages[at // self.page_size] * self.page_size + at % self.page_size)
             assert found == values[position], f"{item.request.request_id} reads a window at {position} that is not its own"
 
+    def checkpoints(self, view):
+        """By page, the item whose state it gets, and after how many rows."""
+        if view.checkpoints_cpu is None:
+            return {}
+        rows = view.checkpoint_rows_cpu.tolist()
+        return {page: (index, rows[index]) for index, page in enumerate(view.checkpoints_cpu.tolist()) if rows[index]}
+
     def advance(self, step, view, known):
-        reads, writes = view.reads_cpu.tolist(), view.writes_cpu.tolist()
-        assert len(set(writes)) == len(writes), "two rows write one state page"
+        reads, writes, checkpoints = view.reads_cpu.tolist(), view.writes_cpu.tolist(), self.checkpoints(view)
+        every = [*writes, *checkpoints]
+        assert len(set(every)) == len(every), "two rows write one state page"
+        assert not {*reads} & {*checkpoints}, "a state is kept where another is read"
         for index, write in enumerate(writes):
             assert all(read != write for other, read in enumerate(reads) if other != index), "a row writes what another reads"
         for item, read, values in zip(step.items, reads, known, strict=True):
@@ -125,6 +143,11 @@ class KindsDevice:
         for write, values, read in zip(writes, known, reads, strict=True):
             self.states[write] = values[-1]
             self.seen["a state moved"] += read != write and read != self.finite.zero_page
+        for page, (index, rows) in checkpoints.items():
+            item = step.items[index]
+            assert 0 < rows < item.num_tokens, "a state is kept amid an item"
+            self.states[page] = known[index][item.start + rows - 1]
+            self.seen["a state was kept amid an item"] += 1
 
     def check_points(self):
         """What can be resumed from holds what its prefix says."""

@@ -9,7 +9,10 @@ PROMPT = list(range(3, 13))  # 10 tokens, its last page but one ends at 8
 
 
 class Turns:
-    """Requests one after the other, and what each was found in the prefix cache. kinds: `window`, `state` or both."""
+    """Requests one after the other, and what each was found in the prefix cache.
+
+    kinds: `window`, `state` or both; `amid`: states are also kept amid items of prompts.
+    """
 
     def __init__(self, kinds, *, state_pages=12, window_pages=40, **changes):
         self.settings = settings_of(**changes)
@@ -19,6 +22,7 @@ class Turns:
             window=window,
             window_pages=window_pages if window else 0,
             state_pages=state_pages if "state" in kinds else None,
+            within_items="amid" in kinds,
         )
         self.device = KindsDevice(self.scheduler, self.settings, window=window)
         self.points = self.scheduler._kv.cache.points
@@ -29,8 +33,10 @@ class Turns:
         self.count += 1
         self.scheduler.submit(asked_of(f"r{self.count}", prompt, max_tokens=num_tokens, ignore_eos=True))
         request, answer = self.scheduler.table.by_id[f"r{self.count}"], iter(range(seed, seed + num_tokens))
+        self.num_prompt_steps = 0
         while self.scheduler.has_work:
             step = self.scheduler.next_step()
+            self.num_prompt_steps += step.value.num_decode == 0
             self.scheduler.complete(step, self.device.launch(step, lambda: next(answer)))
             self.scheduler.check_integrity()
             self.device.check_points()
@@ -42,7 +48,9 @@ class Turns:
         return sorted((point.position, "first" if point.passing else "last") for point in self.points)
 
 
-EACH_KIND = pytest.mark.parametrize("kinds", [("window",), ("state",), ("window", "state")])
+EACH_KIND = pytest.mark.parametrize(
+    "kinds", [("window",), ("state",), ("window", "state"), ("state", "amid"), ("window", "state", "amid")]
+)
 
 
 @EACH_KIND
@@ -90,3 +98,39 @@ def test_chats_go_on_from_their_answers_where_there_are_too_few_states_for_the_e
     chats = [turns.ask([first, *PROMPT], 8, seed=20 + 10 * first)[0] for first in range(4)]
     for number, told in enumerate(chats):
         assert turns.ask([*told, 90], 1)[1] == 16, f"chat {number} begins anew"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "steps"), [(("state",), [2, 1, 3]), (("state", "amid"), [1, 1, 2]), (("window", "state", "amid"), [1, 1, 2])]
+)
+def test_where_states_are_kept_amid_items_a_prompt_is_one_step_and_one_that_branches_two(kinds, steps):
+    """The second prompt is the first again, the third has two more places where states are kept: its branch and its own end."""
+    turns, found = Turns(kinds), []
+    for prompt, num_cached in ((PROMPT, 0), (PROMPT, 8), ([*PROMPT[:4], *[40] * 6], 0)):
+        assert turns.ask(prompt, 1)[1] == num_cached
+        found.append(turns.num_prompt_steps)
+    assert found == steps
+    assert turns.found == [(4, "last"), (8, "last"), (8, "last")]
+
+
+def test_a_chunk_that_a_budget_ends_keeps_the_state_amid_it_and_at_its_end():
+    turns = Turns(("state", "amid"), max_batch_tokens=13)
+    turns.ask([*[3] * 4, *[4] * 5], 1)
+    turns.ask([*[3] * 4, *[5] * 18], 1)
+    assert turns.num_prompt_steps == 2
+    assert turns.found == [(4, "last"), (8, "last"), (12, "first"), (20, "last")]
+
+
+def test_where_no_page_is_free_a_state_goes_on_and_none_is_kept_amid_an_item():
+    turns = Turns(("state", "amid"), state_pages=1)
+    assert turns.ask(PROMPT, 1)[1] == 0
+    assert turns.num_prompt_steps == 1
+    assert turns.found == []
+
+
+@pytest.mark.parametrize("kinds", [("state",), ("state", "amid")])
+def test_behind_a_prompt_of_whole_pages_both_its_last_pages_ends_are_kept(kinds):
+    turns = Turns(kinds)
+    told, _ = turns.ask(PROMPT[:8], 1)
+    assert turns.found == [(4, "first"), (8, "last")]
+    assert turns.ask([*told, 40], 1)[1] == 8

@@ -285,6 +285,27 @@ class MakesNoCheckpoints(GoodBackend):
         return dataclasses.replace(super().with_states(part, batch, index), checkpoint=(0, 0))
 
 
+@breaks("states-amid-prompts")
+class KeepsNoStateAmidAPrompt(GoodBackend):
+    def keep_amid(self, mixed, gates, part, layer) -> None:
+        pass
+
+
+@breaks("states-amid-prompts")
+class KeepsTheStateOfOneRowBefore(GoodBackend):
+    def keep_amid(self, mixed, gates, part, layer) -> None:
+        page, rows = part.checkpoint
+        super().keep_amid(mixed, gates, dataclasses.replace(part, checkpoint=(page, max(rows - 1, 1))), layer)
+
+
+@breaks("states-amid-prompts")
+class KeepsTheStateInAnothersPage(GoodBackend):
+    def keep_amid(self, mixed, gates, part, layer) -> None:
+        page, rows = part.checkpoint
+        super().keep_amid(mixed, gates, part, layer)
+        super().keep_amid(mixed, gates, dataclasses.replace(part, checkpoint=(page + 1, rows)), layer)
+
+
 @breaks("states-after-verification")
 class CommitsWhereItRead(GoodBackend):
     def commit(self, mixed, gates, part, layer, count) -> None:

@@ -45,6 +45,7 @@ CAPABILITIES = Capabilities(
     batch_invariant=True,
     lse_base="e",
     trees=True,
+    prompt_checkpoints=True,
 )
 
 
@@ -159,7 +160,15 @@ class GoodBackend:
             if part.verifies:
                 self.unsettled.setdefault(plan, []).append((index, part, layer, *rows))
                 part = dataclasses.replace(part, states=(part.states[0], self.scratch))
+            elif part.checkpoint[1]:
+                self.keep_amid(*rows, part, layer)
             self.recur(*rows, part, layer, out[part.rows])
+
+    def keep_amid(self, mixed, gates, part, layer) -> None:
+        page, rows = part.checkpoint
+        so_far = dataclasses.replace(part, length=part.length - len(mixed) + rows, states=(part.states[0], page))
+        out = mixed.new_empty(rows, layer.facts.recurrent.value_heads, layer.facts.recurrent.value_dim)
+        self.recur(mixed[:rows], gates[:rows], so_far, layer, out)
 
     @hookimpl
     def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:

@@ -88,6 +88,12 @@ class GraphBackend(GoodBackend):
         out.copy_(torch.einsum("bnkgl,blkd->bnkgd", weights, values).reshape(out.shape))
 
 
+class OfChains(GraphBackend):
+    """Claims no trees of drafts."""
+
+    verify_mask = None
+
+
 class NeverRefreshes(GraphBackend):
     @hookimpl
     def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
@@ -114,5 +120,5 @@ class SyncsInPlanning(GraphBackend):
 
 OFFERED = dataclasses.replace(SPEC, name="graphs", capabilities=CAN)
 GRAPHS, NEVER_REFRESHES, KEEPS_OLD_PAGES, SYNCS_IN_ATTEND, SYNCS_IN_PLANNING = (
-    (OFFERED, each) for each in (GraphBackend, NeverRefreshes, KeepsOldPages, SyncsInAttend, SyncsInPlanning)
+    (OFFERED, each) for each in (OfChains, NeverRefreshes, KeepsOldPages, SyncsInAttend, SyncsInPlanning)
 )

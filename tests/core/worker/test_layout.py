@@ -280,7 +280,6 @@ def test_a_step_that_is_not_the_next_one_is_refused(tables: PageTables) -> None:
     [
         ({"adapter": 0}, "adapters"),
         ({"parents": b"\0\0\0\0"}, "tree parents"),
-        ({"states": np.array([0, 0, 1, 1], "<i4").tobytes()}, "checkpoints of states amid items that verify nothing"),
     ],
     ids=str,
 )
@@ -290,6 +289,15 @@ def test_what_this_worker_does_not_run_is_refused_by_name(tables: PageTables, ch
     tables.take(step)
     with pytest.raises(Unsupported, match=named):
         lay_out(step, tables)
+
+
+def test_a_prompt_s_state_is_kept_amid_it_as_the_step_says(tables: PageTables) -> None:
+    step = step_of(item(0, 0, 2), pages=new_pages((0, 0, 0, [1])), states=np.array([7, 3, 5, 1], "<i4").tobytes())
+    tables.take(step)
+    states = lay_out(step, tables).states
+    assert (states.checkpoints_cpu, states.checkpoint_rows_cpu) != (None, None)
+    assert [each.tolist() for each in (states.reads_cpu, states.writes_cpu)] == [[7], [3]]
+    assert [states.checkpoints_cpu.tolist(), states.checkpoint_rows_cpu.tolist()] == [[5], [1]]
 
 
 def test_another_kind_of_memory_is_refused_by_name(tables: PageTables) -> None:

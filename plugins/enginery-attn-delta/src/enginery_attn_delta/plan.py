@@ -52,11 +52,13 @@ class Verified:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeltaPlan(ForwardPlan):
     """decode: of the requests at the front of the batch that have one token each; verified: of those there that verify drafts;
-    prefill: of the others. None: there are none. uploaded: what all of it is views of, int32.
+    prefill: of the others, up to their checkpoints; rest: the rows behind these, which read what the others write. None: there are
+    none. uploaded: what all of it is views of, int32.
     """
 
     decode: Rows | None
     prefill: Rows | None
+    rest: Rows | None
     verified: Verified | None
     uploaded: torch.Tensor
 
@@ -69,19 +71,22 @@ class DeltaPlan(ForwardPlan):
     @property
     def groups(self) -> tuple[Rows, ...]:
         """Those that there are."""
-        return self.leading if self.prefill is None else (*self.leading, self.prefill)
+        return (*self.leading, *(rows for rows in (self.prefill, self.rest) if rows is not None))
 
 
 class Group:
     """Some requests of a batch, on the host: the first row of each, how many it has, and its pages; [B].
 
-    room: [B], for how many rows there are tiles; None: as many as there are.
+    room: [B], for how many rows there are tiles; None: as many as there are. follows: their states are written in the same step,
+    which kernels for one token each do not wait for.
     """
 
-    def __init__(self, first_rows: Ints, lengths: Ints, reads: Ints, writes: Ints, *, room: Ints | None = None) -> None:
+    def __init__(
+        self, first_rows: Ints, lengths: Ints, reads: Ints, writes: Ints, *, room: Ints | None = None, follows: bool = False
+    ) -> None:
         self.first_rows, self.lengths, self.reads, self.writes = first_rows, lengths, reads, writes
         tiled = lengths if room is None else room
-        self.tile_rows = 1 if bool((tiled == 1).all()) else CHUNK_ROWS
+        self.tile_rows = 1 if bool((tiled == 1).all()) and not follows else CHUNK_ROWS
         counts = -(-tiled // self.tile_rows)
         request = np.repeat(np.arange(len(counts)), counts)
         begin = (np.arange(len(request)) - (np.cumsum(counts) - counts)[request]) * self.tile_rows
@@ -96,6 +101,13 @@ class Group:
         lengths = q_lens[has_rows]
         first_rows = (first_row + np.cumsum(lengths) - lengths).astype(np.int32)
         return cls(first_rows, lengths, reads, states.writes_cpu[requests].numpy()[has_rows])
+
+    def cut(self, rows: Ints, pages: Ints) -> tuple[Group, Group]:
+        """Up to checkpoints, and those rows behind them that there are: pages get states after so many rows, 0: none; [B]."""
+        is_cut = rows > 0
+        before = Group(self.first_rows, np.where(is_cut, rows, self.lengths), self.reads, np.where(is_cut, pages, self.writes))
+        first_rows, lengths = self.first_rows + rows, self.lengths - rows
+        return before, Group(first_rows[is_cut], lengths[is_cut], pages[is_cut], self.writes[is_cut], follows=True)
 
     def packed(self) -> Ints:
         """All of it, as it is uploaded."""
@@ -123,7 +135,7 @@ def plan_rows(batch: ForwardBatch, key: PlanKey, device: torch.device) -> DeltaP
     packed = [group.packed() for group in groups]
     uploaded = upload(np.concatenate(packed), device)
     there = uploaded.split_with_sizes([len(each) for each in packed])
-    leading, others, *verifying = (group.rows(part) for group, part in zip(groups, there, strict=True))
+    leading, others, rest, *verifying = (group.rows(part) for group, part in zip(groups, there, strict=True))
     verified = None
     if verifying:
         still, marked = verifying
@@ -134,22 +146,35 @@ def plan_rows(batch: ForwardBatch, key: PlanKey, device: torch.device) -> DeltaP
         key=key,
         decode=leading if decodes else None,
         prefill=others if len(others.reads) else None,
+        rest=rest if len(rest.reads) else None,
         verified=verified,
         uploaded=uploaded,
     )
 
 
 def _groups(batch: ForwardBatch, *, capture: bool) -> list[Group]:
-    """The leading requests and the others; where the leading ones verify drafts, these twice more: as they are advanced, without
-    pages to write to, and up to their checkpoints. capture: of a plan that is captured, whose sizes are always the same.
+    """The leading requests and both parts of the others; where the leading ones verify drafts, these twice more: as they are
+    advanced, without pages to write to, and up to their checkpoints. capture: of a plan that is captured, whose sizes are always
+    the same.
     """
     count, length = batch.num_decode_requests, batch.decode_len
-    others = Group.of(batch, slice(count, batch.num_requests), first_row=count * length)
     leading = Group.of(batch, slice(0, count), first_row=0)
+    groups = [leading, *prompts_of(batch)]
     if length == 1 or not count:
-        return [leading, others]
+        return groups
     still = Group(leading.first_rows, leading.lengths, leading.reads, np.full_like(leading.writes, NOWHERE))
-    return [leading, others, still, _marked(batch, leading, every=capture)]
+    return [*groups, still, _marked(batch, leading, every=capture)]
+
+
+def prompts_of(batch: ForwardBatch) -> tuple[Group, Group]:
+    """The requests behind the leading ones: up to their checkpoints or to their ends, and the rows behind checkpoints."""
+    requests = slice(batch.num_decode_requests, batch.num_requests)
+    whole, states = Group.of(batch, requests, first_row=requests.start * batch.decode_len), batch.states
+    rows, pages = np.zeros_like(whole.lengths), whole.writes
+    if states.checkpoints_cpu is not None and states.checkpoint_rows_cpu is not None:
+        has_rows = batch.q_lens_cpu[requests].numpy() > 0
+        rows, pages = (given[requests].numpy()[has_rows] for given in (states.checkpoint_rows_cpu, states.checkpoints_cpu))
+    return whole.cut(rows, pages)
 
 
 def _marked(batch: ForwardBatch, leading: Group, *, every: bool) -> Group:

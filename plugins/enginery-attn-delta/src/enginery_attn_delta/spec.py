@@ -41,6 +41,7 @@ def make_spec() -> AttnBackendSpec:
             phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
             causal=False,
             recurrences=RECURRENCES,
+            prompt_checkpoints=True,
             graphs=True,
             needs_jit=True,
         ),

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, Phase, Reason
+
+
+@dataclass(frozen=True)
+class FlaOptions:
+    """by_token: up to eight prompts of a step of which none has more tokens, up to sixteen with half as many, and so on, run token
+    by token, as decoding does: the chunked kernels' launches would take the host longer. 0: none does.
+    """
+
+    by_token: int = 128
+
+    def __post_init__(self) -> None:
+        if self.by_token < 0:
+            raise ValueError(f"by_token is {self.by_token}; give the number of tokens of the longest such prompt, or 0")
 
 
 def refuse_also(needs: AttnNeeds) -> list[Reason]:
@@ -27,6 +41,7 @@ FLA = AttnBackendSpec(
     priority=60,
     summary="recurrent layers: prefills in chunks by fla-core, decoding in Triton",
     refuse_also=refuse_also,
+    options=FlaOptions,
     capabilities=Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
@@ -35,6 +50,7 @@ FLA = AttnBackendSpec(
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         causal=False,
         recurrences=RECURRENCES,
+        prompt_checkpoints=True,
         graphs=True,
         needs_jit=True,
     ),

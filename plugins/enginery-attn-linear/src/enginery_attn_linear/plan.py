@@ -12,7 +12,7 @@ from enginery.api import ForwardBatch, ForwardPlan, StateView
 
 @dataclass(frozen=True, kw_only=True)
 class RequestPart:
-    """One request on its own: rows [start, stop) of the batch, and its state's pages. fresh: it begins with them, from zero."""
+    """Rows [start, stop) of one request, up to its checkpoint or to its end, and its state's pages. fresh: from zero."""
 
     start: int
     stop: int
@@ -90,9 +90,15 @@ def _there(columns: torch.Tensor, device: torch.device) -> torch.Tensor:
 def plan_parts(batch: ForwardBatch, first: int) -> tuple[RequestPart, ...]:
     """The requests from `first` on, before which there are `decode_len` tokens each; those without tokens are left out."""
     parts, start = [], first * batch.decode_len
-    columns = batch.q_lens_cpu, batch.kv_lens_cpu, batch.states.reads_cpu, batch.states.writes_cpu
-    for q_len, kv_len, read, write in zip(*(column[first:].tolist() for column in columns), strict=True):
+    states, nothing = batch.states, torch.zeros_like(batch.q_lens_cpu)
+    pages, rows = (nothing if given is None else given for given in (states.checkpoints_cpu, states.checkpoint_rows_cpu))
+    columns = batch.q_lens_cpu, batch.kv_lens_cpu, states.reads_cpu, states.writes_cpu, pages, rows
+    for q_len, kv_len, read, write, page, before in zip(*(column[first:].tolist() for column in columns), strict=True):
+        stop, fresh = start + q_len, kv_len == q_len
+        if before:
+            parts.append(RequestPart(start=start, stop=start + before, read=read, write=page, fresh=fresh))
+            start, read, fresh = start + before, page, False
         if q_len:
-            parts.append(RequestPart(start=start, stop=start + q_len, read=read, write=write, fresh=kv_len == q_len))
-        start += q_len
+            parts.append(RequestPart(start=start, stop=stop, read=read, write=write, fresh=fresh))
+        start = stop
     return tuple(parts)

@@ -22,5 +22,6 @@ LINEAR = AttnBackendSpec(
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
         causal=False,
         recurrences=RECURRENCES,
+        prompt_checkpoints=True,
     ),
 )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_attn_delta.kernels.launch import kernel, release_successor, round_to, silu, wait_for_predecessor
+from enginery_attn_delta.kernels.launch import kernel, kernel_of_rows, release_successor, round_to, silu, wait_for_predecessor
 
 
-@kernel
+@kernel_of_rows
 def convolve(
     x: tl.tensor,
     weight: tl.tensor,
@@ -111,7 +111,7 @@ def convolved_before(
     return acc
 
 
-@kernel
+@kernel_of_rows
 def shift(
     x: tl.tensor,
     states: tl.tensor,

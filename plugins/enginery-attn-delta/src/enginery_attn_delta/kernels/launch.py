@@ -8,6 +8,7 @@ Each step begins with copies to the device, which wait for all kernels before th
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -20,6 +21,12 @@ INTERPRETED = tl.constexpr(not isinstance(tl.max, triton.JITFunction))  # decide
 def kernel(function: Callable[..., Any]) -> Any:
     """`triton.jit`, typed."""
     return triton.jit(function)
+
+
+def kernel_of_rows(function: Callable[..., Any]) -> Any:
+    """The same for one that is told of requests: of these parts of a plan's upload every alignment has one variant."""
+    places = ["reads", "writes", "first_rows", "stop_rows", "tiles"]
+    return triton.jit(function, do_not_specialize_on_alignment=[name for name in places if name in signature(function).parameters])
 
 
 def next_power_of_2(count: int) -> int:

@@ -11,7 +11,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from enginery_attn_delta.kernels.conv import convolved_before
 from enginery_attn_delta.kernels.launch import (
-    kernel,
+    kernel_of_rows,
     release_successor,
     round_to,
     sigmoid,
@@ -21,7 +21,7 @@ from enginery_attn_delta.kernels.launch import (
 )
 
 
-@kernel
+@kernel_of_rows
 def recur(
     x: tl.tensor,
     gates: tl.tensor,
@@ -161,7 +161,7 @@ def recur(
     tl.store(states + page_to * size + place, state, mask=here & (page_to >= 0))
 
 
-@kernel
+@kernel_of_rows
 def scan(
     x: tl.tensor,
     gates: tl.tensor,

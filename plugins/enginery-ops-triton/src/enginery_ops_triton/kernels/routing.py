@@ -83,8 +83,8 @@ def route(
         best = tl.max(known, axis=1)
         if TOP2:
             key = ranking_key(ranked, inside)
-            first = expert == first_of(key, expert, tl.max(key, axis=1)[:, None])[:, None]
-            best += tl.max(tl.where(first, float("-inf"), known), axis=1)
+            is_first = expert == first_of(key, expert, tl.max(key, axis=1)[:, None])[:, None]
+            best += tl.max(tl.where(is_first, float("-inf"), known), axis=1)
         group_key = ranking_key(best, group < NUM_GROUPS)
         chosen = group < 0
         for _ in range(TOP_GROUPS):

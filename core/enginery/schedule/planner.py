@@ -100,13 +100,16 @@ class BatchPlanner:
         Rows that are sampled are at most `max_batch_requests`, for so many the memory plan has room.
         """
         decoding = [request for request in self._table.running if request.num_expected - request.num_computed == 1]
-        most = min(self._budget, self._settings.max_batch_requests) // max(len(decoding), 1) - 1
+        most = max(0, min(self._budget, self._settings.max_batch_requests) // max(len(decoding), 1) - 1)
+        size = 0 if self._kv.finite.allocators else self._kv.page_size  # 0: other kinds of memory are asked each time
         chosen: list[tuple[Request, Sequence[int]]] = []
         for request in decoding[: self._budget]:
             if request.status is not RequestStatus.RUNNING:
                 continue
-            drafts = self._drafts.get(request.request_id, ())[: max(0, min(most, request.limit - len(request.token_ids) - 1))]
-            if not self._holds(request, 1 + len(drafts)):
+            drafts = self._drafts.get(request.request_id, ())
+            if (room := min(most, request.limit - len(request.token_ids) - 1)) < len(drafts):
+                drafts = drafts[: max(0, room)]
+            if request.num_computed + 1 + len(drafts) > len(request.kv.pages) * size:
                 if not self._find_room(request, 1):
                     continue
                 drafts = self._drafts_with_room(request, drafts)
@@ -169,11 +172,6 @@ class BatchPlanner:
             return False
         self._take_pages(request, num_tokens)
         return True
-
-    def _holds(self, request: Request, num_tokens: int) -> bool:
-        """Whether its next tokens need nothing: their pages are there, and there is no other kind of memory."""
-        kv = self._kv
-        return not kv.finite.allocators and request.num_computed + num_tokens <= len(request.kv.pages) * kv.page_size
 
     def _find_room(self, request: Request, num_tokens: int) -> bool:
         """The same, without taking them."""

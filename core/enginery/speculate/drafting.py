@@ -69,13 +69,13 @@ class Drafting:
         No step is in flight: all tokens of a request are known. Raises `PluginError` where the drafter fails.
         """
         self._forget_ended(table)
-        drafted = [request for request in table.running if self._may_draft(request)]
-        if not drafted:
+        wanted = [(request, most) for request in table.running if (most := self._most(request)) > 0]
+        if not wanted:
             return {}
         if isinstance(self._drafter, MadeDrafts):
-            found = [(request.request_id, self._made(self._drafter, request)) for request in drafted]
+            found = self._drafter.of(wanted)
         else:
-            asks = [self._ask(request) for request in drafted]
+            asks = [self._ask(request, most) for request, most in wanted]
             with inside(self._offer, "guess tokens"):
                 told = zip(asks, self._drafter.propose(asks), strict=True)
                 found = [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in told]
@@ -110,22 +110,20 @@ class Drafting:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
         self._stopped |= {request.request_id: request for request in requests}
 
-    def _made(self, made: MadeDrafts, request: Request) -> Sequence[int]:
-        return made.of(request.request_id, len(request.token_ids), most=self._most(request), reads=request.reads_tokens)
-
-    def _ask(self, request: Request) -> DraftAsk:
+    def _ask(self, request: Request, most: int) -> DraftAsk:
         self._asked[request.request_id] = request
-        return DraftAsk(request.request_id, request.token_ids, self._most(request), request.asked.cache_salt)
+        return DraftAsk(request.request_id, request.token_ids, most, request.asked.cache_salt)
 
     def _most(self, request: Request) -> int:
-        return min(self._length.most, _room(request))
-
-    def _may_draft(self, request: Request) -> bool:
-        """Whether it decodes, wants drafts and has room, and its grammar, if it has one, can go back behind a wrong one."""
+        """How many guesses it may have; 0 or less: it does not decode, wants none, has no room, or its grammar cannot go back."""
+        if request.num_expected - request.num_computed != 1:
+            return 0
         asked, grammar = request.asked, request.grammar
-        decodes = request.num_expected - request.num_computed == 1 and _room(request) > 0
-        wants = asked.params.speculation and not asked.embed and self._stopped.get(request.request_id) is not request
-        return decodes and wants and (grammar is None or isinstance(grammar, RevocableGrammarState))
+        if not asked.params.speculation or asked.embed or (self._stopped and self._stopped.get(asked.request_id) is request):
+            return 0
+        if grammar is not None and not isinstance(grammar, RevocableGrammarState):
+            return 0
+        return min(self._length.most, request.limit - len(request.token_ids) - 1)
 
     def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
         """Up to the first that is no token. Raises TypeError for a tree of a drafter that does not say that it gives any."""
@@ -151,7 +149,3 @@ def _is_followed(request: Request) -> bool:
     """Whether a draft model that is asked about it has run over most of its tokens, the coming ones among them."""
     return request.asked.params.speculation and request.num_unfollowed <= _MOST_UNFOLLOWED * request.num_computed
 
-
-def _room(request: Request) -> int:
-    """How many drafts its limit allows beside the token that a step tells anyhow."""
-    return request.limit - len(request.token_ids) - 1

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from enginery.attention.axes import rides
+from enginery.attention.axes import renewed, rides
 from enginery.contracts.batch import Axis, ForwardBatch, Named, NamedTensor
 from enginery.errors import Unsupported
 from enginery.kv.upload import pinned
@@ -81,7 +81,7 @@ class NamedTensors:
                 place.copy_(pinned(values, place.device) if values.device.type == "cpu" else values, non_blocking=True)
                 inputs[name] = Named(place, stated)
         outputs = {each.name: Named(self._rows(each, batch), each) for each in self.outputs}
-        return dataclasses.replace(batch, inputs=inputs, outputs=outputs)
+        return renewed(batch, inputs=inputs, outputs=outputs)
 
     def _rows(self, named: NamedTensor, batch: ForwardBatch) -> torch.Tensor:
         buffer = self.buffers[named.name]

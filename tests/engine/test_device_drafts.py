@@ -101,7 +101,7 @@ def captured(
     )
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
-    for step in () if drafts is None else graphs.steps:
+    for step in (step for step in graphs.steps if step.followed and drafts is not None):
         assert drafts is not None
         drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
     return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked, **named), capture, drafts

@@ -227,10 +227,13 @@ class Engine:
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
-        for graphs in (self._runner.graphs, self._runner.pieces):
-            if graphs is not None and (waiting := graphs.waiting):
-                graphs.capture(waiting[0])
-                return True
+        graphs, pieces = self._runner.graphs, self._runner.pieces
+        if graphs is not None and (keys := graphs.waiting):
+            graphs.capture(keys[0])
+            return True
+        if pieces is not None and (sizes := pieces.waiting):
+            pieces.capture(sizes[0])
+            return True
         return self._grammars.prepare()
 
     def close(self) -> None:

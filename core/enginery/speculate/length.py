@@ -8,7 +8,8 @@ plain decoding, which may be faster than a length whose neighbours are both slow
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
 trials have lost, by what they told in their time, may be a hundredth of the time that there was; a longer length that was never
-tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial.
+tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial. Where they are so
+seldom right that they would not pay if they cost nothing, a trial only sees whether that has changed, and comes four times as seldom.
 
 A draft model does not follow steps without guesses, and guesses badly for requests of which it has followed little. So who asks
 takes none until there is a request that it has followed, or that begins, and tells of no others; a trial waits until then.
@@ -29,6 +30,7 @@ FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
 _MOST_STEPS: Final = 256
+_MOST_WITHOUT_HOPE: Final = 1024
 _STEPS_OF_A_TRIAL: Final = 2
 _STEPS_AROUND_IT: Final = 3  # that verify what steps of another length made, or wait for what is captured
 _MOST_LOST: Final = 0.01
@@ -162,4 +164,5 @@ class DraftLength:
                 load.length, load.patience = trial, _FEWEST_STEPS
                 load.turn -= 1  # on in this direction
                 return
-        load.patience = min(2 * load.patience, _MOST_STEPS)
+        may_pay = self.told_each_step(load.lengths[-1]) > _GAIN_OF_MORE * self.told_each_step(load.length)
+        load.patience = min(2 * load.patience, _MOST_STEPS if may_pay else _MOST_WITHOUT_HOPE)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from engine.heads_made import Eagle3
-from engine.test_device_drafts import captured, registry, requests_of, unread  # noqa: F401
+from engine.test_device_drafts import captured, requests_of, unread  # noqa: F401
 from engine.test_draft_models import assert_told, embedded, prompt_of
 from engine.test_speculation import answers_of
 from parity.engine_driver import options
@@ -25,6 +24,11 @@ from enginery.worker.paths.path import Forwarded
 SAID = ("Hello", "Name three colours.", "What is 47 + 38?")
 
 
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
 @pytest.fixture
 def wanted(unread: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa: F811
     """How much is guessed: its last entry."""
@@ -33,7 +37,7 @@ def wanted(unread: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa:
     return lengths
 
 
-def test_hidden_states_are_kept_for_steps_that_are_followed(wanted: list[int], registry: Registry) -> None:  # noqa: F811
+def test_hidden_states_are_kept_for_steps_that_are_followed(wanted: list[int], registry: Registry) -> None:
     requests = requests_of([prompt_of(said) for said in SAID])
     expected = answers_of(Engine.build(embedded(), registry), requests)
     asked = embedded(drafter="eagle", draft_length="auto", attention_backend="torch", num_pages=120, max_batch_requests=16)
@@ -54,7 +58,7 @@ def test_hidden_states_are_kept_for_steps_that_are_followed(wanted: list[int], r
 def test_tapped_hidden_states_too(
     wanted: list[int],
     llama: Oracle,
-    registry: Registry,  # noqa: F811
+    registry: Registry,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,6 +23,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from enginery.config.schema import ScheduleSettings
+from enginery.contracts.drafting import ON_DEVICE
 from enginery.kv.kinds import NOTHING, Demand
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.step import StepBuilder
@@ -61,6 +62,25 @@ class BatchPlanner:
         if not self.preempted:
             self._admit(prompts)
         self._kv.finite.step_planned()
+        return self._step
+
+    def fill_ahead(self, counts: Sequence[int]) -> StepBuilder | None:
+        """Verify so many guesses of each running request behind the step in flight, as if all of that one's were right.
+
+        All of them decode, and the guesses are on the device alone. None, and nothing is changed: rows or free pages are too few.
+        """
+        running, size, settings = self._table.running, self._kv.page_size, self._settings
+        most = min(max(counts), min(self._budget, settings.max_batch_requests) // len(running) - 1)
+        stops = [min(request.num_computed + 1 + most, request.limit) for request in running]
+        lacking = (-(-stop // size) - len(request.kv.pages) for request, stop in zip(running, stops, strict=True))
+        if most < 1 or sum(max(0, count) for count in lacking) > self._kv.num_available:
+            return None
+        for request, count, stop in zip(running, counts, stops, strict=True):
+            if stop > len(request.kv.pages) * size:
+                self._kv.prepare(request.kv, request.num_computed, stop, num_known=request.num_expected)
+                self._step.tell_pages(request.kv)
+            self._step.add_drafts(request, (ON_DEVICE,) * min(count, most))
+        self._step.decode_len, self._step.num_decode = 1 + most, len(running)
         return self._step
 
     def _schedule_decodes(self) -> list[Request]:

@@ -57,10 +57,14 @@ class StepBuilder:
         self.branches = False
 
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
-        """Schedule its last token and guesses at the next ones. It has the pages, and is in no step in flight."""
+        """Schedule its last token and guesses at the next ones. It has the pages.
+
+        In a step in flight, its last token is not known and told later, see `ahead`.
+        """
         start, count, kv = request.num_computed, 1 + len(drafts), request.kv
         self.greedy &= start + 1 >= request.greedy_from
-        self._ids.append(request.token_ids[start])
+        if start < len(request.token_ids):
+            self._ids.append(request.token_ids[start])
         pending = len(drafts) if ON_DEVICE in drafts else 0
         if not pending:
             self._ids.extend(drafts)

@@ -32,7 +32,10 @@ class _Published(NamedTuple):
 
 
 class Drafting:
-    """One drafter, and where it is from; of a draft model what it has made. length: drafts of a request in one step."""
+    """One drafter, and where it is from; of a draft model what it has made. length: drafts of a request in one step.
+
+    on_device: what it makes is on the device alone when the next step is scheduled.
+    """
 
     def __init__(
         self,
@@ -42,9 +45,10 @@ class Drafting:
         length: DraftLength,
         vocab_size: int,
         gives_trees: bool = False,
+        on_device: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._gives_trees = gives_trees
+        self._gives_trees, self._on_device = gives_trees, on_device
         self._clock = clock
         self._before: _Published | None = None
         self._drafter = drafter
@@ -80,6 +84,12 @@ class Drafting:
                 told = zip(asks, self._drafter.propose(asks), strict=True)
                 found = [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in told]
         return {key: tokens for key, tokens in found if tokens}
+
+    def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
+        """See `schedule.scheduler.Drafts`."""
+        if not self._on_device or any(request.adjusts or request.grammar is not None for request in requests):
+            return None
+        return [num_made if request.asked.params.speculation else 0 for request in requests]
 
     def length(self, requests: Sequence[Request], num_coming: int) -> int:
         """How many tokens a draft model guesses at the end of a step of these requests, as many as pay with so many to come.
@@ -148,4 +158,3 @@ class Drafting:
 def _is_followed(request: Request) -> bool:
     """Whether a draft model that is asked about it has run over most of its tokens, the coming ones among them."""
     return request.asked.params.speculation and request.num_unfollowed <= _MOST_UNFOLLOWED * request.num_computed
-

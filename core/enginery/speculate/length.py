@@ -9,7 +9,7 @@ plain decoding, which may be faster than a length whose neighbours are both slow
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
 trials have lost, by what they told in their time, may be a hundredth of the time that there was; a longer length that was never
 tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial. Where they are so
-seldom right that they would not pay if they cost nothing, a trial only sees whether that has changed, and comes four times as seldom.
+seldom right that they would not pay if they cost nothing, a trial only sees whether that has changed, and is seldomer.
 
 A draft model does not follow steps without guesses, and guesses badly for requests of which it has followed little. So who asks
 takes none until there is a request that it has followed, or that begins, and tells of no others; a trial waits until then.

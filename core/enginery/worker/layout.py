@@ -7,7 +7,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, StateView, View
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
 from enginery.contracts.drafting import ON_DEVICE
 from enginery.contracts.step import INT, Items, StepInput
 from enginery.errors import Unsupported
@@ -56,6 +57,27 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
         views=views,
         decode_len=step.decode_len,
         trees=bool(step.parents),
+    )
+
+
+def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:
+    """A decoding batch to be padded, on the host, with a view of each kind of memory. length: rows of a request."""
+    tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    nothing = torch.empty(0, 1, dtype=torch.int32)
+    views: dict[MemoryKind, View | StateView] = {FULL: View(slots=tokens, page_table_cpu=nothing)}
+    if WINDOW in geometry.pages:
+        views[WINDOW] = View(slots=tokens, page_table_cpu=nothing, starts_cpu=requests)
+    views[STATE] = StateView(reads_cpu=requests, writes_cpu=requests)
+    return ForwardBatch(
+        phase=Phase.DECODE if length == 1 else Phase.VERIFY,
+        input_ids=tokens,
+        positions=tokens,
+        q_lens_cpu=requests,
+        kv_lens_cpu=requests,
+        num_logits_cpu=requests,
+        seats_cpu=requests,
+        views=views,
+        decode_len=length,
     )
 
 

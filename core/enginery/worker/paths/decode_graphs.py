@@ -27,7 +27,7 @@ import torch
 from enginery.attention.axes import pad, token_fields
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
-from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
+from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
@@ -36,7 +36,7 @@ from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.layout import KNOWN, num_drafts, sampled_seats, token_sources
+from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import mark_nan
@@ -86,9 +86,9 @@ class CapturedStep:
     seats there, where the next step finds what this one samples: [requests] int64, device.
 
     batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
-    where these are NaN; both valid from a replay to the next one of any size. followed: whether a draft model finds what it takes.
-    So are hidden, [T, C], where it takes that, and accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens. moving: moves recurrent states by as
-    many drafts as `accepted` says; None: there are none, or nothing is verified.
+    where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
+    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens. followed: whether a draft model finds
+    what it takes. moving: moves recurrent states by as many drafts as `accepted` says; None: none are to be moved.
     """
 
     packed: torch.Tensor
@@ -383,24 +383,3 @@ def _captured_moving(
         assert done is not None, "a backend of recurrent layers that verifies commits states"
 
     return capture(move)
-
-
-def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:
-    """A decoding batch to be padded, on the host, with a view of each kind of memory. length: rows of a request."""
-    tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-    nothing = torch.empty(0, 1, dtype=torch.int32)
-    views: dict[MemoryKind, View | StateView] = {FULL: View(slots=tokens, page_table_cpu=nothing)}
-    if WINDOW in geometry.pages:
-        views[WINDOW] = View(slots=tokens, page_table_cpu=nothing, starts_cpu=requests)
-    views[STATE] = StateView(reads_cpu=requests, writes_cpu=requests)
-    return ForwardBatch(
-        phase=Phase.DECODE if length == 1 else Phase.VERIFY,
-        input_ids=tokens,
-        positions=tokens,
-        q_lens_cpu=requests,
-        kv_lens_cpu=requests,
-        num_logits_cpu=requests,
-        seats_cpu=requests,
-        views=views,
-        decode_len=length,
-    )

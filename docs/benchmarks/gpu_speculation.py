@@ -150,9 +150,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")
-    parser.add_argument(
-        "--plain", action=argparse.BooleanOptionalAction, default=True, help="without --auto: plain decoding beside"
-    )
+    parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True, help="without --auto: plain decoding too")
     parser.add_argument("--right", action=argparse.BooleanOptionalAction, default=True, help="with --auto: right guesses too")
     parser.add_argument("--attention", default="triton", help="what verifies; with flashinfer the head has triton")
     parser.add_argument("--embedded", action=argparse.BooleanOptionalAction, default=True, help="with --auto, that model too")

@@ -1,6 +1,6 @@
-"""`engine bench serve` at 16 requests a second, plainly and with a draft model: `python docs/benchmarks/http_speculation.py > FILE`.
+"""`engine bench serve` at 16 requests a second, plain and with a draft model: `python docs/benchmarks/http_speculation.py > FILE`.
 
-Llama-3.1-8B's shape and the EAGLE-3 head of random weights of `gpu_speculation.py`, 512 tokens in and 128 out, streamed. Guesses are
+Llama-3.1-8B's shape and the EAGLE-3 head of random weights of `gpu_speculation.py`, 512 tokens in, 128 out, streamed. Guesses are
 right by chance, each three times of four if those before it are. A server has no option for that: `Engine.build` is told in each
 process, by a `sitecustomize.py`.
 """

@@ -37,10 +37,10 @@ class Drafts(Protocol):
         """Those of running requests, by id. No step is in flight."""
         ...
 
-    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+    def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int) -> int:
         """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either.
 
-        num_coming: requests that will decode together then, if none ends.
+        num_coming: requests that will decode together then, if none ends. num_tokens: of the step.
         """
         ...
 
@@ -160,7 +160,7 @@ class Scheduler:
         built = planner.fill()
         if self._drafting is not None:
             coming = _num_coming(built, self.table, most=self.settings.max_batch_requests)
-            built.draft_len = self._drafting.length(built.requests, coming)
+            built.draft_len = self._drafting.length(built.requests, coming, built.num_tokens)
         self.preempted = planner.preempted
         return self.begin(built, agreed([built], sizes))
 
@@ -179,7 +179,7 @@ class Scheduler:
         built = None if counts is None else BatchPlanner(self.table, self.settings).fill_ahead(counts)
         if built is None:
             return None
-        built.draft_len = self._drafting.length(built.requests, len(built.requests))
+        built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)
         self.preempted = ()
         ahead = self.begin(built, agreed([built], sizes))
 

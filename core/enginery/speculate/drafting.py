@@ -19,6 +19,7 @@ from enginery.schedule.table import RequestTable
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import MadeDrafts
 
+_MOST_TOKENS_OF_A_TRIAL: Final = 2048  # of a burst of prompts, following alone would take as long as the verifications
 _MOST_UNFOLLOWED: Final = 0.25  # of a request's tokens: trials without guesses leave a few such everywhere
 
 
@@ -91,12 +92,14 @@ class Drafting:
             return None
         return [num_made if request.asked.params.speculation else 0 for request in requests]
 
-    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+    def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int = 0) -> int:
         """How many tokens a draft model guesses at the end of a step of these requests, as many as pay with so many to come.
+
+        No trial begins with many tokens of prompts, as it is over after few steps and they would all be followed for it.
 
         None where it has followed none of them well: it would guess badly, and nothing could be learnt from that.
         """
-        length = self._length.of(num_coming)
+        length = self._length.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else self._length.found(num_coming)
         return length if self._length.fixed is not None or (length and any(map(_is_followed, requests))) else 0
 
     def published(self, step: StepInput, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:

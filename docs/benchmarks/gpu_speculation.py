@@ -16,21 +16,23 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from enginery import LLM, SamplingParams
 from enginery.bench.forced import _one_pass
-from enginery.bench.offline import free_memory
+from enginery.bench.offline import BenchRun, free_memory
 from enginery.bench.workloads import equal_requests, shapes, write_shape
 from enginery.config.schema import EngineOptions
+from enginery.contracts.engine import EngineStats
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
 SHAPE, RATES, DRAFT_VOCABULARY = "llama-3.1-8b", (0.7655,) * 3, 32000
+PAGES = 8000  # 256 requests of 500 tokens; three such engines fit an H200
 PROMPT = "Tell me a story about a fox named Mia."
 
 
@@ -50,6 +52,7 @@ def options(folder: Path, device: str, attention: str = "triton") -> EngineOptio
         plugin_options=("flashinfer.prefill=fa2",) if attention == "flashinfer" else (),
         max_model_len=641,
         max_batch_requests=256,
+        num_pages=PAGES,
         prefill_fraction=1.0,
         drafter="eagle3",
         draft_model=str(folder / "head"),
@@ -57,32 +60,50 @@ def options(folder: Path, device: str, attention: str = "triton") -> EngineOptio
     )
 
 
-def measured(
-    name: str, asked: EngineOptions, loads: argparse.Namespace, *, rates: tuple[float, ...] = ()
-) -> Iterator[dict[str, Any]]:
-    """A row for each number of streams."""
+class Case(NamedTuple):
+    """An engine. rates: how often guesses are right; none: as often as they are."""
+
+    options: EngineOptions
+    rates: tuple[float, ...] = ()
+
+
+def measured(cases: Mapping[str, Case], loads: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each number of streams and engine. All engines are there at once and pass by turns, as a card that has become
+    warm is slower: one after the other, the same engine is up to 2 % slower the second time."""
     free_memory()
-    engine, repeats = Engine.build(asked, Registry.load(), forced_rates=rates), loads.repeats
+    engines = {name: Engine.build(case.options, Registry.load(), forced_rates=case.rates) for name, case in cases.items()}
     try:
         for count in loads.streams:
             workload = equal_requests(count, input_len=128, output_len=loads.output_len)
-            _one_pass(engine, workload, seed=1)
-            before = engine.meter.stats()
-            runs = sorted(_one_pass(engine, workload, seed=2 + repeat) for repeat in range(repeats))
-            after, middle = engine.meter.stats(), runs[(repeats - 1) // 2]
-            steps, verified = (after.num_steps - before.num_steps), after.drafts.verifications - before.drafts.verifications
-            yield {
-                "run": name,
-                "streams": count,
-                "output_tokens_per_s": middle.output_tokens / middle.total_s,
-                "told_a_verification": (after.drafts.told - before.drafts.told) / verified if verified else None,
-                "drafted_a_verification": (after.drafts.drafted - before.drafts.drafted) / verified if verified else None,
-                "step_ms": 1e3 * sum(run.total_s for run in runs) / steps,
-                "host_ms": 1e3 * (after.host_s - before.host_s) / steps,
-                "seconds": [run.total_s for run in runs],
-            }
+            for engine in engines.values():
+                _one_pass(engine, workload, seed=1000 * count)
+            before = {name: engine.meter.stats() for name, engine in engines.items()}
+            turns = [
+                {name: _one_pass(engine, workload, seed=1000 * count + repeat) for name, engine in engines.items()}
+                for repeat in range(1, 1 + loads.repeats)
+            ]
+            for name, engine in engines.items():
+                yield _row(name, count, sorted(turn[name] for turn in turns), (before[name], engine.meter.stats()))
     finally:
-        engine.close()
+        for engine in engines.values():
+            engine.close()
+
+
+def _row(name: str, count: int, runs: Sequence[BenchRun], stats: tuple[EngineStats, EngineStats]) -> dict[str, Any]:
+    """runs: from the fastest on. stats: before them and after them."""
+    before, after = stats
+    middle, steps = runs[(len(runs) - 1) // 2], after.num_steps - before.num_steps
+    verified = after.drafts.verifications - before.drafts.verifications
+    return {
+        "run": name,
+        "streams": count,
+        "output_tokens_per_s": middle.output_tokens / middle.total_s,
+        "told_a_verification": (after.drafts.told - before.drafts.told) / verified if verified else None,
+        "drafted_a_verification": (after.drafts.drafted - before.drafts.drafted) / verified if verified else None,
+        "step_ms": 1e3 * sum(run.total_s for run in runs) / steps,
+        "host_ms": 1e3 * (after.host_s - before.host_s) / steps,
+        "seconds": [run.total_s for run in runs],
+    }
 
 
 def embedded(drafter: str, loads: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -108,17 +129,16 @@ def embedded(drafter: str, loads: argparse.Namespace) -> Iterator[dict[str, Any]
 
 
 def rows_of(loads: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """One engine after the other."""
+    """Of the 8B shape by turns, then of the embedded model."""
     drafting = options(folder, "cuda", loads.attention)
     plain = {"drafter": "off", "draft_model": None, "draft_length": "auto"}
+    without = Case(dataclasses.replace(drafting, **plain))
     if not loads.auto:
-        yield from measured("forced", drafting, loads, rates=RATES)
-        yield from measured("plain", dataclasses.replace(drafting, **plain), loads)
+        yield from measured({"forced": Case(drafting, RATES)} | ({"plain": without} if loads.plain else {}), loads)
         return
     auto = dataclasses.replace(drafting, drafter="auto", draft_length="auto")
-    yield from measured("plain", dataclasses.replace(auto, **plain), loads)
-    yield from measured("auto, seldom right", auto, loads)
-    yield from measured("auto, right three times of four", auto, loads, rates=(RATES[0],) * 7)
+    right = {"auto, right three times of four": Case(auto, (RATES[0],) * 7)} if loads.right else {}
+    yield from measured({"plain": without, "auto, seldom right": Case(auto), **right}, loads)
     for drafter in ("off", "auto") if loads.embedded else ():
         yield from embedded(drafter, loads)
 
@@ -130,6 +150,8 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True, help="without --auto: plain decoding too")
+    parser.add_argument("--right", action=argparse.BooleanOptionalAction, default=True, help="with --auto: right guesses too")
     parser.add_argument("--attention", default="triton", help="what verifies; with flashinfer the head has triton")
     parser.add_argument("--embedded", action=argparse.BooleanOptionalAction, default=True, help="with --auto, that model too")
     asked = parser.parse_args()

@@ -21,6 +21,7 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.errors import StalePlan, Unsupported
 from enginery.plugin.registry import Registry
+from enginery.worker.paths.decode_graphs import GraphKey
 from enginery.worker.paths.recorded_steps import RecordedSteps, recorded_sizes
 
 compiled = pytest.importorskip("enginery_attn_cpu.native_part", reason="the plugin is not installed").kernels
@@ -256,7 +257,7 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
 
 def test_plans_of_tables_that_were_made_anew_are_stale_and_larger_steps_are_refused(llama: Oracle, registry: Registry) -> None:
     engine = Engine.build(options(llama), registry)
-    engine._runner.graphs.capture(6)
+    engine._runner.graphs.capture(GraphKey(6, 1, followed=False))
     (step,), relay = engine._runner.graphs.steps, engine._runner.relay
     relay.refresh(step.batch.plan, step.batch)
     assert relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=4)

@@ -18,7 +18,7 @@ from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.ops import SamplingTensors
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, GraphKey
 from enginery.worker.warm_up import dummy_batch, warm_up
 
 
@@ -152,5 +152,5 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
     )
     assert graphs is not None
     for size in graphs.sizes:
-        graphs.capture(size)
+        graphs.capture(GraphKey(size, 1, followed=False))
     assert not launches.variants - known

@@ -170,6 +170,24 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
         """How many rows of each of these items are sampled, those of padding too: [S] int64."""
         return np.where(self.sampling < self.num_decode, self.decode_len, 1)
 
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """How many rows each item has, those of padding too: [B] int32."""
+        num_tokens = self.columns().num_tokens
+        if not self.verifies:
+            return num_tokens
+        rows: np.ndarray = num_tokens.copy()
+        rows[: self.num_decode] = self.decode_len
+        return rows
+
+    @functools.cached_property
+    def row_places(self) -> np.ndarray:
+        """Of each row its place in its item: [T] int64, with those of padding."""
+        rows = self.rows
+        ends: np.ndarray = rows.cumsum(dtype=np.int64)
+        places: np.ndarray = np.arange(int(ends[-1]) if len(ends) else 0) - (ends - rows).repeat(rows)
+        return places
+
     @property
     def verifies(self) -> bool:
         """Whether it has drafts."""

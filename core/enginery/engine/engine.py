@@ -17,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
-from enginery.contracts.step import StepInput
+from enginery.contracts.step import StepInput, StepOutput
 from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
 from enginery.engine.facts import facts_of
@@ -25,7 +25,7 @@ from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
 from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
 from enginery.engine.recording import recorder_of
-from enginery.engine.sampling_input import GrammarFailures, prepare_sampling
+from enginery.engine.sampling_input import GrammarFailures, prepare_sampling, reads_pending
 from enginery.engine.scheduling import scheduling_of
 from enginery.errors import Overloaded, RequestError
 from enginery.plugin.registry import Registry
@@ -35,7 +35,6 @@ from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.guesses import Guesses
-from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
 
 MAX_FAILED_STEPS: Final = 3
@@ -171,8 +170,44 @@ class Engine:
         if changeover := _ready(self._changeover):
             self._publish_all(outputs)
             changeover.change(self._runner)
-        if _guess(self._in_flight):
+        if not _guess(self._in_flight):
+            self._launch_next(outputs)
+        elif not self._launch_ahead(outputs):
             self._publish_all(outputs)
+            self._launch_next(outputs)
+        if not self._scheduler.has_work:
+            self._scheduler.check_idle()
+        self._kv_events.publish()
+        return outputs
+
+    def _launch_ahead(self, outputs: list[RequestOutput]) -> bool:
+        """Schedule a verification while the step in flight runs, launch it as soon as that is told, then take that in.
+
+        False: it has to be taken in first, and nothing is changed.
+        """
+        began_s = time.perf_counter()
+        ahead = self._scheduler.step_ahead(self._runner.sizes) if self._overlap else None
+        if ahead is None:
+            return False
+        requests, waited_from_s = self._scheduler.requests, time.perf_counter()
+        self._sent.append(_Sent(ahead.step, requests, SteppedAt(began_s, waited_from_s, 0)))
+        flight = self._in_flight[0]
+        with self._naming(flight.step):
+            output = flight.running.wait()
+        now_s = time.perf_counter()
+        at = SteppedAt(now_s - (waited_from_s - began_s), now_s, 0)
+        if (step := ahead.settle(output)) is None:
+            self._sent.clear()
+        else:
+            self._sent[0] = sent = _Sent(step, requests, at)
+            with self._naming(step):
+                self._ranks.send(step)
+                self._launch(sent)
+        outputs += self._take_in_first(output, waited_from_s)
+        return True
+
+    def _launch_next(self, outputs: list[RequestOutput]) -> None:
+        """Launch what runs next, if anything does; then take in the step, or with overlap the one before it."""
         began_s = time.perf_counter()
         step = self._scheduler.next_step(self._runner.sizes)
         if step.items:
@@ -182,18 +217,12 @@ class Engine:
                 self._ranks.send(step)
         ahead, overlap = (self._ahead, self._overlap) if step.items else (0, 0)
         if len(self._sent) > ahead:
-            sent, requests, at = self._sent[0]
-            with self._naming(sent):
-                if self._in_flight and _reads_pending(sent, requests):
+            with self._naming((sent := self._sent[0]).step):
+                if self._in_flight and reads_pending(sent.step, sent.requests):
                     outputs += self._publish_first()
-                self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
-                self._sent.popleft()
+                self._launch(sent)
         if len(self._in_flight) > overlap:
             outputs += self._publish_first()
-        if not self._scheduler.has_work:
-            self._scheduler.check_idle()
-        self._kv_events.publish()
-        return outputs
 
     def recover(self, error: Exception) -> list[RequestOutput]:
         """After `step` raised `error`: what it would have returned, and what the requests that it gave up are told.
@@ -227,10 +256,13 @@ class Engine:
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
-        for graphs in (self._runner.graphs, self._runner.pieces):
-            if graphs is not None and (waiting := graphs.waiting):
-                graphs.capture(waiting[0])
-                return True
+        graphs, pieces = self._runner.graphs, self._runner.pieces
+        if graphs is not None and (keys := graphs.waiting):
+            graphs.capture(keys[0])
+            return True
+        if pieces is not None and (sizes := pieces.waiting):
+            pieces.capture(sizes[0])
+            return True
         return self._grammars.prepare()
 
     def close(self) -> None:
@@ -240,28 +272,34 @@ class Engine:
         if self._changeover is not None:
             self._changeover.stop()
 
-    def _sample(self, launched: Launched, requests: Sequence[Request], at: SteppedAt) -> _InFlight:
-        """Have the tokens chosen of a step whose forward is on its way."""
-        step, vocab_size = launched.step, self.facts.vocab_size
+    def _launch(self, sent: _Sent) -> None:
+        """Have the forward begun of the step that was sent first, and its tokens chosen."""
+        step, requests, at = sent
+        launched, vocab_size = self._runner.launch(step), self.facts.vocab_size
         _note_first_turns(requests[step.num_decode :])
         sampling, failures = prepare_sampling(step, requests, self._eos_token_ids, vocab_size=vocab_size)
         running = self._runner.sample(launched, sampling, failures.cuts)
         self._ranks.share(running)
-        return _InFlight(step, requests, running, failures, at)
+        self._in_flight.append(_InFlight(step, requests, running, failures, at))
+        self._sent.popleft()
 
     def _publish_all(self, outputs: list[RequestOutput]) -> None:
-        """Take the tokens of all steps in flight in, and append what they add to `outputs`."""
+        """Take in the tokens of all steps in flight, and append what they add to `outputs`."""
         while self._in_flight:
             outputs += self._publish_first()
 
     def _publish_first(self) -> list[RequestOutput]:
         """Wait for the step that was launched first of those in flight, and take its tokens in."""
-        (step, requests, running, (refused, cuts), at), waited_from = self._in_flight[0], time.perf_counter()
-        with self._naming(step):
-            output = running.wait()
-        self._in_flight.popleft()
+        flight, waited_from_s = self._in_flight[0], time.perf_counter()
+        with self._naming(flight.step):
+            output = flight.running.wait()
+        return self._take_in_first(output, waited_from_s)
+
+    def _take_in_first(self, output: StepOutput, waited_from_s: float) -> list[RequestOutput]:
+        """Take in what the step that was launched first gave, for which the host waited from then on."""
+        step, requests, running, (refused, cuts), at = self._in_flight.popleft()
         self._ranks.landed(step)
-        self.meter.arrived(step, output, at, waited_from_s=waited_from)
+        self.meter.arrived(step, output, at, waited_from_s=waited_from_s)
         if self._recorder is not None:
             self._recorder.add(step, requests, output, running.guesses)
         if cuts and self._drafting is not None:
@@ -332,7 +370,8 @@ def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, ma
     settings = parts.choice.settings
     most_rows = min(settings.max_batch_requests, settings.max_batch_tokens)
     length = DraftLength(most, fixed=fixed, device=parts.choice.device.type, most_rows=most_rows)
-    return Drafting(made, offer, length=length, vocab_size=vocab_size)
+    on_device = not parts.draft_model.knows_lengths
+    return Drafting(made, offer, length=length, vocab_size=vocab_size, on_device=on_device)
 
 
 def _made_of(guesses: Guesses, sampling: Sequence[int], requests: Sequence[Request]) -> Made:
@@ -353,14 +392,6 @@ def _note_first_turns(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.queued_s is None:
             request.queued_s = max(now_s - request.arrival_s, 0.0)
-
-
-def _reads_pending(step: StepInput, requests: Sequence[Request]) -> bool:
-    """Whether a token is chosen by one that is still to come."""
-    if not any(request.reads_tokens for request in requests):
-        return False
-    pending = step.columns().pending.tolist()
-    return any(count and request.reads_tokens for count, request in zip(pending, requests, strict=True))
 
 
 def _check_token_ids(request: GenerationRequest, *, vocab_size: int) -> None:

@@ -120,12 +120,13 @@ class StepMeter:
 
     def verified(self, outputs: Sequence[RequestOutput]) -> None:
         """What a step that verified drafts has told."""
-        for output in outputs:
-            if output.num_drafted:
-                self._verifications += 1
-                self._told += len(output.token_ids)
-                self._drafted += output.num_drafted
-                self._accepted_at.update(range(output.num_accepted))
+        verified = [output for output in outputs if output.num_drafted]
+        self._verifications += len(verified)
+        self._told += sum([len(output.token_ids) for output in verified])
+        self._drafted += sum([output.num_drafted for output in verified])
+        for num_accepted, count in Counter([output.num_accepted for output in verified]).items():
+            for place in range(num_accepted):
+                self._accepted_at[place] += count
         if self._verifications >= _ENOUGH_VERIFICATIONS and not self._has_warned and self._told < _USEFUL * self._verifications:
             self._has_warned, told, most = True, self._told / self._verifications, 1 + self._drafted / self._verifications
             log.warning(

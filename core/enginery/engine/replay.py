@@ -26,7 +26,7 @@ from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.trees import depths_of, parents_of
-from enginery.worker.layout import begins_of, rows_of_items, sampled_seats
+from enginery.worker.layout import begins_of, sampled_seats
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.path import Launched
 from enginery.worker.runner import Captured, Runner, Speculation
@@ -216,7 +216,7 @@ def _differences(recorded: RecordedStep, one: Ran, other: Ran) -> Iterator[Diffe
     items = step.columns()
     if [call.layer for call in one.calls] != [call.layer for call in other.calls]:
         raise ConfigError(f"step {step.number} calls attention of other layers with one backend than with the other")
-    rows = _ranges(begins_of(rows_of_items(step)), items.num_tokens)
+    rows = _ranges(begins_of(step.rows), items.num_tokens)
     for mine, theirs in zip(one.calls, other.calls, strict=True):
         yield _largest(step, mine.layer, names, _apart(mine.values, theirs.values, rows))
     sampling = step.sampling.tolist()

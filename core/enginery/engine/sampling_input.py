@@ -86,6 +86,14 @@ def prepare_sampling(
     return _unadjusted(asked, positions, prompts), NO_FAILURES
 
 
+def reads_pending(step: StepInput, requests: Sequence[Request]) -> bool:
+    """Whether a token is chosen by one that is still to come."""
+    if not any(request.reads_tokens for request in requests):
+        return False
+    pending = step.columns().pending.tolist()
+    return any(count and request.reads_tokens for count, request in zip(pending, requests, strict=True))
+
+
 def _failures_by_item(failed: Mapping[int, str], places: Sequence[int], ahead: np.ndarray) -> GrammarFailures:
     """failed: by row. places, ahead: the item of each row, and how many rows lead to it."""
     cuts: dict[int, int] = {}

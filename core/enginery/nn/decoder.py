@@ -207,7 +207,9 @@ class Decoder:
         return hidden
 
     def tap(self, batch: ForwardBatch, values: torch.Tensor, layer: int, point: Point = "input") -> None:
-        """Write these hidden states, [T, C], of a `Feature` where a draft model finds them, if it takes them."""
+        """Write these hidden states, [T, C], of a `Feature` where a draft model finds them, if it takes them and follows."""
+        if FEATURES not in batch.outputs:
+            return
         width = values.shape[-1]
         for place, wanted in enumerate(self.taps):
             if wanted == (layer, point):

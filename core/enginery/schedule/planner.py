@@ -23,6 +23,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from enginery.config.schema import ScheduleSettings
+from enginery.contracts.drafting import ON_DEVICE
 from enginery.kv.kinds import NOTHING, Demand
 from enginery.schedule.request import Request, RequestStatus
 from enginery.schedule.step import StepBuilder
@@ -63,6 +64,25 @@ class BatchPlanner:
         self._kv.finite.step_planned()
         return self._step
 
+    def fill_ahead(self, counts: Sequence[int]) -> StepBuilder | None:
+        """Verify so many guesses of each running request behind the step in flight, as if all of that one's were right.
+
+        All of them decode, and the guesses are on the device alone. None, and nothing is changed: rows or free pages are too few.
+        """
+        running, size, settings = self._table.running, self._kv.page_size, self._settings
+        most = min(max(counts), min(self._budget, settings.max_batch_requests) // len(running) - 1)
+        stops = [min(request.num_computed + 1 + most, request.limit) for request in running]
+        lacking = (-(-stop // size) - len(request.kv.pages) for request, stop in zip(running, stops, strict=True))
+        if most < 1 or sum(max(0, count) for count in lacking) > self._kv.num_available:
+            return None
+        for request, count, stop in zip(running, counts, stops, strict=True):
+            if stop > len(request.kv.pages) * size:
+                self._kv.prepare(request.kv, request.num_computed, stop, num_known=request.num_expected)
+                self._step.tell_pages(request.kv)
+            self._step.add_drafts(request, (ON_DEVICE,) * min(count, most))
+        self._step.decode_len, self._step.num_decode = 1 + most, len(running)
+        return self._step
+
     def _schedule_decodes(self) -> list[Request]:
         """One token for each request that has only its last one to compute. Returns those amid their prompt, in order.
 
@@ -100,13 +120,16 @@ class BatchPlanner:
         Rows that are sampled are at most `max_batch_requests`, for so many the memory plan has room.
         """
         decoding = [request for request in self._table.running if request.num_expected - request.num_computed == 1]
-        most = min(self._budget, self._settings.max_batch_requests) // max(len(decoding), 1) - 1
+        most = max(0, min(self._budget, self._settings.max_batch_requests) // max(len(decoding), 1) - 1)
+        size = 0 if self._kv.finite.allocators else self._kv.page_size  # 0: other kinds of memory are asked each time
         chosen: list[tuple[Request, Sequence[int]]] = []
         for request in decoding[: self._budget]:
             if request.status is not RequestStatus.RUNNING:
                 continue
-            drafts = self._drafts.get(request.request_id, ())[: max(0, min(most, request.limit - len(request.token_ids) - 1))]
-            if not self._holds(request, 1 + len(drafts)):
+            drafts = self._drafts.get(request.request_id, ())
+            if (room := min(most, request.limit - len(request.token_ids) - 1)) < len(drafts):
+                drafts = drafts[: max(0, room)]
+            if request.num_computed + 1 + len(drafts) > len(request.kv.pages) * size:
                 if not self._find_room(request, 1):
                     continue
                 drafts = self._drafts_with_room(request, drafts)
@@ -169,11 +192,6 @@ class BatchPlanner:
             return False
         self._take_pages(request, num_tokens)
         return True
-
-    def _holds(self, request: Request, num_tokens: int) -> bool:
-        """Whether its next tokens need nothing: their pages are there, and there is no other kind of memory."""
-        kv = self._kv
-        return not kv.finite.allocators and request.num_computed + num_tokens <= len(request.kv.pages) * kv.page_size
 
     def _find_room(self, request: Request, num_tokens: int) -> bool:
         """The same, without taking them."""

@@ -50,7 +50,11 @@ def _take_back(request: Request, num_wrong: int) -> None:
 
 def _append(request: Request, index: int, told: tuple[int, ...], output: StepOutput, *, num_drafts: int) -> RequestOutput:
     count, reason, token_id = 0, None, told[0]
-    for token_id in told:
+    ends_nothing = request.grammar is None and len(request.token_ids) + len(told) < request.limit
+    if ends_nothing and request.stop_ids.isdisjoint(told):  # as in nearly all steps
+        request.token_ids.extend(told)
+        count = len(told)
+    for token_id in told[count:]:
         if request.grammar is not None and not request.grammar.accept(token_id):
             error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"
             return RequestOutput(request_id=request.request_id, token_ids=told[:count], error=error, param="grammar")

@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
+
 from enginery.config.schema import ScheduleSettings
-from enginery.contracts.batch import FULL
+from enginery.contracts.batch import FULL, Phase
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.schedule import LaneCounts, PageCounts, SchedulePolicySpec
-from enginery.contracts.step import NO_SIZES, RunSizes, StepInput, StepOutput
+from enginery.contracts.step import INT, NO_SIZES, RunSizes, StepInput, StepOutput
 from enginery.errors import RequestError
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.manager import KVCacheManager
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import PrefixCache
+from enginery.schedule.ahead import Ahead, all_end, settled
 from enginery.schedule.planner import NO_DRAFTS, BatchPlanner
 from enginery.schedule.queue import WaitingQueue
 from enginery.schedule.request import Request, RequestStatus
@@ -34,10 +37,17 @@ class Drafts(Protocol):
         """Those of running requests, by id. No step is in flight."""
         ...
 
-    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+    def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int) -> int:
         """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either.
 
-        num_coming: requests that will decode together then, if none ends.
+        num_coming: requests that will decode together then, if none ends. num_tokens: of the step.
+        """
+        ...
+
+    def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
+        """How many guesses each of these has once the step in flight is told, at whose end `num_made` are made on the device.
+
+        None: some are chosen, or their next tokens, by tokens that are not known before.
         """
         ...
 
@@ -150,9 +160,46 @@ class Scheduler:
         built = planner.fill()
         if self._drafting is not None:
             coming = _num_coming(built, self.table, most=self.settings.max_batch_requests)
-            built.draft_len = self._drafting.length(built.requests, coming)
+            built.draft_len = self._drafting.length(built.requests, coming, built.num_tokens)
         self.preempted = planner.preempted
         return self.begin(built, agreed([built], sizes))
+
+    def step_ahead(self, sizes: RunSizes = NO_SIZES) -> Ahead | None:
+        """What runs behind the one step in flight, scheduled before that is told; see `ahead`. None: it has to be told first.
+
+        That is so unless each request that is there decodes in it, and guesses are made behind it.
+        """
+        if self._drafting is None or len(self._in_flight) != 1 or self.table.waiting or self.table.leaving:
+            return None
+        before, requests = self._in_flight[0]
+        running, decodes = self.table.running, before.phase in (Phase.DECODE, Phase.VERIFY)
+        if not (running and decodes and before.draft_len) or self._kv.finite.allocators or not {*running} <= {*requests}:
+            return None
+        counts = self._drafting.coming(running, before.draft_len)
+        built = None if counts is None else BatchPlanner(self.table, self.settings).fill_ahead(counts)
+        if built is None:
+            return None
+        built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)
+        self.preempted = ()
+        ahead = self.begin(built, agreed([built], sizes))
+
+        def settle(output: StepOutput) -> StepInput | None:
+            if all_end(requests, output):
+                self._withdraw()
+                return None
+            step = settled(ahead, built.requests, before, output)
+            self._in_flight[-1] = step, built.requests
+            return step
+
+        return Ahead(ahead, settle)
+
+    def _withdraw(self) -> None:
+        """Take the newest step back, which no worker has heard of. Its requests end, whose pages and seats go back as always."""
+        step, requests = self._in_flight.pop()
+        self.next_number -= 1
+        self._kv.released[:0] = np.frombuffer(step.released, INT).tolist()
+        for request in requests:
+            request.in_flight -= 1
 
     def begin(self, built: StepBuilder, way: Agreed, *, even_idle: bool = False) -> StepInput:
         """The planned step, which is in flight from now on, unless it is empty. even_idle: then too, as other lanes have work."""

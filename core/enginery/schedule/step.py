@@ -53,21 +53,23 @@ class StepBuilder:
         self._has_states = has_states
         self._states: list[bytes] = []
         self._embedding: list[int] = []
-        self._parents = array("i")
+        self._drafts: list[Sequence[int]] = []
         self.branches = False
 
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
-        """Schedule its last token and guesses at the next ones. It has the pages, and is in no step in flight."""
+        """Schedule its last token and guesses at the next ones. It has the pages.
+
+        In a step in flight, its last token is not known and told later, see `ahead`.
+        """
         start, count, kv = request.num_computed, 1 + len(drafts), request.kv
         self.greedy &= start + 1 >= request.greedy_from
-        self._ids.append(request.token_ids[start])
+        if start < len(request.token_ids):
+            self._ids.append(request.token_ids[start])
         pending = len(drafts) if ON_DEVICE in drafts else 0
         if not pending:
             self._ids.extend(drafts)
-        parents: Sequence[int] = range(-1, len(drafts) - 1)
-        if isinstance(drafts, DraftTree):
-            self.branches, parents = True, drafts.parents
-        self._parents.extend(parent + 1 for parent in parents)
+        self._drafts.append(drafts)
+        self.branches = self.branches or isinstance(drafts, DraftTree)
         self._items.append(_pack_item(kv.seat, start, count, start, count, True, len(drafts), pending, _NO_ADAPTER))
         if self._has_states:
             self._add_state(kv.states)
@@ -135,10 +137,15 @@ class StepBuilder:
             states=b"".join(self._states),
             released=array("i", released).tobytes(),
             embedding=array("i", self._embedding).tobytes(),
-            parents=self._parents.tobytes() if self.branches else b"",
+            parents=self._parents().tobytes() if self.branches else b"",
             decode_len=self.decode_len,
             draft_len=self.draft_len,
         )
+
+    def _parents(self) -> array[int]:
+        """Of each draft the row that it follows, where some branch."""
+        each = (one.parents if isinstance(one, DraftTree) else range(-1, len(one) - 1) for one in self._drafts)
+        return array("i", (parent + 1 for parents in each for parent in parents))
 
     @property
     def embeds(self) -> bool:

@@ -19,6 +19,7 @@ from enginery.schedule.table import RequestTable
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import MadeDrafts
 
+_MOST_TOKENS_OF_A_TRIAL: Final = 2048  # of a burst of prompts, following alone would take as long as the verifications
 _MOST_UNFOLLOWED: Final = 0.25  # of a request's tokens: trials without guesses leave a few such everywhere
 
 
@@ -32,7 +33,10 @@ class _Published(NamedTuple):
 
 
 class Drafting:
-    """One drafter, and where it is from; of a draft model what it has made. length: drafts of a request in one step."""
+    """One drafter, and where it is from; of a draft model what it has made. length: drafts of a request in one step.
+
+    on_device: what it makes is on the device alone when the next step is scheduled.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,10 @@ class Drafting:
         length: DraftLength,
         vocab_size: int,
         gives_trees: bool = False,
+        on_device: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._gives_trees = gives_trees
+        self._gives_trees, self._on_device = gives_trees, on_device
         self._clock = clock
         self._before: _Published | None = None
         self._drafter = drafter
@@ -69,24 +74,32 @@ class Drafting:
         No step is in flight: all tokens of a request are known. Raises `PluginError` where the drafter fails.
         """
         self._forget_ended(table)
-        drafted = [request for request in table.running if self._may_draft(request)]
-        if not drafted:
+        wanted = [(request, most) for request in table.running if (most := self._most(request)) > 0]
+        if not wanted:
             return {}
         if isinstance(self._drafter, MadeDrafts):
-            found = [(request.request_id, self._made(self._drafter, request)) for request in drafted]
+            found = self._drafter.of(wanted)
         else:
-            asks = [self._ask(request) for request in drafted]
+            asks = [self._ask(request, most) for request, most in wanted]
             with inside(self._offer, "guess tokens"):
                 told = zip(asks, self._drafter.propose(asks), strict=True)
                 found = [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in told]
         return {key: tokens for key, tokens in found if tokens}
 
-    def length(self, requests: Sequence[Request], num_coming: int) -> int:
+    def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
+        """See `schedule.scheduler.Drafts`."""
+        if not self._on_device or any(request.adjusts or request.grammar is not None for request in requests):
+            return None
+        return [num_made if request.asked.params.speculation else 0 for request in requests]
+
+    def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int = 0) -> int:
         """How many tokens a draft model guesses at the end of a step of these requests, as many as pay with so many to come.
+
+        No trial begins with many tokens of prompts, as it is over after few steps and they would all be followed for it.
 
         None where it has followed none of them well: it would guess badly, and nothing could be learnt from that.
         """
-        length = self._length.of(num_coming)
+        length = self._length.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else self._length.found(num_coming)
         return length if self._length.fixed is not None or (length and any(map(_is_followed, requests))) else 0
 
     def published(self, step: StepInput, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
@@ -110,22 +123,20 @@ class Drafting:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
         self._stopped |= {request.request_id: request for request in requests}
 
-    def _made(self, made: MadeDrafts, request: Request) -> Sequence[int]:
-        return made.of(request.request_id, len(request.token_ids), most=self._most(request), reads=request.reads_tokens)
-
-    def _ask(self, request: Request) -> DraftAsk:
+    def _ask(self, request: Request, most: int) -> DraftAsk:
         self._asked[request.request_id] = request
-        return DraftAsk(request.request_id, request.token_ids, self._most(request), request.asked.cache_salt)
+        return DraftAsk(request.request_id, request.token_ids, most, request.asked.cache_salt)
 
     def _most(self, request: Request) -> int:
-        return min(self._length.most, _room(request))
-
-    def _may_draft(self, request: Request) -> bool:
-        """Whether it decodes, wants drafts and has room, and its grammar, if it has one, can go back behind a wrong one."""
+        """How many guesses it may have; 0 or less: it does not decode, wants none, has no room, or its grammar cannot go back."""
+        if request.num_expected - request.num_computed != 1:
+            return 0
         asked, grammar = request.asked, request.grammar
-        decodes = request.num_expected - request.num_computed == 1 and _room(request) > 0
-        wants = asked.params.speculation and not asked.embed and self._stopped.get(request.request_id) is not request
-        return decodes and wants and (grammar is None or isinstance(grammar, RevocableGrammarState))
+        if not asked.params.speculation or asked.embed or (self._stopped and self._stopped.get(asked.request_id) is request):
+            return 0
+        if grammar is not None and not isinstance(grammar, RevocableGrammarState):
+            return 0
+        return min(self._length.most, request.limit - len(request.token_ids) - 1)
 
     def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
         """Up to the first that is no token. Raises TypeError for a tree of a drafter that does not say that it gives any."""
@@ -150,8 +161,3 @@ class Drafting:
 def _is_followed(request: Request) -> bool:
     """Whether a draft model that is asked about it has run over most of its tokens, the coming ones among them."""
     return request.asked.params.speculation and request.num_unfollowed <= _MOST_UNFOLLOWED * request.num_computed
-
-
-def _room(request: Request) -> int:
-    """How many drafts its limit allows beside the token that a step tells anyhow."""
-    return request.limit - len(request.token_ids) - 1

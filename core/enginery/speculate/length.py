@@ -8,7 +8,9 @@ plain decoding, which may be faster than a length whose neighbours are both slow
 
 Speculation must not be slower than plain decoding. So a load that begins with guesses tries none after a few steps, and what
 trials have lost, by what they told in their time, may be a hundredth of the time that there was; a longer length that was never
-tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial.
+tried is taken to lose as much time as it takes. Guesses that become seldom right are given up without a trial. Where they are so
+seldom right that they would not pay if they cost nothing, other loads begin without them, and a trial only sees whether that has
+changed, and is seldomer.
 
 A draft model does not follow steps without guesses, and guesses badly for requests of which it has followed little. So who asks
 takes none until there is a request that it has followed, or that begins, and tells of no others; a trial waits until then.
@@ -29,6 +31,7 @@ FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
 _BEFORE_THE_FIRST_TRIAL: Final = 4
 _FEWEST_STEPS: Final = 8  # between trials, twice as many after each that changed nothing
 _MOST_STEPS: Final = 256
+_STEPS_WITHOUT_HOPE: Final = 512
 _STEPS_OF_A_TRIAL: Final = 2
 _STEPS_AROUND_IT: Final = 3  # that verify what steps of another length made, or wait for what is captured
 _MOST_LOST: Final = 0.01
@@ -96,6 +99,10 @@ class DraftLength:
         load = self._load(num_requests)
         return load.length if load.trial is None else load.trial
 
+    def found(self, num_requests: int) -> int:
+        """The same, whatever is being tried."""
+        return self.most if self.fixed is not None or not num_requests else self._load(num_requests).length
+
     def told(self, num_drafted: int, num_accepted: int) -> None:
         """What became of one request's guesses."""
         for place in range(min(num_accepted + 1, num_drafted, len(self._accepted))):
@@ -127,8 +134,13 @@ class DraftLength:
         if size not in self._loads:
             wanted = next((length for most, length in self._first if num_requests <= most), 0)
             lengths = [length for length in self._lengths if length == 0 or (1 + length) << size <= self._most_rows]
-            self._loads[size] = _Load(lengths, max(length for length in lengths if length <= wanted))
+            begun = max(length for length in lengths if length <= wanted)
+            self._loads[size] = _Load(lengths, begun if self._may_pay(begun) else 0)
         return self._loads[size]
+
+    def _may_pay(self, length: int) -> bool:
+        """Whether so many guesses would tell clearly more tokens a second than none, if they cost nothing."""
+        return self.told_each_step(length) > _GAIN_OF_MORE
 
     def _begin_trial(self, load: _Load) -> None:
         """Of none, the next longer one and the next shorter one in turn, if there is time to lose for it: else that is saved."""
@@ -162,4 +174,4 @@ class DraftLength:
                 load.length, load.patience = trial, _FEWEST_STEPS
                 load.turn -= 1  # on in this direction
                 return
-        load.patience = min(2 * load.patience, _MOST_STEPS)
+        load.patience = min(2 * load.patience, _MOST_STEPS) if self._may_pay(load.lengths[-1]) else _STEPS_WITHOUT_HOPE

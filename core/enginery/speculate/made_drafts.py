@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from enginery.contracts.drafting import ON_DEVICE
+from enginery.schedule.request import Request
 
 
 class Made(NamedTuple):
@@ -25,6 +26,7 @@ class Made(NamedTuple):
     is_read: bool
 
 
+_NOWHERE: Final = (-1, -1)
 _NOTHING: Final = Made({}, 0, lambda place: (), is_read=True)
 
 
@@ -38,9 +40,18 @@ class MadeDrafts:
         """In place of those of the step before."""
         self._made = made or _NOTHING
 
-    def of(self, request_id: str, num_tokens: int, *, most: int, reads: bool) -> Sequence[int]:
-        """What was kept, unless the request has gone another way since. reads: the tokens themselves are wanted."""
-        made, (known, place) = self._made, self._made.places.get(request_id, (-1, -1))
-        if known != num_tokens:
-            return ()
-        return made.read(place)[:most] if reads or made.is_read else (ON_DEVICE,) * min(made.num_drafts, most)
+    def of(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[str, Sequence[int]]]:
+        """What was kept of each, up to so many, by id: nothing where it has gone another way since.
+
+        The tokens themselves where they are on the host, and for a request whose next token depends on those before.
+        """
+        made = self._made
+        places, num_drafts, found = made.places, made.num_drafts, list[tuple[str, Sequence[int]]]()
+        unread = [(ON_DEVICE,) * count for count in range(num_drafts + 1)]
+        for request, most in wanted:
+            known, place = places.get(request.request_id, _NOWHERE)
+            if known != len(request.token_ids):
+                continue
+            reads = made.is_read or request.reads_tokens
+            found.append((request.request_id, made.read(place)[:most] if reads else unread[min(num_drafts, most)]))
+        return found

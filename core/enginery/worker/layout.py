@@ -7,7 +7,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, StateView, View
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
 from enginery.contracts.drafting import ON_DEVICE
 from enginery.contracts.step import INT, Items, StepInput
 from enginery.errors import Unsupported
@@ -25,7 +26,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     """
     items, page_size = step.columns(), tables.page_size
     _refuse_unknown(step, items, has_windows=tables.window is not None)
-    q_lens = rows_of_items(step)
+    q_lens = step.rows
     kv_lens = items.start + q_lens
     num_columns = -(-max(kv_lens.tolist(), default=1) // page_size)  # Python's, as in `StepInput.num_tokens`; of no items one
     page_table = tables.full.of(items.seat, num_columns)
@@ -59,12 +60,25 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     )
 
 
-def rows_of_items(step: StepInput) -> np.ndarray:
-    """The rows of each item, those of padding too: [B] int32."""
-    num_tokens = step.columns().num_tokens
-    if not step.verifies:
-        return num_tokens
-    return np.where(np.arange(step.num_items) < step.num_decode, step.decode_len, num_tokens).astype(np.int32)
+def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:
+    """A decoding batch to be padded, on the host, with a view of each kind of memory. length: rows of a request."""
+    tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+    nothing = torch.empty(0, 1, dtype=torch.int32)
+    views: dict[MemoryKind, View | StateView] = {FULL: View(slots=tokens, page_table_cpu=nothing)}
+    if WINDOW in geometry.pages:
+        views[WINDOW] = View(slots=tokens, page_table_cpu=nothing, starts_cpu=requests)
+    views[STATE] = StateView(reads_cpu=requests, writes_cpu=requests)
+    return ForwardBatch(
+        phase=Phase.DECODE if length == 1 else Phase.VERIFY,
+        input_ids=tokens,
+        positions=tokens,
+        q_lens_cpu=requests,
+        kv_lens_cpu=requests,
+        num_logits_cpu=requests,
+        seats_cpu=requests,
+        views=views,
+        decode_len=length,
+    )
 
 
 def begins_of(counts: np.ndarray) -> np.ndarray:
@@ -105,7 +119,7 @@ def _rows_and_positions(step: StepInput, items: Items, q_lens: np.ndarray) -> tu
     row_of = np.arange(step.num_items)
     if _one_each(step):
         return row_of, items.start.astype(np.int64)
-    return row_of.repeat(q_lens), places_within(q_lens) + items.start.repeat(q_lens)
+    return row_of.repeat(q_lens), step.row_places + items.start.repeat(q_lens)
 
 
 def _of_drafts(step: StepInput, items: Items, positions: np.ndarray, *, row_of: np.ndarray) -> np.ndarray:
@@ -159,10 +173,10 @@ def token_sources(step: StepInput, *, width: int, size: int | None = None) -> to
     sources = np.where(items.pending, items.seat * width, KNOWN)  # [B]
     if _one_each(step):
         return _as_long(sources, size, fill=KNOWN)
-    rows = rows_of_items(step)
+    rows = step.rows
     sources = sources.repeat(rows)
     if step.verifies:
-        place = places_within(rows)
+        place = step.row_places
         drafted = items.num_drafts.repeat(rows)
         is_guess = (place >= 1) & (place <= drafted)
         sources = np.where((sources == KNOWN) | ((drafted > 0) & ~is_guess), KNOWN, sources + place * is_guess)
@@ -212,8 +226,8 @@ def _input_ids(step: StepInput, items: Items) -> np.ndarray:
     known, num_tokens = np.frombuffer(step.input_ids, INT), step.num_tokens
     if len(known) == num_tokens and not step.verifies:
         return known.astype(np.int64)
-    rows = rows_of_items(step)
+    rows = step.rows
     ids = np.zeros(int(rows.sum()), np.int64)
     if len(known):
-        ids[places_within(rows) < (items.num_tokens - items.pending).repeat(rows)] = known
+        ids[step.row_places < (items.num_tokens - items.pending).repeat(rows)] = known
     return ids

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
-from enginery.attention.axes import rides
+from enginery.attention.axes import renewed, rides
 from enginery.contracts.batch import Axis, ForwardBatch, Named, NamedTensor
 from enginery.errors import Unsupported
 from enginery.kv.upload import pinned
@@ -70,8 +70,8 @@ class NamedTensors:
             raise Unsupported(f"a step has {len(told)} bytes of the input {named.name}; {dtype} {list(shape)} has {wanted}")
         return torch.frombuffer(bytearray(told), dtype=dtype).view(shape)
 
-    def placed(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with its inputs copied to where they stay, and its outputs there; unplanned."""
+    def placed(self, batch: ForwardBatch, *, leaves: Collection[str] = ()) -> ForwardBatch:
+        """The batch with its inputs copied to where they stay, and its outputs there, but for those it leaves out; unplanned."""
         if not self.buffers:
             return batch
         inputs = dict(batch.inputs)
@@ -80,8 +80,8 @@ class NamedTensors:
                 place = self._rows(stated, batch)
                 place.copy_(pinned(values, place.device) if values.device.type == "cpu" else values, non_blocking=True)
                 inputs[name] = Named(place, stated)
-        outputs = {each.name: Named(self._rows(each, batch), each) for each in self.outputs}
-        return dataclasses.replace(batch, inputs=inputs, outputs=outputs)
+        outputs = {each.name: Named(self._rows(each, batch), each) for each in self.outputs if each.name not in leaves}
+        return renewed(batch, inputs=inputs, outputs=outputs)
 
     def _rows(self, named: NamedTensor, batch: ForwardBatch) -> torch.Tensor:
         buffer = self.buffers[named.name]

@@ -30,7 +30,7 @@ from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.guesses import Guesses
 from enginery.worker.drafts.trees import move_standing, parents_of, standing_first
-from enginery.worker.layout import begins_of, lay_out, logits_of_items, rows_of_items
+from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
@@ -265,7 +265,7 @@ class Runner:
             move_standing(batch, path, right, self._pool)
         if not step.states:
             return
-        others = torch.from_numpy(rows_of_items(step)[step.num_decode :].astype(np.int64)) - 1
+        others = torch.from_numpy(step.rows[step.num_decode :].astype(np.int64)) - 1
         accepted = Accepted(counts=torch.cat((right, to_device(others, self.device))))
         done = self.relay.ask("commit_state", plan=batch.plan, accepted=accepted)
         assert done is not None, "a backend of recurrent layers that verifies commits states"

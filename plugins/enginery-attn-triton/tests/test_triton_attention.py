@@ -24,7 +24,7 @@ from enginery.testing.workbench import Workbench
 from enginery_attn_triton import splitting
 from enginery_attn_triton.plan import tiles_of
 from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
-from enginery_attn_triton.splitting import MIN_TILE_KEYS, RecentCut, split_decoding, split_tiles, split_verifying
+from enginery_attn_triton.splitting import MIN_TILE_KEYS, RECUT_KEYS, RecentCut, split_decoding, split_tiles, split_verifying
 from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
 
 H200 = Device(num_units=132, shared_bytes=227 << 10)
@@ -397,6 +397,31 @@ def test_a_recent_cut_serves_requests_that_have_grown_a_little(kv_lens, steps) -
             mine = items[(items[:, 0] <= row) & (row < items[:, 0] + items[:, 5])]
             mine = mine[np.argsort(mine[:, 2])]
             assert (mine[0, 2], mine[-1, 3]) == (0, kv_len)
+            assert (mine[1:, 2] == mine[:-1, 3]).all()
+            assert mine[:, 4].tolist() == (list(range(splits[row, 1])) or [-1])
+
+
+@given(
+    kv_lens=st.lists(st.integers(60, 3000), min_size=1, max_size=64),
+    steps=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    length=st.sampled_from((2, 4, 8)),
+)
+def test_a_recent_cut_serves_verifications_that_have_grown_unequally(kv_lens, steps, length) -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200, length=length).decode
+    recent, now = RecentCut(lens(*kv_lens), cut, columns=200, page_size=16, shared=[]), lens(*kv_lens)
+    for grown in steps:
+        now = lens(*(kv_len + grown * place % 9 for place, kv_len in enumerate(now.tolist())))
+        if not recent.followed_by(now, columns=200 + grown, shared=[]):
+            assert max(now - lens(*kv_lens)) > RECUT_KEYS
+            return
+        items, splits, _ = recent.cutting
+        assert (items[:, 1] == items[:, 0] // length * (200 + grown)).all()
+        assert (items[:, 6] == now[items[:, 0] // length] - length + items[:, 0] % length).all()
+        for row in range(len(now) * length):
+            mine = items[(items[:, 0] <= row) & (row < items[:, 0] + items[:, 5])]
+            mine = mine[np.argsort(mine[:, 2])]
+            assert mine[0, 2] == 0
+            assert mine[-1, 3] == mine[-1, 6] + mine[-1, 5]  # up to its own key, and those of the rows that it shares the item with
             assert (mine[1:, 2] == mine[:-1, 3]).all()
             assert mine[:, 4].tolist() == (list(range(splits[row, 1])) or [-1])
 

@@ -102,6 +102,18 @@ def test_a_draft_model_guesses_for_nobody_that_it_has_not_followed(unfollowed: i
     assert fixed.length([cast("Request", one)], 1) == 3
 
 
+def test_no_trial_begins_with_many_tokens_of_prompts() -> None:
+    """They would be followed for it. What is found to pay is guessed then too."""
+    length, fresh = DraftLength(3, device="cuda"), [cast("Request", running("a", num_tokens=9, computed=8))]
+    drafting = Drafting(MadeDrafts(), offer_of(Noting()), length=length, vocab_size=50)
+    assert drafting.length(fresh, 64, 8192) == 1
+    for _ in range(40):
+        length.told(1, 0)
+    while not (length.found(64) == 0 and length.of(64)):
+        length.took(64, length.of(64), 1.0 + length.of(64))
+    assert (drafting.length(fresh, 64, 512), drafting.length(fresh, 64, 8192)) == (1, 0)
+
+
 def test_guesses_for_what_was_not_followed_teach_nothing() -> None:
     drafting, step = auto_drafting(), StepInput(number=0, phase=Phase.VERIFY, decode_len=3)
     requests = [running("a", num_tokens=41), running("b", num_tokens=41, num_unfollowed=30)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -88,6 +89,23 @@ def test_guesses_that_pay_are_made_with_many_requests_too() -> None:
 def test_a_gpu_begins_with_guesses_where_rows_cost_little() -> None:
     assert [DraftLength(7, device="cuda").of(count) for count in (1, 8, 32, 64, 256)] == [5, 3, 3, 1, 0]
     assert [DraftLength(7).of(count) for count in (1, 4, 8, 64)] == [5, 2, 0, 0]
+
+
+@pytest.mark.parametrize(("num_right", "begins"), [(0, 0), (1, 1)])
+def test_other_loads_begin_with_guesses_unless_they_were_seldom_right(num_right: int, begins: int) -> None:
+    length = DraftLength(7, device="cuda")
+    assert length.of(20) == 3
+    for _ in range(60):
+        length.told(3, num_right)
+    assert length.of(128) == begins
+
+
+@pytest.mark.parametrize(("chance", "fewest", "most"), [(0.0, 0, 3), (0.3, 4, 8)])
+def test_trials_are_seldom_where_guesses_could_not_pay_if_they_cost_nothing(chance: float, fewest: int, most: int) -> None:
+    taken = lengths_over(DraftLength(7), lambda length: 1 + 0.5 * length, chances=[chance] * 7, num_requests=64, steps=8000)
+    late = taken[4000:]
+    begun = sum(length > 0 and before == 0 for before, length in itertools.pairwise(late))
+    assert fewest <= begun <= most
 
 
 def test_one_slow_step_changes_nothing() -> None:

@@ -46,7 +46,7 @@ from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.tails import FollowedRows, Tails
-from enginery.worker.layout import begins_of, places_within, rows_of_items
+from enginery.worker.layout import begins_of, places_within
 from enginery.worker.page_tables import PageTables
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from logits [S, V'] and the positions of tokens to tokens, [S] each
@@ -302,7 +302,7 @@ class DraftModel:
 def _firsts(step: StepInput) -> tuple[np.ndarray, np.ndarray]:
     """The first row of each item that samples, [S] each: of the rows that are sampled, and of all."""
     counts = step.sampled_rows
-    return begins_of(counts), np.cumsum(rows_of_items(step))[step.sampling] - counts
+    return begins_of(counts), np.cumsum(step.rows)[step.sampling] - counts
 
 
 def _pages_of(seats: np.ndarray, tables: PageTables, num_columns: int, *, most: int) -> np.ndarray:

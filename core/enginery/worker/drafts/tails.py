@@ -21,7 +21,6 @@ from enginery.attention.axes import renewed
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
 from enginery.contracts.step import INT, StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.layout import rows_of_items
 from enginery.worker.page_tables import PageTables
 
 
@@ -96,7 +95,7 @@ class Tails:
         which = np.flatnonzero(wanted)
         if not len(which):
             return
-        lens, ends = rows_of_items(step).astype(np.int64), rows.batch.q_lens_cpu.numpy().cumsum(dtype=np.int64)
+        lens, ends = step.rows.astype(np.int64), rows.batch.q_lens_cpu.numpy().cumsum(dtype=np.int64)
         begins, device = ends - rows.batch.q_lens_cpu.numpy(), told.device
         at = to_device(torch.from_numpy(np.stack((ends - 1, begins))), device)  # [2, B]
         last = at[0].index_copy(0, to_device(torch.from_numpy(step.sampling), device), told) if len(told) else at[0]
@@ -136,7 +135,7 @@ def _joined(
     step: StepInput, tails: Sequence[_Tail], batch: ForwardBatch, features: torch.Tensor, tables: PageTables
 ) -> FollowedRows:
     """Each request's tail in front of its rows."""
-    view, rows, device = batch.views[FULL], rows_of_items(step), features.device
+    view, rows, device = batch.views[FULL], step.rows, features.device
     assert isinstance(view, View), "full pages have slots"
     lens = np.array([len(tail.ids) for tail in tails])
     item = np.arange(len(rows)).repeat(lens)  # of each row of a tail

@@ -69,7 +69,7 @@ def capture_steps(
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
-        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=draft is not None)
+        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=draft is not None and not draft.taps)
         if graphs is None:
             return CapturedSteps()
         if drafts is not None:
@@ -131,7 +131,8 @@ def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draf
     features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
     assert features is not None, "graphs keep what a draft model takes"
     for step in graphs.steps:
-        drafts.prepare(step, features, draft_len)
+        if step.followed:
+            drafts.prepare(step, features, draft_len)
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:

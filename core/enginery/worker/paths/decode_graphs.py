@@ -3,7 +3,8 @@ On a CPU `recorded_steps` does the same without a device.
 
 Of steps that verify drafts, one per batch size and number of rows of a request. Drafts that are the best tokens are accepted within
 it; where tokens are sampled otherwise, that is done anew behind it. Recurrent states move on in a graph of their own, which is
-replayed when it is settled how many drafts stand.
+replayed when it is settled how many drafts stand. What a draft model takes of the hidden states is kept by graphs of their own, for
+steps that it follows: while nothing is guessed, the graphs are those of plain decoding.
 
     host      pad to a captured size, copy the token fields over those of the graph, let the backend refresh its captured plan
     device    [ fill pending ids | device_prologue | model | logits | best tokens, kept ]      one launch
@@ -26,7 +27,8 @@ import torch
 from enginery.attention.axes import pad, token_fields
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
-from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.plan import Accepted
@@ -34,7 +36,7 @@ from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.layout import KNOWN, num_drafts, sampled_seats, token_sources
+from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import mark_nan
@@ -85,8 +87,8 @@ class CapturedStep:
 
     batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
     where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
-    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens. moving: moves recurrent states by as
-    many drafts as `accepted` says; None: there are none, or nothing is verified.
+    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens. followed: whether a draft model finds
+    what it takes. moving: moves recurrent states by as many drafts as `accepted` says; None: none are to be moved.
     """
 
     packed: torch.Tensor
@@ -95,6 +97,7 @@ class CapturedStep:
     graph: Replayable
     logits: torch.Tensor
     best: torch.Tensor
+    followed: bool
     hidden: torch.Tensor | None
     accepted: torch.Tensor | None
     moving: Replayable | None
@@ -113,6 +116,14 @@ def graph_sizes(max_requests: int) -> tuple[int, ...]:
     """1, 2, 4, then multiples of 8 up to 64, 16 up to 256, 32 beyond: padding costs an eighth at most where batches are large."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_requests, 32)]
     return (*(size for size in sizes if size < max_requests), max_requests)
+
+
+class GraphKey(NamedTuple):
+    """Of a captured step: requests, rows of each, and whether a draft model follows it."""
+
+    size: int
+    length: int
+    followed: bool
 
 
 class GraphBuffers(NamedTuple):
@@ -157,8 +168,9 @@ class DecodeGraphs:
         self.verified_rows = 0
         self._noted = False
         self._capture = capture
-        self._captured: dict[tuple[int, int], CapturedStep] = {}
-        self._refused: set[tuple[int, int]] = set()
+        self._captured: dict[GraphKey, CapturedStep] = {}
+        self._refused: set[GraphKey] = set()
+        self._serves_drafts = buffers.hidden is not None or FEATURES in feed.named.buffers
 
     @classmethod
     def build(
@@ -197,9 +209,10 @@ class DecodeGraphs:
         )
 
     @property
-    def waiting(self) -> list[int]:
-        """Sizes without a graph, the smallest first."""
-        return [size for size in self.sizes if (size, 1) not in self._captured]
+    def waiting(self) -> list[GraphKey]:
+        """Plain decoding steps without a graph, the smallest first."""
+        every = (GraphKey(size, 1, followed=False) for size in self.sizes)
+        return [key for key in every if key not in self._captured]
 
     @property
     def steps(self) -> Sequence[CapturedStep]:
@@ -208,24 +221,25 @@ class DecodeGraphs:
 
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
-        self.capture(self.sizes[-1])
+        self.capture(GraphKey(self.sizes[-1], 1, followed=False))
         most, length = self.sizes[-1], self.feed.width
         fitting = [size for size in self.sizes if length > 1 and size * length <= most]
-        if fitting and self._capture_verifying(fitting[-1], length):
+        if fitting and self._capture_verifying(GraphKey(fitting[-1], length, self._serves_drafts)):
             self.verified_rows = most
 
-    def _capture_verifying(self, size: int, length: int) -> bool:
+    def _capture_verifying(self, key: GraphKey) -> bool:
         """Capture a step that verifies drafts; if that cannot be, they are verified eagerly."""
         try:
-            self.capture(size, length)
+            self.capture(key)
         except Unsupported as error:
-            _log.info("drafts of %d requests are verified eagerly: %s", size, error)
-            self._refused.add((size, length))
-        return (size, length) in self._captured
+            _log.info("drafts of %d requests are verified eagerly: %s", key.size, error)
+            self._refused.add(key)
+        return key in self._captured
 
     @torch.inference_mode()
-    def capture(self, size: int, length: int = 1) -> None:
-        """Capture the graph of so many requests of `length` rows each. Takes as long as two or three eager steps."""
+    def capture(self, key: GraphKey) -> None:
+        """Capture a graph. Takes as long as two or three eager steps."""
+        size, length, followed = key
         num_rows = size * length
         batch = self.feed.named.with_inputs(no_requests(self.geometry, length))
         batch = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
@@ -233,8 +247,8 @@ class DecodeGraphs:
         drafts = [] if length == 1 else [torch.zeros(num_rows, dtype=torch.int64)]
         packed = torch.stack([*token_fields(batch), *drafts, torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if drafts else None
-        batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
-        kept = None if self.buffers.hidden is None else self.buffers.hidden[:num_rows]
+        batch = self.relay.plan(self._placed(self.feed.unpack(batch, packed), followed=followed), capture=True)
+        kept = None if self.buffers.hidden is None or not followed else self.buffers.hidden[:num_rows]
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def run() -> None:
@@ -252,13 +266,14 @@ class DecodeGraphs:
             if kept is not None:
                 kept.copy_(hidden)
 
-        self._captured[size, length] = CapturedStep(
+        self._captured[key] = CapturedStep(
             packed=packed,
             seats=packed[-1, :size],
             batch=batch,
             graph=self._capture(run),
             logits=found[-1][0],  # of the last run
             best=found[-1][1],
+            followed=followed,
             hidden=kept,
             accepted=accepted,
             moving=_captured_moving(self.relay, batch, accepted=accepted, geometry=self.geometry, capture=self._capture),
@@ -267,16 +282,21 @@ class DecodeGraphs:
 
     def ready(self, step: StepInput) -> bool:
         """Whether there is a graph of the step's size, which is captured now if it was not yet. If not, it has to run eagerly."""
-        key = step.run.size, step.decode_len
+        key = self._key_of(step)
         if key not in self._captured and step.verifies and key not in self._refused:
-            self._capture_verifying(*key)
+            self._capture_verifying(key)
         elif key not in self._captured and not step.verifies:
-            self.capture(*key)
+            self.capture(key)
         return key in self._captured
+
+    def _key_of(self, step: StepInput) -> GraphKey:
+        """Verifications are followed as a rule; what they keep where they are not is less than another graph would take."""
+        followed = self._serves_drafts and (step.verifies or step.draft_len > 0)
+        return GraphKey(step.run.size, step.decode_len, followed)
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Replay the graph of the step's size, which is `ready`."""
-        captured = self._captured[step.run.size, step.decode_len]
+        captured = self._captured[self._key_of(step)]
         padded = self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()
@@ -291,6 +311,10 @@ class DecodeGraphs:
             captured=captured,
             padded=padded,
         )
+
+    def _placed(self, batch: ForwardBatch, *, followed: bool) -> ForwardBatch:
+        """With named tensors where they stay; without those that a draft model takes, if none follows."""
+        return self.feed.named.placed(batch, leaves=() if followed else (FEATURES,))
 
     def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
         """Fill pending ids in, where the graph reads them."""
@@ -319,7 +343,7 @@ class DecodeGraphs:
         seats = sampled_seats(step, size=num_rows, fill=self.feed.scratch_seat)
         drafts = [] if captured.accepted is None else [num_drafts(step, size=num_rows)]
         self.feed.overwrite(captured.packed, [*token_fields(padded), *drafts, sources, seats])
-        padded = self.feed.named.placed(padded)
+        padded = self._placed(padded, followed=captured.followed)
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)
         return padded
@@ -359,24 +383,3 @@ def _captured_moving(
         assert done is not None, "a backend of recurrent layers that verifies commits states"
 
     return capture(move)
-
-
-def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:
-    """A decoding batch to be padded, on the host, with a view of each kind of memory. length: rows of a request."""
-    tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-    nothing = torch.empty(0, 1, dtype=torch.int32)
-    views: dict[MemoryKind, View | StateView] = {FULL: View(slots=tokens, page_table_cpu=nothing)}
-    if WINDOW in geometry.pages:
-        views[WINDOW] = View(slots=tokens, page_table_cpu=nothing, starts_cpu=requests)
-    views[STATE] = StateView(reads_cpu=requests, writes_cpu=requests)
-    return ForwardBatch(
-        phase=Phase.DECODE if length == 1 else Phase.VERIFY,
-        input_ids=tokens,
-        positions=tokens,
-        q_lens_cpu=requests,
-        kv_lens_cpu=requests,
-        num_logits_cpu=requests,
-        seats_cpu=requests,
-        views=views,
-        decode_len=length,
-    )

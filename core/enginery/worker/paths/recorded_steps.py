@@ -15,7 +15,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.plugin.loading import explain
 from enginery.worker.layout import has_pending
-from enginery.worker.paths.decode_graphs import CapturedStep, DecodeGraphs
+from enginery.worker.paths.decode_graphs import CapturedStep, DecodeGraphs, GraphKey
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.sampling import NAN_TOKEN
 
@@ -39,12 +39,12 @@ class RecordedSteps(DecodeGraphs):
         self._firsts = torch.arange(len(self.best)) * self.results.vocab_size
         self._largest = {}
 
-    def capture(self, size: int, length: int = 1) -> None:
+    def capture(self, key: GraphKey) -> None:
         """Record a step, or note that none can be."""
         try:
-            super().capture(size, length)
+            super().capture(key)
         except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
-            _log.debug("decoding runs eagerly: a step of %d requests was not recorded: %s", size, explain(error))
+            _log.debug("decoding runs eagerly: a step of %d requests was not recorded: %s", key.size, explain(error))
             self.sizes = ()
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:

@@ -51,9 +51,10 @@ class RunningStep:
 
     def wait(self) -> StepOutput:
         """What it gave, when that has come."""
+        first_rows = () if self.accepted is None else self._first_rows()  # before the wait, as the device may stand still behind it
         if self.copied is not None:
             self.copied.synchronize()
-        told = self._told()
+        told = self._told(first_rows)
         token_ids: list[tuple[int, ...]] = [()] * self.step.num_items
         for index, tokens in zip(self.sampling, told, strict=True):
             token_ids[index] = tokens
@@ -71,13 +72,13 @@ class RunningStep:
             times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter()),
         )
 
-    def _told(self) -> list[tuple[int, ...]]:
+    def _told(self, first_rows: Sequence[int]) -> list[tuple[int, ...]]:
         """Of each item in `sampling`, its sampled token and those of the drafts that were right."""
         tokens = self.sampled.tolist()
         if self.accepted is None:
             return [(token,) for token in tokens]
         counts = self.accepted.tolist()
-        return [tuple(tokens[row : row + 1 + count]) for row, count in zip(self._first_rows(), counts, strict=True)]
+        return [tuple(tokens[row : row + 1 + count]) for row, count in zip(first_rows, counts, strict=True)]
 
     def _first_rows(self) -> list[int]:
         """Of each item in `sampling`, the first of its rows that are sampled."""

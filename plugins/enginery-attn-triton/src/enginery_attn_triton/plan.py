@@ -199,10 +199,10 @@ class GraphState:
         host = _host_ints(self.table_place + table.size, self.buffer.device)
         values, layout = host.numpy(), self.layouts[batch.decode_len]
         for cut, (splits_place, tall_place, items_place) in zip(layout.cuts, layout.places, strict=True):
-            if is_plain:
+            if batch.kv_lens is None:
                 items, splits, num_tall = self._recently_cut(cut, kv_lens, table.shape[1], page_size=page_size, shared=shared)
             else:
-                items, splits, num_tall = split_alone(kv_lens, cut, columns=table.shape[1], exact=batch.kv_lens is None)
+                items, splits, num_tall = split_alone(kv_lens, cut, columns=table.shape[1], exact=False)
             chunks = num * cut.chunks
             _fill(values[splits_place:], splits, splits.size)
             _fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num))

@@ -261,12 +261,18 @@ class RecentCut:
     def __init__(self, kv_lens: Ints, cut: DecodeCut, *, columns: int, page_size: int, shared: Sequence[SharedPrefix]) -> None:
         self.kv_lens = kv_lens.copy()
         self.shared = shared
+        self.length = cut.length
         self.is_reusable = cut.window is None  # with a window the first keys change too
-        self.cutting = split_decoding(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
+        if cut.length > 1:
+            self.cutting = split_verifying(kv_lens, cut, columns=columns)
+        else:
+            self.cutting = split_decoding(kv_lens, cut, columns=columns, page_size=page_size, shared=shared)
         items = self.cutting.items
-        last = np.flatnonzero(items[:, 3] == kv_lens[items[:, 0]])  # shared keys end before the last
-        self.last_items = np.empty(len(kv_lens), dtype=np.int64)
-        self.last_items[items[last, 0]] = last
+        self.request, above = np.divmod(items[:, 0], cut.length)
+        behind: Ints = cut.length - above - np.minimum(cut.length - above, cut.together) if cut.length > 1 else above
+        ends = kv_lens[self.request] - behind  # shared keys end before
+        self.last = np.flatnonzero(items[:, 3] == ends)
+        self.behind, self.last_request = behind[self.last], self.request[self.last]
 
     def followed_by(self, kv_lens: Ints, *, columns: int, shared: Sequence[SharedPrefix]) -> bool:
         """Whether it serves these lengths, and if so, now has them."""
@@ -276,5 +282,7 @@ class RecentCut:
         if int(more.min(initial=0)) < 0 or int(more.max(initial=0)) > RECUT_KEYS:
             return False
         items = self.cutting.items
-        items[:, 1], items[self.last_items, 3] = items[:, 0] * columns, kv_lens
+        items[:, 1], items[self.last, 3] = self.request * columns, kv_lens[self.last_request] - self.behind
+        if self.length > 1:
+            items[:, 6] = kv_lens[self.request] - self.length + items[:, 0] % self.length
         return True

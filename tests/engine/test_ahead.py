@@ -1,0 +1,180 @@
+"""A verification that is scheduled while the one before it runs is the one that would have been scheduled afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+from engine.test_device_drafts import captured, requests_of, unread  # noqa: F401
+from engine.test_draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
+from engine.test_speculation import Told, answers_of
+from parity.engine_driver import options
+from parity.oracle import Oracle
+
+from enginery.contracts.request import GenerationRequest
+from enginery.contracts.step import Item, StepInput, StepOutput
+from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
+from enginery.schedule import scheduler as scheduling
+from enginery.schedule.request import Request
+
+SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
+ASKED = {"drafter": "eagle", "draft_length": "3", "attention_backend": "torch", "num_pages": 120, "max_batch_requests": 16}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture
+def settled(unread: None, monkeypatch: pytest.MonkeyPatch) -> list[StepInput]:  # noqa: F811
+    """The steps that were scheduled ahead, as they were launched."""
+    found, settle = list[StepInput](), scheduling.settled
+
+    def noting(ahead: StepInput, requests: list[Request], before: StepInput, output: StepOutput) -> StepInput:
+        found.append(settle(ahead, requests, before, output))
+        return found[-1]
+
+    monkeypatch.setattr(scheduling, "settled", noting)
+    return found
+
+
+def overlapping(engine: Engine) -> Engine:
+    """As on a device that is not the host."""
+    engine._overlap = 1
+    return engine
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerationRequest]:
+    """Greedy and drawn; some end at a stop token, others at their limits, of which one is the context's."""
+    plain = requests_of([prompt_of(said) for said in SAID])
+    drawn = asking("drawn", prompt_of(SAID[1]), temperature=0.8, seed=5, max_tokens=21)
+    stops = asking("stops", prompt_of(SAID[2]), max_tokens=40)
+    return [*plain, drawn, stops]
+
+
+@pytest.fixture(scope="module")
+def plainly(registry: Registry, requests: list[GenerationRequest]) -> dict[str, Told]:
+    return answers_of(Engine.build(embedded(), registry), requests)
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_no_token_differs_and_most_steps_are_scheduled_ahead(
+    settled: list[StepInput],
+    registry: Registry,
+    requests: list[GenerationRequest],
+    plainly: dict[str, Told],
+    *,
+    how: str,
+) -> None:
+    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
+    assert_told(answers_of(engine, requests), plainly)
+    assert len(settled) > 0.6 * engine.meter.num_steps
+    assert engine.meter.stats().drafts.accepted > 0
+
+
+def test_right_guesses_are_right_at_the_end_of_a_context_too(
+    settled: list[StepInput],
+    write_oracle: Callable[..., Oracle],
+    registry: Registry,
+) -> None:
+    """Nothing lies behind the last position that there is, though a step is scheduled as if all before were right."""
+    oracle = write_oracle("self llama", SELVES["llama"])
+    requests = requests_of([oracle.prompts[index] for index in (0, 5, 2, 4)])
+    longest = max(len(each.prompt_token_ids) + each.params.max_tokens for each in requests)
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    asked = by_itself(oracle, page_size=4, draft_length="3", num_pages=200, max_model_len=longest)
+    engine = overlapping(captured(asked, registry)[0])
+    assert_told(answers_of(engine, requests), expected)
+    assert_always_right(engine)
+    assert len(settled) > 4
+    columns = Item._fields.index("start"), Item._fields.index("num_tokens")
+    ends = [sum(item[column] for column in columns) for step in settled for item in step.each()]
+    assert max(ends) < longest
+
+
+def test_it_is_the_step_that_is_scheduled_afterwards(
+    settled: list[StepInput],
+    registry: Registry,
+    requests: list[GenerationRequest],
+) -> None:
+    """Of one request, all steps are alike, item by item, those of its last tokens too."""
+    steps: dict[bool, list[tuple[object, ...]]] = {}
+    for overlaps in (False, True):
+        engine = captured(embedded(**ASKED), registry)[0]
+        engine._overlap, launch, noted = int(overlaps), engine._runner.launch, steps.setdefault(overlaps, [])
+
+        def noting(step: StepInput, launch: Callable[..., object] = launch, noted: list[object] = noted) -> object:
+            noted.append((step.each(), step.input_ids, step.phase, step.decode_len, step.draft_len, step.run))
+            return launch(step)
+
+        engine._runner.launch = noting  # type: ignore[method-assign, assignment]
+        answers_of(engine, requests[1:2])
+    assert len(settled) > 3
+    assert steps[True] == steps[False]
+
+
+def test_what_is_not_known_before_is_told_first(
+    settled: list[StepInput],
+    registry: Registry,
+) -> None:
+    """What requests have said changes what they say next, or how it is to be asked for."""
+    requests = [
+        asking("penalised", prompt_of(SAID[0]), repetition_penalty=1.3, max_tokens=12),
+        asking("least", prompt_of(SAID[1]), min_tokens=6, max_tokens=12),
+    ]
+    expected = answers_of(Engine.build(embedded(), registry), requests)
+    for request in requests:
+        engine = overlapping(Engine.build(embedded(**ASKED), registry))
+        assert_told(answers_of(engine, [request]), {request.request_id: expected[request.request_id]})
+    assert not settled
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_come_and_go_and_every_page_has_one_owner(
+    settled: list[StepInput],
+    registry: Registry,
+    requests: list[GenerationRequest],
+    plainly: dict[str, Told],
+    seed: int,
+) -> None:
+    """Few pages, requests that come later, aborts; those that are not aborted are told what they would be alone."""
+    draw = random.Random(seed)
+    engine = overlapping(Engine.build(dataclasses.replace(embedded(**ASKED), num_pages=24, max_batch_requests=4), registry))
+    waiting, aborted = draw.sample(requests, len(requests)), set[str]()
+    told = {request.request_id: Told() for request in requests}
+    while waiting or engine.has_work:
+        if waiting and draw.random() < 0.3:
+            engine.submit(waiting.pop())
+        if draw.random() < 0.03 and engine._scheduler.table.running:
+            gone = draw.choice(engine._scheduler.table.running).request_id
+            aborted.add(gone)
+            engine.abort(gone)
+        for output in engine.step():
+            told[output.request_id].tokens += output.token_ids
+            told[output.request_id].reason = output.finish_reason
+        engine._scheduler.check_integrity()
+    kept = told.keys() - aborted
+    assert_told({each: told[each] for each in kept}, {each: plainly[each] for each in kept})
+    assert settled
+
+
+def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Registry) -> None:
+    engine = overlapping(Engine.build(embedded(**ASKED), registry))
+    engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=40))
+    while not settled:
+        engine.step()
+    launch = engine._runner.launch
+    engine._runner.launch = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError) as raised:
+        engine.step()
+    (output,) = engine.recover(raised.value)
+    assert (output.request_id, output.error is not None) == ("first", True)
+    engine._scheduler.check_integrity()
+    engine._runner.launch = launch  # type: ignore[method-assign]
+    again = asking("again", prompt_of(SAID[1]), max_tokens=8)
+    assert_told(answers_of(engine, [again]), answers_of(Engine.build(embedded(), registry), [again]))

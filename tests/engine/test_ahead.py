@@ -17,7 +17,7 @@ from enginery.contracts.request import GenerationRequest
 from enginery.contracts.step import Item, StepInput, StepOutput
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.schedule import scheduler as scheduling
+from enginery.schedule import ahead as scheduling
 from enginery.schedule.request import Request
 
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")

@@ -17,7 +17,7 @@ from enginery.contracts.request import GenerationRequest
 from enginery.contracts.step import Item, StepInput, StepOutput
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.schedule import scheduler as scheduling
+from enginery.schedule import ahead as scheduling
 from enginery.schedule.request import Request
 
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
@@ -163,18 +163,30 @@ def test_requests_come_and_go_and_every_page_has_one_owner(
     assert settled
 
 
-def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Registry) -> None:
+class Lost:
+    """In place of a step that runs: what it told never comes."""
+
+    def wait(self) -> StepOutput:
+        raise TypeError("lost")
+
+
+@pytest.mark.parametrize("fails", ["launch", "wait"])
+def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Registry, fails: str) -> None:
+    """Of the one that is scheduled ahead, and of the one that is waited for."""
     engine = overlapping(Engine.build(embedded(**ASKED), registry))
     engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=40))
     while not settled:
         engine.step()
-    launch = engine._runner.launch
-    engine._runner.launch = None  # type: ignore[method-assign, assignment]
-    with pytest.raises(TypeError) as raised:
-        engine.step()
+    with pytest.MonkeyPatch.context() as patched:
+        if fails == "launch":
+            patched.setattr(engine._runner, "launch", None)
+        else:
+            engine._in_flight[0] = engine._in_flight[0]._replace(running=Lost())  # type: ignore[arg-type]
+        with pytest.raises(TypeError) as raised:
+            engine.step()
     (output,) = engine.recover(raised.value)
     assert (output.request_id, output.error is not None) == ("first", True)
     engine._scheduler.check_integrity()
-    engine._runner.launch = launch  # type: ignore[method-assign]
+    assert not engine._scheduler.in_flight
     again = asking("again", prompt_of(SAID[1]), max_tokens=8)
     assert_told(answers_of(engine, [again]), answers_of(Engine.build(embedded(), registry), [again]))

@@ -301,12 +301,14 @@ def unpack_params(packed: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """When the host was done with each part of a step, by `time.perf_counter`. arrived_s: when its tokens were there."""
+    """When the host was done with each part of a step, by `time.perf_counter`. arrived_s: when its tokens were there, for which it
+    waited from `waited_from_s` on."""
 
     laid_out_s: float
     planned_s: float
     launched_s: float
     arrived_s: float
+    waited_from_s: float = 0.0
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, eq=False):

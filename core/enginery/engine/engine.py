@@ -17,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
-from enginery.contracts.step import StepInput, StepOutput
+from enginery.contracts.step import StepInput
 from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
 from enginery.engine.facts import facts_of
@@ -35,6 +35,7 @@ from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.guesses import Guesses
+from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
 
 MAX_FAILED_STEPS: Final = 3
@@ -167,49 +168,7 @@ class Engine:
         Empty when there is nothing to do, when only prompts' chunks ran, or when the first results are yet to come.
         """
         self._told = outputs = self._release_compiled()  # one list: should a launch fail, `recover` has what came before
-        if changeover := _ready(self._changeover):
-            self._publish_all(outputs)
-            changeover.change(self._runner)
-        if not _guess(self._in_flight):
-            self._launch_next(outputs)
-        elif not self._launch_ahead(outputs):
-            self._publish_all(outputs)
-            self._launch_next(outputs)
-        if not self._scheduler.has_work:
-            self._scheduler.check_idle()
-        self._kv_events.publish()
-        return outputs
-
-    def _launch_ahead(self, outputs: list[RequestOutput]) -> bool:
-        """Schedule a verification while the step in flight runs, launch it as soon as that is told, then take that in.
-
-        False: it has to be taken in first, and nothing is changed.
-        """
-        began_s = time.perf_counter()
-        ahead = self._scheduler.step_ahead(self._runner.sizes) if self._overlap else None
-        if ahead is None:
-            return False
-        requests, waited_from_s = self._scheduler.requests, time.perf_counter()
-        self._sent.append(_Sent(ahead.step, requests, SteppedAt(began_s, waited_from_s, 0)))
-        flight = self._in_flight[0]
-        with self._naming(flight.step):
-            output = flight.running.wait()
-        now_s = time.perf_counter()
-        at = SteppedAt(now_s - (waited_from_s - began_s), now_s, 0)
-        if (step := ahead.settle(output)) is None:
-            self._sent.clear()
-        else:
-            self._sent[0] = sent = _Sent(step, requests, at)
-            with self._naming(step):
-                self._ranks.send(step)
-                self._launch(sent)
-        outputs += self._take_in_first(output, waited_from_s)
-        return True
-
-    def _launch_next(self, outputs: list[RequestOutput]) -> None:
-        """Launch what runs next, if anything does; then take in the step, or with overlap the one before it."""
-        began_s = time.perf_counter()
-        step = self._scheduler.next_step(self._runner.sizes)
+        step, began_s = self._next_step(outputs)
         if step.items:
             at = SteppedAt(began_s, time.perf_counter(), len(self._scheduler.preempted))
             self._sent.append(_Sent(step, self._scheduler.requests, at))
@@ -217,12 +176,18 @@ class Engine:
                 self._ranks.send(step)
         ahead, overlap = (self._ahead, self._overlap) if step.items else (0, 0)
         if len(self._sent) > ahead:
-            with self._naming((sent := self._sent[0]).step):
-                if self._in_flight and reads_pending(sent.step, sent.requests):
+            sent, requests, at = self._sent[0]
+            with self._naming(sent):
+                if self._in_flight and reads_pending(sent, requests):
                     outputs += self._publish_first()
-                self._launch(sent)
+                self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
+                self._sent.popleft()
         if len(self._in_flight) > overlap:
             outputs += self._publish_first()
+        if not self._scheduler.has_work:
+            self._scheduler.check_idle()
+        self._kv_events.publish()
+        return outputs
 
     def recover(self, error: Exception) -> list[RequestOutput]:
         """After `step` raised `error`: what it would have returned, and what the requests that it gave up are told.
@@ -272,34 +237,45 @@ class Engine:
         if self._changeover is not None:
             self._changeover.stop()
 
-    def _launch(self, sent: _Sent) -> None:
-        """Have the forward begun of the step that was sent first, and its tokens chosen."""
-        step, requests, at = sent
-        launched, vocab_size = self._runner.launch(step), self.facts.vocab_size
+    def _next_step(self, outputs: list[RequestOutput]) -> tuple[StepInput, float]:
+        """What runs next, and when its scheduling began, as if nothing had been waited for.
+
+        Of steps in flight that guess the tokens are there then; they are added to `outputs`, unless it was scheduled ahead.
+        """
+        changeover, guesses, began_s = _ready(self._changeover), _guess(self._in_flight), time.perf_counter()
+        ahead = self._scheduling.ahead if self._overlap and changeover is None else None
+        if guesses and ahead is not None and (step := ahead.begin(self._runner.sizes)) is not None:
+            flight = self._in_flight[0]
+            self._sent.append(_Sent(step, self._scheduler.requests, flight.at))  # to be given up too, should it fail
+            with self._naming(flight.step):
+                output = flight.running.wait()
+                step = ahead.settle(output)
+            self._sent.clear()
+            return step, began_s + output.times.arrived_s - output.times.waited_from_s
+        while self._in_flight and (guesses or changeover is not None):
+            outputs += self._publish_first()
+        if changeover is not None:
+            changeover.change(self._runner)
+        began_s = time.perf_counter()
+        return self._scheduler.next_step(self._runner.sizes), began_s
+
+    def _sample(self, launched: Launched, requests: Sequence[Request], at: SteppedAt) -> _InFlight:
+        """Have the tokens chosen of a step whose forward is on its way."""
+        step, vocab_size = launched.step, self.facts.vocab_size
         _note_first_turns(requests[step.num_decode :])
         sampling, failures = prepare_sampling(step, requests, self._eos_token_ids, vocab_size=vocab_size)
         running = self._runner.sample(launched, sampling, failures.cuts)
         self._ranks.share(running)
-        self._in_flight.append(_InFlight(step, requests, running, failures, at))
-        self._sent.popleft()
-
-    def _publish_all(self, outputs: list[RequestOutput]) -> None:
-        """Take in the tokens of all steps in flight, and append what they add to `outputs`."""
-        while self._in_flight:
-            outputs += self._publish_first()
+        return _InFlight(step, requests, running, failures, at)
 
     def _publish_first(self) -> list[RequestOutput]:
         """Wait for the step that was launched first of those in flight, and take its tokens in."""
-        flight, waited_from_s = self._in_flight[0], time.perf_counter()
-        with self._naming(flight.step):
-            output = flight.running.wait()
-        return self._take_in_first(output, waited_from_s)
-
-    def _take_in_first(self, output: StepOutput, waited_from_s: float) -> list[RequestOutput]:
-        """Take in what the step that was launched first gave, for which the host waited from then on."""
-        step, requests, running, (refused, cuts), at = self._in_flight.popleft()
+        step, requests, running, (refused, cuts), at = self._in_flight[0]
+        with self._naming(step):
+            output = running.wait()
+        self._in_flight.popleft()
         self._ranks.landed(step)
-        self.meter.arrived(step, output, at, waited_from_s=waited_from_s)
+        self.meter.arrived(step, output, at)
         if self._recorder is not None:
             self._recorder.add(step, requests, output, running.guesses)
         if cuts and self._drafting is not None:

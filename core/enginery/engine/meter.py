@@ -41,15 +41,15 @@ class StepTrace:
         self._missing = num_steps
         self._events: list[dict[str, object]] = []
 
-    def add(self, step: StepInput, times: StepTimes, *, began_s: float, scheduled_s: float, waited_from_s: float) -> None:
-        """A step whose tokens have just come; the host has waited for them from `waited_from_s`."""
+    def add(self, step: StepInput, times: StepTimes, *, began_s: float, scheduled_s: float) -> None:
+        """A step whose tokens have come."""
         if not self._missing:
             return
         edges = [began_s, scheduled_s, times.laid_out_s, times.planned_s, times.launched_s]
         said = {"requests": step.num_items, "tokens": step.num_tokens, "decoding": step.num_decode}
         for name, start, end in zip(_PARTS, edges[:-1], edges[1:], strict=True):
             self._event(name, start, end, said)
-        self._event("wait", waited_from_s, times.arrived_s, said)
+        self._event("wait", times.waited_from_s, times.arrived_s, said)
         self._missing -= 1
         if not self._missing:
             self.path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
@@ -96,10 +96,10 @@ class StepMeter:
         self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._host_s = self._plan_s = self._run_s = 0.0
 
-    def arrived(self, step: StepInput, output: StepOutput, at: SteppedAt, *, waited_from_s: float) -> None:
-        """The step's tokens have just come; the host has waited for them from `waited_from_s`, by `time.perf_counter`."""
+    def arrived(self, step: StepInput, output: StepOutput, at: SteppedAt) -> None:
+        """The step's tokens have come."""
         if self._trace is not None:
-            self._trace.add(step, output.times, began_s=at.began_s, scheduled_s=at.scheduled_s, waited_from_s=waited_from_s)
+            self._trace.add(step, output.times, began_s=at.began_s, scheduled_s=at.scheduled_s)
 
     def completed(self, step: StepInput, output: StepOutput, at: SteppedAt) -> None:
         """The scheduler has taken the step's tokens in."""
@@ -120,13 +120,12 @@ class StepMeter:
 
     def verified(self, outputs: Sequence[RequestOutput]) -> None:
         """What a step that verified drafts has told."""
-        verified = [output for output in outputs if output.num_drafted]
-        self._verifications += len(verified)
-        self._told += sum([len(output.token_ids) for output in verified])
-        self._drafted += sum([output.num_drafted for output in verified])
-        for num_accepted, count in Counter([output.num_accepted for output in verified]).items():
-            for place in range(num_accepted):
-                self._accepted_at[place] += count
+        for output in outputs:
+            if output.num_drafted:
+                self._verifications += 1
+                self._told += len(output.token_ids)
+                self._drafted += output.num_drafted
+                self._accepted_at.update(range(output.num_accepted))
         if self._verifications >= _ENOUGH_VERIFICATIONS and not self._has_warned and self._told < _USEFUL * self._verifications:
             self._has_warned, told, most = True, self._told / self._verifications, 1 + self._drafted / self._verifications
             log.warning(

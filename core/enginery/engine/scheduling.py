@@ -15,15 +15,17 @@ from enginery.kv.prefix import NoPrefixCache, PrefixCache, PrefixWatcher, RadixP
 from enginery.kv.resume import ResumePoints
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
+from enginery.schedule.ahead import Ahead
 from enginery.schedule.lanes import AnyScheduler, LaneScheduler
 from enginery.schedule.scheduler import Drafts, Scheduler
 
 
 class Scheduling(NamedTuple):
-    """caches: the prefixes of each lane."""
+    """caches: the prefixes of each lane. ahead: of one lane with drafts."""
 
     scheduler: AnyScheduler
     caches: Sequence[PrefixCache]
+    ahead: Ahead | None
 
     def flush(self) -> tuple[int, bool]:
         """Free the cached pages that no request uses: how many, and whether none is left."""
@@ -68,7 +70,9 @@ def scheduling_of(
         )
 
     lanes = [scheduler(lane) for lane in range(asked.dp_attention)]
-    return Scheduling(LaneScheduler(lanes) if len(lanes) > 1 else lanes[0], caches)
+    if len(lanes) > 1:
+        return Scheduling(LaneScheduler(lanes), caches, None)
+    return Scheduling(lanes[0], caches, None if drafting is None else Ahead(lanes[0], drafting))
 
 
 def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:

@@ -11,22 +11,67 @@ step before is in it too; what comes of that is dropped. Where all ended, nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from enginery.contracts.step import INT, Items, StepInput, StepOutput
+from enginery.contracts.batch import Phase
+from enginery.contracts.step import INT, Items, RunSizes, StepInput, StepOutput
+from enginery.schedule.planner import BatchPlanner
 from enginery.schedule.request import Request, RequestStatus
+from enginery.schedule.scheduler import Drafts, Scheduler
+from enginery.schedule.step import agreed
 
 
-class Ahead(NamedTuple):
-    """step: as far as it is known. settle: the step itself, by what the step before gave, which is not taken in yet; None: there is
-    nothing left to run, and it is not in flight."""
+class Ahead:
+    """Schedules the step behind the one that is in flight. Between `begin` and `settle` nothing else is asked of the scheduler."""
 
-    step: StepInput
-    settle: Callable[[StepOutput], StepInput | None]
+    def __init__(self, scheduler: Scheduler, drafting: Drafts) -> None:
+        self._scheduler, self._drafting = scheduler, drafting
+
+    def begin(self, sizes: RunSizes) -> StepInput | None:
+        """What runs behind the one step in flight, as far as is known before that is told. None: it has to be taken in first.
+
+        That is so unless each request that is there decodes in it, and guesses are made behind it.
+        """
+        if not self._goes_on():
+            return None
+        scheduler, (before, _) = self._scheduler, self._scheduler.in_flight[0]
+        counts = self._drafting.coming(scheduler.table.running, before.draft_len)
+        built = None if counts is None else BatchPlanner(scheduler.table, scheduler.settings).fill_ahead(counts)
+        if built is None:
+            return None
+        built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)
+        scheduler.preempted = ()
+        return scheduler.begin(built, agreed([built], sizes))
+
+    def settle(self, output: StepOutput) -> StepInput:
+        """The step itself, by what the step before gave, which is not taken in yet. Empty, and not in flight: all requests end."""
+        (before, requests), (ahead, own) = self._scheduler.in_flight
+        if all_end(requests, output):
+            self._take_back(ahead, own)
+            return msgspec.structs.replace(ahead, items=b"")
+        step = settled(ahead, own, before, output)
+        self._scheduler.in_flight[-1] = step, own
+        return step
+
+    def _goes_on(self) -> bool:
+        """Whether the requests of the next step are those that run in the one in flight, and their guesses its own."""
+        table, in_flight = self._scheduler.table, self._scheduler.in_flight
+        if len(in_flight) != 1 or table.waiting or table.leaving or table.kv.finite.allocators:
+            return False
+        before, requests = in_flight[0]
+        decodes = before.phase in (Phase.DECODE, Phase.VERIFY) and before.draft_len > 0
+        return decodes and len(table.running) > 0 and {*table.running} <= {*requests}
+
+    def _take_back(self, step: StepInput, requests: Sequence[Request]) -> None:
+        """No worker has heard of the step. Its requests end, and their pages and seats go back as always."""
+        self._scheduler.in_flight.pop()
+        self._scheduler.next_number -= 1
+        self._scheduler.table.kv.released[:0] = np.frombuffer(step.released, INT).tolist()
+        for request in requests:
+            request.in_flight -= 1
 
 
 def all_end(requests: Sequence[Request], output: StepOutput) -> bool:

@@ -109,9 +109,6 @@ class LaneScheduler:
         self.requests = _in_order(step, built)
         return step
 
-    def step_ahead(self, sizes: RunSizes = NO_SIZES) -> None:
-        """Drafts are of one lane only."""
-
     def complete(
         self, step: StepInput, output: StepOutput, refused: Mapping[int, str] = MappingProxyType({})
     ) -> list[RequestOutput]:

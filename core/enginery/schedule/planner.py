@@ -127,8 +127,7 @@ class BatchPlanner:
             if request.status is not RequestStatus.RUNNING:
                 continue
             drafts = self._drafts.get(request.request_id, ())
-            if (room := min(most, request.limit - len(request.token_ids) - 1)) < len(drafts):
-                drafts = drafts[: max(0, room)]
+            drafts = drafts[: max(0, min(most, request.limit - len(request.token_ids) - 1))]
             if request.num_computed + 1 + len(drafts) > len(request.kv.pages) * size:
                 if not self._find_room(request, 1):
                     continue

@@ -49,11 +49,7 @@ def _take_back(request: Request, num_wrong: int) -> None:
 
 
 def _append(request: Request, index: int, told: tuple[int, ...], output: StepOutput, *, num_drafts: int) -> RequestOutput:
-    count, reason, token_id = 0, None, told[0]
-    ends_nothing = request.grammar is None and len(request.token_ids) + len(told) < request.limit
-    if ends_nothing and request.stop_ids.isdisjoint(told):  # as in nearly all steps
-        request.token_ids.extend(told)
-        count = len(told)
+    count, reason, token_id = _taken_at_once(request, told), None, told[0]
     for token_id in told[count:]:
         if request.grammar is not None and not request.grammar.accept(token_id):
             error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"
@@ -62,7 +58,7 @@ def _append(request: Request, index: int, told: tuple[int, ...], output: StepOut
         count += 1
         if (reason := _finish_reason(request, token_id)) is not None:
             break
-    stopped = reason is FinishReason.STOP and token_id in request.stop_ids
+    stop_token_id = token_id if reason is FinishReason.STOP and token_id in request.stop_ids else None
     prompt, request.prompt_logprobs = request.prompt_logprobs, []
     logprobs = output.logprobs.get(index)
     return RequestOutput(
@@ -71,13 +67,21 @@ def _append(request: Request, index: int, told: tuple[int, ...], output: StepOut
         logprobs=None if logprobs is None else logprobs[:count],
         prompt_logprobs=tuple(prompt) or None,
         finish_reason=reason,
-        stop_token_id=token_id if stopped else None,
+        stop_token_id=stop_token_id,
         num_cached_tokens=request.num_cached_tokens,
         num_drafted=num_drafts,
         num_accepted=count - (count == len(told)),  # all but the last one, which nobody guessed
         embedding=output.embeddings.get(index),
         queued_s=request.queued_s or 0.0,
     )
+
+
+def _taken_at_once(request: Request, told: tuple[int, ...]) -> int:
+    """How many of these are appended without a look at each: all, where none can end it, as in nearly all steps; else none."""
+    if request.grammar is not None or len(request.token_ids) + len(told) >= request.limit or not request.stop_ids.isdisjoint(told):
+        return 0
+    request.token_ids.extend(told)
+    return len(told)
 
 
 def _finish_reason(request: Request, token_id: int) -> FinishReason | None:

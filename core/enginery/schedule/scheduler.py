@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-import numpy as np
-
 from enginery.config.schema import ScheduleSettings
-from enginery.contracts.batch import FULL, Phase
+from enginery.contracts.batch import FULL
 from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.schedule import LaneCounts, PageCounts, SchedulePolicySpec
-from enginery.contracts.step import INT, NO_SIZES, RunSizes, StepInput, StepOutput
+from enginery.contracts.step import NO_SIZES, RunSizes, StepInput, StepOutput
 from enginery.errors import RequestError
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.manager import KVCacheManager
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import PrefixCache
-from enginery.schedule.ahead import Ahead, all_end, settled
 from enginery.schedule.planner import NO_DRAFTS, BatchPlanner
 from enginery.schedule.queue import WaitingQueue
 from enginery.schedule.request import Request, RequestStatus
@@ -59,8 +56,8 @@ class Scheduler:
     then inputs may be pending (`Item.pending`), and what later steps sample for a request that has ended is dropped.
 
     settings: as it was given. table: where its requests stand. next_number: of the next step that is not empty. requests: of the
-    last call of `next_step`, in the order of the step's items. preempted: ids of those that it made wait again. lanes: there are
-    none to be told apart.
+    last step that was begun, in the order of its items. in_flight: steps that are not complete, and their requests. preempted: ids
+    of those that the last one made wait again. lanes: there are none to be told apart.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class Scheduler:
         seats = range(settings.first_seat, settings.first_seat + settings.max_batch_requests)
         self._kv = KVCacheManager(settings.page_size, cache, allocator, seats=seats, finite=finite)
         self.table = RequestTable(self._kv, WaitingQueue(settings, policy, eos_token_ids))
-        self._in_flight: deque[tuple[StepInput, list[Request]]] = deque()
+        self.in_flight: deque[tuple[StepInput, list[Request]]] = deque()
         self.next_number = 0
         self.requests: Sequence[Request] = ()
         self.lanes: tuple[LaneCounts, ...] = ()
@@ -101,7 +98,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended or a step has not completed."""
-        return bool(self.table.by_id or self._in_flight)
+        return bool(self.table.by_id or self.in_flight)
 
     @property
     def pages(self) -> Mapping[str, PageCounts]:
@@ -155,7 +152,7 @@ class Scheduler:
 
         sizes: what the workers have graphs of.
         """
-        drafts = NO_DRAFTS if self._drafting is None or self._in_flight else self._drafting.propose(self.table)
+        drafts = NO_DRAFTS if self._drafting is None or self.in_flight else self._drafting.propose(self.table)
         planner = BatchPlanner(self.table, self.settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
@@ -164,49 +161,12 @@ class Scheduler:
         self.preempted = planner.preempted
         return self.begin(built, agreed([built], sizes))
 
-    def step_ahead(self, sizes: RunSizes = NO_SIZES) -> Ahead | None:
-        """What runs behind the one step in flight, scheduled before that is told; see `ahead`. None: it has to be told first.
-
-        That is so unless each request that is there decodes in it, and guesses are made behind it.
-        """
-        if self._drafting is None or len(self._in_flight) != 1 or self.table.waiting or self.table.leaving:
-            return None
-        before, requests = self._in_flight[0]
-        running, decodes = self.table.running, before.phase in (Phase.DECODE, Phase.VERIFY)
-        if not (running and decodes and before.draft_len) or self._kv.finite.allocators or not {*running} <= {*requests}:
-            return None
-        counts = self._drafting.coming(running, before.draft_len)
-        built = None if counts is None else BatchPlanner(self.table, self.settings).fill_ahead(counts)
-        if built is None:
-            return None
-        built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)
-        self.preempted = ()
-        ahead = self.begin(built, agreed([built], sizes))
-
-        def settle(output: StepOutput) -> StepInput | None:
-            if all_end(requests, output):
-                self._withdraw()
-                return None
-            step = settled(ahead, built.requests, before, output)
-            self._in_flight[-1] = step, built.requests
-            return step
-
-        return Ahead(ahead, settle)
-
-    def _withdraw(self) -> None:
-        """Take the newest step back, which no worker has heard of. Its requests end, whose pages and seats go back as always."""
-        step, requests = self._in_flight.pop()
-        self.next_number -= 1
-        self._kv.released[:0] = np.frombuffer(step.released, INT).tolist()
-        for request in requests:
-            request.in_flight -= 1
-
     def begin(self, built: StepBuilder, way: Agreed, *, even_idle: bool = False) -> StepInput:
         """The planned step, which is in flight from now on, unless it is empty. even_idle: then too, as other lanes have work."""
         self.requests = built.requests
         step = built.build(self.next_number, way, self._kv.released)
         if built.requests or even_idle:
-            self._in_flight.append((step, built.requests))
+            self.in_flight.append((step, built.requests))
             self._kv.released.clear()
             self.next_number += 1
         return step
@@ -258,7 +218,7 @@ class Scheduler:
 
     def _land(self, step: StepInput) -> list[Request]:
         """The step is no longer in flight. Returns the requests of its items."""
-        scheduled, requests = self._in_flight.popleft()
+        scheduled, requests = self.in_flight.popleft()
         assert scheduled is step, "steps come back in the order they were scheduled in"
         for request in requests:
             request.in_flight -= 1

@@ -87,7 +87,7 @@ class Drafting:
         return {key: tokens for key, tokens in found if tokens}
 
     def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
-        """See `schedule.scheduler.Drafts`."""
+        """As `schedule.scheduler.Drafts` says. Nobody's where the host reads them."""
         if not self._on_device or any(request.adjusts or request.grammar is not None for request in requests):
             return None
         return [num_made if request.asked.params.speculation else 0 for request in requests]

@@ -37,6 +37,7 @@ from enginery.errors import Unsupported
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
+from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import mark_nan
@@ -125,6 +126,11 @@ class GraphKey(NamedTuple):
     length: int
     followed: bool
 
+    @classmethod
+    def of(cls, step: StepInput, *, serves_drafts: bool) -> GraphKey:
+        """Verifications are followed as a rule; what they keep where they are not is less than another graph would take."""
+        return cls(step.run.size, step.decode_len, serves_drafts and (step.verifies or step.draft_len > 0))
+
 
 class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V]; hidden: [most rows, C], where a draft model takes the hidden
@@ -133,6 +139,10 @@ class GraphBuffers(NamedTuple):
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     forced: ForcedAcceptance | None = None
+
+    def hidden_rows(self, count: int) -> torch.Tensor | None:
+        """Where so many are kept, if a draft model takes them."""
+        return None if self.hidden is None else self.hidden[:count]
 
 
 class DecodeGraphs:
@@ -239,17 +249,15 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> None:
         """Capture a graph. Takes as long as two or three eager steps."""
-        size, length, followed = key
-        num_rows = size * length
+        (size, length, followed), num_rows = key, key.size * key.length
         batch = self.feed.named.with_inputs(no_requests(self.geometry, length))
         batch = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
         nobody = torch.full((num_rows,), self.feed.scratch_seat)
         drafts = [] if length == 1 else [torch.zeros(num_rows, dtype=torch.int64)]
         packed = torch.stack([*token_fields(batch), *drafts, torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if drafts else None
-        batch = self.relay.plan(self._placed(self.feed.unpack(batch, packed), followed=followed), capture=True)
-        kept = None if self.buffers.hidden is None or not followed else self.buffers.hidden[:num_rows]
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        batch = self.relay.plan(_placed(self.feed.named, self.feed.unpack(batch, packed), followed=followed), capture=True)
+        found, kept = list[tuple[torch.Tensor, torch.Tensor]](), self.buffers.hidden_rows(num_rows) if followed else None
 
         def run() -> None:
             self._fill(batch, packed[-2])
@@ -282,21 +290,16 @@ class DecodeGraphs:
 
     def ready(self, step: StepInput) -> bool:
         """Whether there is a graph of the step's size, which is captured now if it was not yet. If not, it has to run eagerly."""
-        key = self._key_of(step)
+        key = GraphKey.of(step, serves_drafts=self._serves_drafts)
         if key not in self._captured and step.verifies and key not in self._refused:
             self._capture_verifying(key)
         elif key not in self._captured and not step.verifies:
             self.capture(key)
         return key in self._captured
 
-    def _key_of(self, step: StepInput) -> GraphKey:
-        """Verifications are followed as a rule; what they keep where they are not is less than another graph would take."""
-        followed = self._serves_drafts and (step.verifies or step.draft_len > 0)
-        return GraphKey(step.run.size, step.decode_len, followed)
-
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Replay the graph of the step's size, which is `ready`."""
-        captured = self._captured[self._key_of(step)]
+        captured = self._captured[GraphKey.of(step, serves_drafts=self._serves_drafts)]
         padded = self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()
@@ -311,10 +314,6 @@ class DecodeGraphs:
             captured=captured,
             padded=padded,
         )
-
-    def _placed(self, batch: ForwardBatch, *, followed: bool) -> ForwardBatch:
-        """With named tensors where they stay; without those that a draft model takes, if none follows."""
-        return self.feed.named.placed(batch, leaves=() if followed else (FEATURES,))
 
     def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
         """Fill pending ids in, where the graph reads them."""
@@ -343,10 +342,15 @@ class DecodeGraphs:
         seats = sampled_seats(step, size=num_rows, fill=self.feed.scratch_seat)
         drafts = [] if captured.accepted is None else [num_drafts(step, size=num_rows)]
         self.feed.overwrite(captured.packed, [*token_fields(padded), *drafts, sources, seats])
-        padded = self._placed(padded, followed=captured.followed)
+        padded = _placed(self.feed.named, padded, followed=captured.followed)
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)
         return padded
+
+
+def _placed(named: NamedTensors, batch: ForwardBatch, *, followed: bool) -> ForwardBatch:
+    """With its named tensors where they stay; without those that a draft model takes, if none follows."""
+    return named.placed(batch, leaves=() if followed else (FEATURES,))
 
 
 def _told_last(

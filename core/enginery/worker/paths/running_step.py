@@ -5,6 +5,7 @@ S items that sample, R rows that are sampled, C channels.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ class RunningStep:
 
     def wait(self) -> StepOutput:
         """What it gave, when that has come."""
+        return self._output
+
+    @functools.cached_property
+    def _output(self) -> StepOutput:
+        waited_from_s = time.perf_counter()
         first_rows = () if self.accepted is None else self._first_rows()  # before the wait, as the device may stand still behind it
         if self.copied is not None:
             self.copied.synchronize()
@@ -69,7 +75,7 @@ class RunningStep:
             embeddings=self._read_embeddings(),
             failed=failed,
             captured=self.captured,
-            times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter()),
+            times=StepTimes(self.laid_out_s, self.planned_s, self.launched_s, time.perf_counter(), waited_from_s),
         )
 
     def _told(self, first_rows: Sequence[int]) -> list[tuple[int, ...]]:

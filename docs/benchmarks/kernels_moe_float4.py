@@ -10,7 +10,6 @@ expert_blocks.py chooses from, one product at a time. Kernels are compiled by se
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import subprocess
@@ -52,7 +51,12 @@ class Shape:
 
     def blocks(self, num_tokens: int) -> Float4Blocks:
         sizes = ExpertSizes(
-            num_experts=self.num_experts, columns=self.columns, inner=self.inner, dtype=DTYPE, weight_dtype=torch.uint8
+            num_experts=self.num_experts,
+            columns=self.columns,
+            inner=self.inner,
+            dtype=DTYPE,
+            weight_dtype=torch.uint8,
+            has_direct=True,
         )
         return float4_blocks_for(num_tokens * ROUTING.top_k, ROUTING.top_k, sizes)
 
@@ -164,20 +168,23 @@ def candidates(shape: Shape, num_tokens: int) -> Iterator[tuple[str, Float4Block
 
 def tried(num_pairs: int, shape: Shape, m: int) -> Iterator[tuple[int, int, bool, tuple[int, int, int, int | None]]]:
     """Pairs of a tile and of its smaller kind, whether each pair is one; rows, warps, stages, registers."""
-    if num_pairs <= shape.num_experts // 4:
-        sizes = itertools.product(((32, 2), (64, 2), (64, 4), (128, 2)), (2, 3, 4, 6, 8))
-        for alone, of, (warps, stages) in itertools.product((False, True), (8, 16), sizes):
-            yield of, 0, alone, (*warps, stages, None)
+    if m == 8:
+        yield from ((m, 0, alone, sizes) for alone in (False, num_pairs <= shape.num_experts // 4) for sizes in OF_8)
     elif m == 16:
-        yield from ((m, 0, False, sizes) for sizes in OF_FEW)
+        yield from ((m, few, False, sizes) for few in (0, 8) for sizes in OF_16)
     else:
         yield from ((of, few, False, sizes) for of, few in ((64, 16), (128, 0), (128, 32)) for sizes in OF_MANY)
 
 
-OF_FEW = (
-    *((128, 4, stages, registers) for stages in (3, 4, 5) for registers in (None, 96)),
-    *((64, 2, stages, 80) for stages in (3, 4)),
-    *((256, 4, stages, 168) for stages in (3, 4)),
+OF_8 = (
+    *((128, 4, stages, registers) for stages, registers in ((2, None), (2, 96), (3, None))),
+    *((64, 4, stages, None) for stages in (3, 4, 6)),
+    *((64, 2, 3, None), (128, 8, 3, 80), (256, 8, 3, 128)),
+)
+OF_16 = (
+    *((128, 4, stages, registers) for stages, registers in ((2, None), (2, 128), (3, 168))),
+    *((64, 4, stages, registers) for stages, registers in ((3, None), (4, 96))),
+    *((256, 8, 2, 128), (128, 8, 3, 80)),
 )
 OF_MANY = tuple((128, warps, stages, None) for warps in (4, 8) for stages in (2, 3, 4))
 

@@ -88,8 +88,11 @@ def variants() -> Iterator[tuple[str, Variant]]:
     def block(n: int, num_warps: int, stages: int, split: int) -> ProductBlock:
         return ProductBlock(n=n, k=128, num_warps=num_warps, stages=stages, split=split)
 
-    usual = Float4Blocks(m=8, gate_up=block(64, 2, 3, 3), down=block(128, 4, 3, 6), alone=True)
-    for sum_block in (1024, 512, 256, 128, 64):
+    usual = SHAPES["gpt-oss-120b"].blocks(1)
+    yield "usual", Variant(blocks=usual)
+    in_blocks = Float4Blocks(m=8, gate_up=block(64, 2, 3, 3), down=block(128, 4, 3, 6), alone=True)
+    yield "through shared memory", Variant(blocks=in_blocks)
+    for sum_block in (1024, 512, 256, 64):
         yield f"sums of {sum_block}", Variant(blocks=usual, sum_block=sum_block)
     for n in (16, 32):
         yield "router", Variant(blocks=usual, router=FewRowsShape(block_n=n, block_k=256, split=12, stages=2))
@@ -100,19 +103,13 @@ def variants() -> Iterator[tuple[str, Variant]]:
 
 
 GATE_UPS = (
-    *((16, 1, stages, split) for stages in (4, 8) for split in (1, 2)),
-    *((32, 1, 4, split) for split in (1, 2, 3)),
-    *((32, 2, stages, split) for stages in (4, 6) for split in (1, 2)),
-    *((64, 2, stages, split) for stages in (3, 4) for split in (1, 2, 3, 4)),
-    *((64, 4, 4, split) for split in (2, 3)),
-    *((128, 4, 4, split) for split in (3, 6)),
+    *((64, 4, stages, 1) for stages in (3, 4, 6, 8)),
+    *((64, 4, stages, split) for stages in (3, 4, 6) for split in (2, 3)),
+    *((32, 2, stages, split) for stages in (4, 6) for split in (1, 2, 3)),
 )
 DOWNS = (
-    *((16, 1, 4, split) for split in (1, 2, 3)),
-    *((32, 1, 3, split) for split in (2, 4)),
-    *((32, 2, 3, split) for split in (2, 3, 4)),
-    *((64, 2, 3, split) for split in (2, 3, 4, 6)),
-    *((128, 4, stages, split) for stages in (3, 4) for split in (3, 4, 6)),
+    *((64, 4, stages, split) for stages in (3, 4) for split in (3, 4, 6)),
+    *((64, 4, 6, 1), (64, 4, 6, 2), (32, 2, 4, 4)),
 )
 
 

@@ -67,6 +67,7 @@ class Float4Blocks:
     """For weights in MXFP4, whose blocks have all 128 columns of a group.
 
     alone: each pair of a token and an expert is a tile. few: tiles of no more pairs are computed as tiles of so many; 0: none are.
+    direct: weights go from memory to registers, as kernels/experts_float4_few.py has it; a warp then has 16 rows, or 32.
     """
 
     m: int
@@ -74,11 +75,15 @@ class Float4Blocks:
     down: ProductBlock
     alone: bool = False
     few: int = 0
+    direct: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """Experts, a model's columns, an expert's inner size; the types of x and of the weights; whether descriptors can load those."""
+    """Experts, a model's columns, an expert's inner size; the types of x and of the weights.
+
+    has_descriptors: whether those can load the weights. has_direct: whether `Float4Blocks` may be direct in bfloat16.
+    """
 
     num_experts: int
     columns: int
@@ -86,6 +91,7 @@ class ExpertSizes:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     has_descriptors: bool = False
+    has_direct: bool = False
 
 
 def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | TileBlocks:
@@ -119,7 +125,10 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
     if sizes.dtype is torch.float32:  # without tensor cores, so in registers
         block = _groups(32, num_warps=4, stages=2)
         return Float4Blocks(m=min(m, 32), gate_up=block, down=block)
-    if num_pairs <= max(top_k, sizes.num_experts // 16):  # hardly two of an expert
+    alone = num_pairs <= max(top_k, sizes.num_experts // 16)  # hardly two of an expert
+    if sizes.has_direct and sizes.dtype is torch.bfloat16 and m == 16:
+        return _direct_blocks(alone=alone, few=3 * num_pairs <= 16 * sizes.num_experts)
+    if alone:
         gate_up, down = _groups(64, num_warps=2, stages=3, split=3), _groups(128, num_warps=4, stages=3, split=6)
         return Float4Blocks(m=8, gate_up=gate_up, down=down, alone=True)
     if m == 16:
@@ -130,6 +139,18 @@ def float4_blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> Float4B
         return Float4Blocks(m=m, gate_up=block, down=block)
     block = _groups(128, num_warps=8, stages=3)
     return Float4Blocks(m=m, gate_up=block, down=block, few=32)
+
+
+def _direct_blocks(*, alone: bool, few: bool) -> Float4Blocks:
+    """few: tiles of 8 have room. From the sweep in docs/benchmarks/kernels-float4-few.json."""
+    if alone:
+        gate_up, down = _groups(64, num_warps=4, stages=6), _groups(64, num_warps=4, stages=4, split=4)
+        return Float4Blocks(m=8, gate_up=gate_up, down=down, alone=True, direct=True)
+    if few:
+        gate_up, down = _groups(128, num_warps=4, stages=3), _groups(64, num_warps=4, stages=3)
+        return Float4Blocks(m=8, gate_up=gate_up, down=down, direct=True)
+    block = _groups(128, num_warps=4, stages=2, registers=128)
+    return Float4Blocks(m=16, gate_up=block, down=block, few=8, direct=True)
 
 
 def _groups(rows: int, *, num_warps: int, stages: int, split: int = 1, registers: int | None = None) -> ProductBlock:

@@ -5,17 +5,22 @@ T tokens, K experts of each, E experts, C columns, I an expert's inner size.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Final
 
 import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery.api import Activation, ExpertBiases, Routed, StoredWeight
-from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, float4_blocks_for
+from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, ProductBlock, float4_blocks_for
 from enginery_ops_triton.expert_pairs import SortedPairs, add_up, sort_by_expert
-from enginery_ops_triton.float4_groups import Float4Groups
+from enginery_ops_triton.float4_groups import GROUP, Float4Groups
 from enginery_ops_triton.kernels import experts_float4 as kernels
+from enginery_ops_triton.kernels.precision import INTERPRETED
 
 MOST_SPLIT_PROGRAMS: Final = 16384  # tiles and blocks of rows
+LEAST_DIRECT: Final = 4 * GROUP + 1  # columns, so that four programs that share them have two groups each
+ALIGNED: Final = 16  # bytes of rows of x, which are copied to shared memory so many at a time
 
 
 class Float4Experts:
@@ -41,6 +46,9 @@ class Float4Experts:
         self.gate_up_bias = self.gate_up.words if biases is None else biases.gate_up.contiguous()
         self.down_bias = self.down.words if biases is None else biases.down.contiguous()
         self.arrived = torch.zeros(MOST_SPLIT_PROGRAMS, dtype=torch.int32, device=down.values.device)
+        compiled = down.values.is_cuda and not INTERPRETED.value
+        able = compiled and self.gate_up.narrow and self.down.narrow and fits_direct(self.columns, self.inner)
+        self.direct_kernels = direct_kernels_of(triton.__version__) if able else None
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """x [T, C], routed [T, K] -> [T, C]."""
@@ -50,11 +58,16 @@ class Float4Experts:
             inner=self.inner,
             dtype=x.dtype,
             weight_dtype=torch.uint8,
+            has_direct=self.direct_kernels is not None and is_aligned(x),
         )
         return self.of_blocks(x, routed, float4_blocks_for(routed.ids.numel(), routed.ids.shape[1], sizes))
 
     def of_blocks(self, x: torch.Tensor, routed: Routed, blocks: Float4Blocks) -> torch.Tensor:
-        """Up to blocks.m pairs of an expert share one reading of its weights; with blocks.alone, each pair reads them."""
+        """Up to blocks.m pairs of an expert share one reading of its weights; with blocks.alone, each pair reads them.
+
+        With blocks.direct, x is bfloat16 and `is_aligned`, and there are direct_kernels.
+        """
+        assert not blocks.direct or self.direct_kernels
         num_tokens, top_k = routed.ids.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
         out = torch.empty((num_tokens, self.columns), dtype=x.dtype, device=x.device)
@@ -78,7 +91,8 @@ class Float4Experts:
         if block.split > 1:
             assert programs <= MOST_SPLIT_PROGRAMS, "only few pairs have their columns split"
             partial = torch.empty((len(inner), block.split, rows), dtype=torch.float32, device=x.device)
-        kernels.gate_up_of_float4[(programs, block.split)](
+        kernel = self.direct_kernels.gate_up_of_few if self.direct_kernels and blocks.direct else kernels.gate_up_of_float4
+        kernel[(programs, block.split)](
             x,
             self.gate_up.words,
             self.gate_up.exponents,
@@ -96,7 +110,7 @@ class Float4Experts:
             FEW=blocks.few,
             BLOCK_N=block.n,
             GROUP=block.group,
-            STAGES=block.stages,
+            STAGES=_stages(block, self.columns) if blocks.direct else block.stages,
             SPLIT=block.split,
             NARROW=self.gate_up.narrow,
             ALONE=blocks.alone,
@@ -116,7 +130,8 @@ class Float4Experts:
         block = blocks.down
         dtype = inner.dtype if block.split == 1 else torch.float32
         parts = torch.empty((len(inner), block.split, self.columns), dtype=dtype, device=inner.device)
-        kernels.down_of_float4[(num_tiles * -(-self.columns // block.n), block.split)](
+        kernel = self.direct_kernels.down_of_few if self.direct_kernels and blocks.direct else kernels.down_of_float4
+        kernel[(num_tiles * -(-self.columns // block.n), block.split)](
             inner,
             self.down.words,
             self.down.exponents,
@@ -130,7 +145,7 @@ class Float4Experts:
             FEW=blocks.few,
             BLOCK_N=block.n,
             GROUP=block.group,
-            STAGES=block.stages,
+            STAGES=_stages(block, self.inner) if blocks.direct else block.stages,
             SPLIT=block.split,
             NARROW=self.down.narrow,
             ALONE=blocks.alone,
@@ -141,3 +156,30 @@ class Float4Experts:
             launch_pdl=self.dependent_launch,
         )
         return parts
+
+
+def direct_kernels_of(version: str) -> ModuleType | None:
+    """`kernels.experts_float4_few`, for Triton 3.6: its Gluon is experimental, and those of other versions differ."""
+    if not version.startswith("3.6."):
+        return None
+    from enginery_ops_triton.kernels import experts_float4_few
+
+    return experts_float4_few
+
+
+def fits_direct(columns: int, inner: int) -> bool:
+    """Whether products of so many columns can be direct."""
+    return min(columns, inner) >= LEAST_DIRECT and columns % 8 == inner % 8 == 0
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether rows begin at multiples of `ALIGNED` bytes, and have adjacent columns."""
+    return x.stride(-1) == 1 and (x.data_ptr() | x.stride(0) * x.element_size()) % ALIGNED == 0
+
+
+def _stages(block: ProductBlock, columns: int) -> int:
+    """No more than a program has groups of columns."""
+    num_groups = -(-columns // GROUP)
+    stages = min(block.stages, -(-num_groups // block.split))
+    assert stages >= 2, "x is fetched a group ahead"
+    return stages

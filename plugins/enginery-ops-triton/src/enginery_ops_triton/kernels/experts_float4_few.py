@@ -1,0 +1,506 @@
+"""The products of experts_float4.py for up to 16 pairs of an expert: weights go from memory to the registers of the matrix units.
+
+Written in Gluon, which leaves to the kernel which thread has which values. Four lanes of a warp share a row and have 16 bytes each
+of a group's 64: eight words, which give eight adjacent columns in each of the four matrices [rows, 32]. Of x, which is in shared
+memory, a lane takes the same columns of its row. Which columns the matrix units multiply together is free as long as both sides
+agree, so weights never move between threads, and a loop takes 2.5 instructions a value where the other one takes 3.2.
+
+A group's words and its x are on their way while the STAGES - 1 groups before it are multiplied. The one barrier of a group, which
+x needs, also keeps the compiler from loading the words of several groups together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from triton.experimental import gluon  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from triton.experimental.gluon import language as gl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from enginery_ops_triton.kernels.experts import tile_and_block
+from enginery_ops_triton.kernels.experts_float4 import GROUP_COLUMNS, LANES, ROWS_PAIRED, tile_at, tiny
+from enginery_ops_triton.kernels.gates import gated
+from enginery_ops_triton.kernels.launch import release_successor, wait_for_predecessor
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """`gluon.jit`, typed."""
+    return gluon.jit(function)
+
+
+def constant(function: Callable[..., Any]) -> Any:
+    """`gluon.constexpr_function`, typed: what it returns is known when a kernel is compiled."""
+    return gluon.constexpr_function(function)
+
+
+@constant
+def by_quads(rows: int, warps: int, *, shared: bool) -> gl.DistributedLinearLayout:
+    """[rows, 32], eight columns a lane. Warps have 16 rows each, in turn; shared: all have all of them."""
+    registers, first = [[0, 1], [0, 2], [0, 4]], 8
+    if not shared:
+        registers, first = [*registers, [8, 0]], 16 * warps
+    while first < rows:
+        registers, first = [*registers, [first, 0]], 2 * first
+    powers = [1 << bit for bit in range(warps.bit_length() - 1)]
+    of_warps = [[0 if shared else 16 * power, 0] for power in powers]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], of_warps, [], [rows, 32])
+
+
+@constant
+def sums(warps: int) -> gl.NVMMADistributedLayout:
+    """[rows, pairs]."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
+
+
+@kernel
+def in_order_of_products(values: tl.tensor) -> tl.tensor:
+    """[N, 32] with columns in the order in which the matrix units have them: of a lane's eight, two at a time."""
+    parts = gl.permute(gl.reshape(values, [values.shape[0], 4, 2, 2, 2]), [0, 2, 3, 1, 4])
+    return gl.reshape(parts, [values.shape[0], 32])
+
+
+@constant
+def fetched(warps: int) -> gl.BlockedLayout:
+    """[4 pairs, 32]: a group's columns of x, a matrix after the other, eight columns a lane."""
+    return gl.BlockedLayout([1, 8], [8, 4], [warps, 1], [1, 0])
+
+
+@kernel
+def columns_of(M: tl.constexpr, LAYOUT: tl.constexpr) -> tl.tensor:
+    """[4 M, 32], of a group."""
+    place = gl.arange(0, 4 * M, layout=gl.SliceLayout(1, LAYOUT)) // M
+    return gl.expand_dims(place * LANES, 1) + gl.expand_dims(gl.arange(0, LANES, layout=gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@kernel
+def fetch_x(into: tl.tensor, x_at: tl.tensor, wanted: tl.tensor, left: tl.tensor) -> None:
+    """into: [4 M, 32] in shared memory; left: columns of x from there on. What is not wanted, or behind them, is zero."""
+    column = columns_of(x_at.shape[0] // 4, fetched(gl.num_warps()))
+    async_copy.async_copy_global_to_shared(into, x_at, mask=wanted & (column < left))
+    async_copy.commit_group()
+
+
+@kernel
+def add_group(acc: tl.tensor, words: tl.tensor, exponents: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """acc [N, M] and a group's columns of words [N, 32] times those of x, [4 M, 32] in shared memory."""
+    layout: tl.constexpr = acc.type.layout
+    rows: tl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    columns: tl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    of_x: tl.constexpr = by_quads(acc.shape[1], gl.num_warps(), shared=True)
+    words = gl.convert_layout(in_order_of_products(words), rows, assert_trivial=True)
+    exponents = gl.convert_layout(exponents, gl.SliceLayout(1, rows), assert_trivial=True)
+    for place in gl.static_range(4):
+        bits = (exponents << 7 if place % 2 == 0 else exponents >> 1) & 0x7F807F80  # of two places
+        bits = (bits if place < 2 else bits >> 16).to(gl.int16)
+        weight = tiny(words, place) * gl.expand_dims(bits.to(gl.bfloat16, bitcast=True), 1)
+        part = gl.permute(in_order_of_products(x.slice(place * acc.shape[1], acc.shape[1]).load(of_x)), [1, 0])
+        acc = mma_v2(weight, gl.convert_layout(part, columns, assert_trivial=True), acc)
+    return acc
+
+
+@kernel
+def product(
+    words: tl.tensor,
+    exponents: tl.tensor,
+    x: tl.tensor,
+    row: tl.tensor,
+    wanted: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> tl.tensor:
+    """As `experts_float4.product`. x: [4 M] pointers to rows, all of them four times; wanted: [4 M].
+
+    STAGES: at least two, and at most a part's groups.
+    """
+    groups: tl.constexpr = (COLUMNS + GROUP_COLUMNS - 1) // GROUP_COLUMNS
+    each: tl.constexpr = (groups + SPLIT - 1) // SPLIT
+    gl.static_assert(STAGES >= 2)
+    gl.static_assert(each >= STAGES)
+    begin = gl.program_id(1) * each
+    count = each if groups % SPLIT == 0 else gl.minimum(each, groups - begin)
+    pairs: tl.constexpr = x.shape[0] // 4
+    x_at = gl.expand_dims(x + begin * GROUP_COLUMNS, 1) + columns_of(pairs, fetched(gl.num_warps()))
+    wanted = gl.expand_dims(wanted, 1)
+    left = COLUMNS - begin * GROUP_COLUMNS
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, row.type.layout.parent))
+    words_at = words + begin * (ROWS * LANES) + gl.expand_dims(row, 1) * LANES + gl.expand_dims(lane, 0)
+    exponents_at = exponents + begin * ROWS + row
+    acc = gl.zeros([row.shape[0], pairs], gl.float32, layout=sums(gl.num_warps()))
+    plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ahead = ()  # type: tuple[Any, ...]
+    ring = ()  # type: tuple[Any, ...]
+    for stage in gl.static_range(STAGES):
+        ahead += (load_group(words_at, exponents_at, stage, stage < count, ROWS),)
+        ring += (gl.allocate_shared_memory(gl.bfloat16, [4 * pairs, LANES], plain),)
+    for stage in gl.static_range(STAGES - 1):
+        fetch_x(ring[stage], x_at, wanted, left)
+        x_at += GROUP_COLUMNS
+        left -= GROUP_COLUMNS
+    for _ in range(each // STAGES):
+        words_at += STAGES * ROWS * LANES
+        exponents_at += STAGES * ROWS
+        count -= STAGES
+        behind = ()  # type: tuple[Any, ...]
+        for stage in gl.static_range(STAGES):
+            async_copy.wait_group(STAGES - 2)
+            fetch_x(ring[(stage + STAGES - 1) % STAGES], x_at, wanted, left)
+            x_at += GROUP_COLUMNS
+            left -= GROUP_COLUMNS
+            acc = add_group(acc, ahead[stage][0], ahead[stage][1], ring[stage])
+            behind += (load_group(words_at, exponents_at, stage, stage < count, ROWS),)
+        ahead = behind
+    async_copy.wait_group(0)
+    for stage in gl.static_range(each % STAGES):
+        acc = add_group(acc, ahead[stage][0], ahead[stage][1], ring[stage])
+    return acc
+
+
+@kernel
+def load_group(
+    words_at: tl.tensor, exponents_at: tl.tensor, stage: tl.constexpr, there: tl.tensor, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Words and exponents so many groups further on, which are there, or zeros."""
+    words = gl.load(words_at + stage * (ROWS * LANES), mask=there, other=0, cache_modifier=".cg")
+    return words, gl.load(exponents_at + stage * ROWS, mask=there, other=0, cache_modifier=".cg")
+
+
+@kernel
+def gates_and_ups(acc: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """[N, M], eight of each by turns, -> each [M, N / 2], adjacent rows in adjacent threads."""
+    rows: tl.constexpr = acc.shape[0]
+    pairs: tl.constexpr = acc.shape[1]
+    apart = gl.permute(gl.reshape(acc, [rows // 16, 2, 8, pairs]), [3, 0, 2, 1])
+    gate, up = gl.split(apart)  # each [M, N / 16, 8]
+    layout: tl.constexpr = rows_adjacent(rows // 2, gl.num_warps())
+    gate = gl.convert_layout(gl.reshape(gate, [pairs, rows // 2]), layout)
+    return gate, gl.convert_layout(gl.reshape(up, [pairs, rows // 2]), layout)
+
+
+@constant
+def rows_adjacent(rows: int, warps: int) -> gl.BlockedLayout:
+    """[pairs, rows], two rows a thread."""
+    lanes = min(32, rows // 2)
+    return gl.BlockedLayout([1, 2], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@kernel
+def rows_of(block_n: tl.tensor, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr) -> tl.tensor:
+    """A block's, of which those behind the last are the last."""
+    row = block_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+    return row if ROWS % BLOCK_N == 0 else gl.minimum(row, ROWS - 1)
+
+
+@kernel
+def store_gated(
+    acc: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    block_n: tl.tensor,
+    INNER: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> None:
+    """As `experts_float4.store_gated`, of pairs [first, end)."""
+    gate, up = gates_and_ups(acc)
+    layout: tl.constexpr = gate.type.layout
+    n = block_n * gate.shape[1] + gl.arange(0, gate.shape[1], layout=gl.SliceLayout(0, layout))
+    m = first + gl.arange(0, gate.shape[0], layout=gl.SliceLayout(1, layout))
+    if BIASED:
+        bias_at = bias + expert * (2 * INNER) + n
+        gate += gl.expand_dims(gl.load(bias_at, mask=n < INNER, other=0.0).to(gl.float32), 0)
+        up += gl.expand_dims(gl.load(bias_at + INNER, mask=n < INNER, other=0.0).to(gl.float32), 0)
+    inside = gl.expand_dims(m < end, 1) & gl.expand_dims(n < INNER, 0)
+    at = out + gl.expand_dims(m.to(gl.int64) * INNER, 1) + gl.expand_dims(n, 0)
+    gl.store(at, gated(gate, up, KIND, ALPHA, LIMIT).to(gl.bfloat16), mask=inside)
+
+
+@kernel
+def gate_up_tile(
+    x: tl.tensor,
+    words: tl.tensor,
+    exponents: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    block_n: tl.tensor,
+    x_stride: int,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALONE: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> None:
+    """As `experts_float4.gate_up_tile`."""
+    rows: tl.constexpr = (INNER + ROWS_PAIRED - 1) // ROWS_PAIRED * ROWS_PAIRED * 2
+    groups: tl.constexpr = (COLUMNS + GROUP_COLUMNS - 1) // GROUP_COLUMNS
+    of_x: tl.constexpr = fetched(gl.num_warps())
+    of_rows: tl.constexpr = by_quads(BLOCK_N, gl.num_warps(), shared=False)
+    m = first + gl.arange(0, 4 * BLOCK_M, layout=gl.SliceLayout(1, of_x)) % BLOCK_M
+    known = gl.minimum(m, end - 1)
+    token = (known if ALONE else gl.load(order + known)) // TOP_K
+    acc = product(
+        words + expert * (groups * rows * LANES),
+        exponents + expert * (groups * rows),
+        x + token.to(gl.int64) * x_stride,
+        rows_of(block_n, rows, BLOCK_N, of_rows),
+        m < end,
+        rows,
+        COLUMNS,
+        STAGES,
+        SPLIT,
+    )
+    last = True
+    if SPLIT > 1:
+        of_sums: tl.constexpr = sums(gl.num_warps())
+        row = rows_of(block_n, rows, BLOCK_N, of_sums)
+        pair = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, of_sums))
+        at = partial + gl.expand_dims(pair.to(gl.int64) * (SPLIT * rows), 0) + gl.expand_dims(row, 1)
+        kept = gl.expand_dims(pair < end, 0) & gl.expand_dims(row >= 0, 1)
+        gl.store(at + gl.program_id(1) * rows, acc, mask=kept)
+        gl.thread_barrier()  # all threads have stored before one of them says so
+        last = gl.atomic_add(arrived + gl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=of_sums)
+            for other in range(SPLIT):
+                acc += gl.load(at + other * rows, mask=kept, other=0.0, cache_modifier=".cg")
+            gl.store(arrived + gl.program_id(0), 0)
+    if last:
+        store_gated(acc, bias, out, expert, first, end, block_n, INNER, BIASED, KIND, ALPHA, LIMIT)
+
+
+@kernel
+def gate_up_of_few(
+    x: tl.tensor,
+    words: tl.tensor,
+    exponents: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    arrived: tl.tensor,
+    x_stride: int,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    ALONE: tl.constexpr,
+    BIASED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """As `experts_float4.gate_up_of_float4`, in bfloat16 and where scales are NARROW."""
+    gl.static_assert(NARROW)
+    rows: tl.constexpr = (INNER + ROWS_PAIRED - 1) // ROWS_PAIRED * ROWS_PAIRED * 2
+    release_successor(CHAINED)
+    tile, block_n = tile_and_block((rows + BLOCK_N - 1) // BLOCK_N, GROUP)
+    wait_for_predecessor(CHAINED)
+    expert, first, end = tile_at(tiles, tile, ALONE)
+    if FEW > 0 and (expert >= 0) & (end - first <= FEW):
+        gate_up_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            partial,
+            arrived,
+            expert,
+            first,
+            end,
+            block_n,
+            x_stride,
+            INNER,
+            COLUMNS,
+            TOP_K,
+            FEW,
+            BLOCK_N,
+            STAGES,
+            SPLIT,
+            ALONE,
+            BIASED,
+            KIND,
+            ALPHA,
+            LIMIT,
+        )
+    if (expert >= 0) & (end - first > FEW):
+        gate_up_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            partial,
+            arrived,
+            expert,
+            first,
+            end,
+            block_n,
+            x_stride,
+            INNER,
+            COLUMNS,
+            TOP_K,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            SPLIT,
+            ALONE,
+            BIASED,
+            KIND,
+            ALPHA,
+            LIMIT,
+        )
+
+
+@kernel
+def down_tile(
+    x: tl.tensor,
+    words: tl.tensor,
+    exponents: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    block_n: tl.tensor,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALONE: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> None:
+    """As `experts_float4.down_tile`."""
+    groups: tl.constexpr = (INNER + GROUP_COLUMNS - 1) // GROUP_COLUMNS
+    of_x: tl.constexpr = fetched(gl.num_warps())
+    of_rows: tl.constexpr = by_quads(BLOCK_N, gl.num_warps(), shared=False)
+    m = first + gl.arange(0, 4 * BLOCK_M, layout=gl.SliceLayout(1, of_x)) % BLOCK_M
+    known = gl.minimum(m, end - 1)
+    acc = product(
+        words + expert * (groups * COLUMNS * LANES),
+        exponents + expert * (groups * COLUMNS),
+        x + known.to(gl.int64) * INNER,
+        rows_of(block_n, COLUMNS, BLOCK_N, of_rows),
+        m < end,
+        COLUMNS,
+        INNER,
+        STAGES,
+        SPLIT,
+    )
+    result = gl.convert_layout(gl.permute(acc, [1, 0]), rows_adjacent(BLOCK_N, gl.num_warps()))  # [M, N]
+    n = block_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, result.type.layout))
+    m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, result.type.layout))
+    part = gl.program_id(1)
+    if BIASED:
+        offset = gl.load(bias + expert * COLUMNS + n, mask=(n < COLUMNS) & (part == 0), other=0.0)
+        result += gl.expand_dims(offset.to(gl.float32), 0)
+    pair = (m if ALONE else gl.load(order + gl.minimum(m, end - 1))).to(gl.int64)
+    out_at = out + gl.expand_dims((pair * SPLIT + part) * COLUMNS, 1) + gl.expand_dims(n, 0)
+    inside = gl.expand_dims(m < end, 1) & gl.expand_dims(n < COLUMNS, 0)
+    gl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def down_of_few(
+    x: tl.tensor,
+    words: tl.tensor,
+    exponents: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    ALONE: tl.constexpr,
+    BIASED: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """As `experts_float4.down_of_float4`, in bfloat16 and where scales are NARROW."""
+    gl.static_assert(NARROW)
+    release_successor(CHAINED)
+    tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
+    wait_for_predecessor(CHAINED)
+    expert, first, end = tile_at(tiles, tile, ALONE)
+    if FEW > 0 and (expert >= 0) & (end - first <= FEW):
+        down_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            expert,
+            first,
+            end,
+            block_n,
+            INNER,
+            COLUMNS,
+            FEW,
+            BLOCK_N,
+            STAGES,
+            SPLIT,
+            ALONE,
+            BIASED,
+        )
+    if (expert >= 0) & (end - first > FEW):
+        down_tile(
+            x,
+            words,
+            exponents,
+            bias,
+            order,
+            out,
+            expert,
+            first,
+            end,
+            block_n,
+            INNER,
+            COLUMNS,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            SPLIT,
+            ALONE,
+            BIASED,
+        )

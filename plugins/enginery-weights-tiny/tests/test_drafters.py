@@ -38,8 +38,8 @@ def guesses_of_the_engine(drafter: str) -> dict[str, tuple[list[int], tuple[int,
     while len(told) < len(QUESTIONS):
         for output in engine.step():
             told[output.request_id] = [*ids_of(output.request_id), *output.token_ids]
-    made = engine._made
-    return {question: (tokens, tuple(made.of(question, len(tokens), most=LENGTH, reads=True))) for question, tokens in told.items()}
+    made = dict(engine._made.of([(engine._scheduler.table.by_id[question], LENGTH) for question in told]))
+    return {question: (tokens, tuple(made[question])) for question, tokens in told.items()}
 
 
 def test_the_engines_eagle_head_guesses_what_it_guesses_in_plain_torch() -> None:

@@ -31,6 +31,7 @@ from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.paths.captured_step import Combs
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
@@ -87,9 +88,17 @@ def captured(
     facts, drafts = parts.choice.facts, None
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
     if parts.draft_model is not None and parts.draft_model.can_be_captured:
-        drafts = DraftGraphs.build(parts.draft_model, ops=parts.ops, geometry=geometry, capture=capture, state=state)
+        drafts = DraftGraphs.build(
+            parts.draft_model,
+            ops=parts.ops,
+            geometry=geometry,
+            capture=capture,
+            state=state,
+            siblings=parts.choice.draft_siblings,
+        )
         assert drafts is not None
-    buffers = GraphBuffers(torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size))
+    combs = Combs(parts.pool, siblings) if (siblings := parts.choice.draft_siblings) else None
+    buffers = GraphBuffers(torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size), combs=combs)
     graphs = DecodeGraphs.build(
         parts.model,
         parts.relay,
@@ -285,7 +294,7 @@ def test_acceptance_is_forced_within_the_graph(
     oracle = write_oracle("self llama", SELVES["llama"])
     forced = ForcedAcceptance(rates, torch.device("cpu"))
     engine, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry, forced=forced)
-    drafts._model.guess = lambda state, *_: torch.zeros(len(state), dtype=torch.int64)  # type: ignore[method-assign]
+    drafts._model.guess = lambda state, *_: torch.zeros(len(state), 1, dtype=torch.int64)  # type: ignore[method-assign]
     (request,) = requests_of([oracle.prompts[0]])
     asked = dataclasses.replace(request, params=dataclasses.replace(request.params, max_tokens=41, ignore_eos=True))
     answers_of(engine, [asked])

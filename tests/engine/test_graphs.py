@@ -20,7 +20,8 @@ from enginery.config.schema import EngineOptions
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, Replayable, graph_sizes
+from enginery.worker.paths.captured_step import Replayable
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, graph_sizes
 
 MAX_REQUESTS = 6
 

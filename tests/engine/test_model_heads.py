@@ -81,8 +81,8 @@ def guesses_of(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatc
         told = [token for output in engine.step() for token in output.token_ids]
         tokens += told
         if told and engine.has_work:
-            ((_, guesses),) = engine._made.of([(engine._scheduler.table.by_id["a"], 99)])
-            found.append((list(tokens), list(guesses), list(looked_at)))
+            guesses = dict(engine._made.of([(engine._scheduler.table.by_id["a"], 99)]))
+            found.append((list(tokens), list(guesses.get("a", ())), list(looked_at)))
     return found
 
 

@@ -142,3 +142,35 @@ def test_prompts_of_a_burst_are_followed_as_pays_with_all_of_it(registry: Regist
     assert rows == []
     answers_of(engine, [asking("alone", prompts[0], max_tokens=3)])
     assert rows
+
+
+def test_who_is_computed_again_is_followed_from_its_start(
+    write_oracle: Callable[..., Oracle], registry: Registry, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was not followed is preempted. When it comes again guesses pay, and are right: all that it said is followed."""
+    oracle = write_oracle("self llama", SELVES["llama"])
+    first, second = (asking(f"{at}", oracle.prompts[place][:20], max_tokens=40) for at, place in enumerate((0, 5)))
+    expected = answers_of(Engine.build(options(oracle), registry), [first, second])
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    small = {"page_size": 4, "num_pages": 20, "max_batch_tokens": 64, "max_model_len": 72, "prefix_cache": False}
+    engine = Engine.build(by_itself(oracle, draft_length="auto", overlap=False, **small), registry)
+    told = {each.request_id: Told() for each in (first, second)}
+
+    def step() -> None:
+        for output in engine.step():
+            told[output.request_id].tokens += output.token_ids
+            told[output.request_id].reason = output.finish_reason
+
+    for each in (first, second):
+        engine.submit(each)
+    preempted = engine._scheduler.table.by_id["1"]
+    while not preempted.num_preemptions:
+        step()
+    assert len(told["1"].tokens) > 10
+    assert preempted.num_unfollowed > 10, "none of what it said was followed"
+    engine.abort("0")
+    lengths.append(3)
+    while engine.has_work:
+        step()
+    assert told["1"].tokens == expected["1"].tokens
+    assert counts_of(engine).accepted == counts_of(engine).drafted > 6

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.heads_made import Eagle3
+from engine.test_combs import branching, shuffled
 from engine.test_device_chains import RATES, guesses_and_answers
 from engine.test_device_chains import requests_of as mixed_requests
 from engine.test_draft_models import SELVES, TOKENS, asking, assert_told, by_itself, counts_of, embedded, prompt_of
@@ -98,6 +99,31 @@ def test_the_embedded_model_says_the_same_with_each_of_its_drafters(
         assert found.accepted / found.drafted == pytest.approx(wanted.accepted / wanted.drafted, rel=0.1)
 
 
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+@pytest.mark.parametrize(("drafter", "siblings"), [("eagle", 2), ("standalone", 1)])
+def test_of_combs_more_is_right_and_no_token_differs(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, *, drafter: str, siblings: int, attention: str
+) -> None:
+    """Within graphs where the backend has some; then with what was the guess beside it, so that what stands is always moved."""
+    requests = [asking(f"{at}", prompt_of(said)) for at, said in enumerate(SAID)]
+    requests += [asking(about, prompt_of(SAID[1]), **asked) for about, asked in ASKS.items()]
+    changes = {**ON, "attention_backend": attention, "max_batch_requests": 160}
+    expected = answers_of(Engine.build(embedded(**changes), registry), requests)
+    rates = []
+    for each in (registry, branching(registry, drafter, siblings)):
+        engine = Engine.build(embedded(**changes, drafter=drafter, draft_length="3"), each)
+        assert_told(answers_of(engine, requests), expected)
+        rates.append(counts_of(engine).accepted / counts_of(engine).verifications)
+    assert rates[1] > rates[0]
+    graphs = engine._runner.graphs
+    assert (graphs is not None) is (attention == "triton")
+    assert graphs is None or {depth for *_, depth in graphs._captured} >= {0, 3}
+    shuffled(monkeypatch, "beside")
+    engine = Engine.build(embedded(**changes, drafter=drafter, draft_length="3"), branching(registry, drafter, siblings))
+    assert_told(answers_of(engine, requests), expected)
+    assert counts_of(engine).by_position[0] > 0.5 * counts_of(engine).verifications
+
+
 def test_an_eagle3_head_that_is_always_right_is_here_too(registry: Registry, tmp_path: Path) -> None:
     """What a guess carries on is used as well: there are four in a row."""
     config = LlamaConfig(**small(), architectures=["LlamaForCausalLM"])
@@ -147,12 +173,14 @@ def test_chains_and_readers_guess_what_they_guess_on_a_cpu(
     assert_told(answers_of(Engine.build(there, registry), requests), answers_of(plain, requests))
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "standalone", "lookup"])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle with siblings", "standalone", "lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_launching_waits_for_nothing(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, *, drafter: str, temperature: float
 ) -> None:
     """Neither for a value nor for a copy: in steps that verify and in prefills, greedy and drawn."""
+    if drafter == "eagle with siblings":
+        drafter, registry = "eagle", branching(registry, "eagle", 1)
     asked = embedded(**{**ON, "dtype": "bfloat16"}, attention_backend="triton", drafter=drafter, draft_length="3")
     engine = Engine.build(asked, registry)
     requests = [asking(f"{at}", prompt_of(said), temperature=temperature, seed=at) for at, said in enumerate(SAID)]

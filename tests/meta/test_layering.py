@@ -49,7 +49,12 @@ REQUEST_SIDE = (
     "enginery.contracts.grammars",
     "enginery.contracts.request",
 )
-RESULTS = {"enginery.contracts.request.TokenLogprob", "enginery.speculate.acceptance.accept"}
+RESULTS = {
+    "enginery.contracts.request.TokenLogprob",
+    "enginery.speculate.acceptance.accept",
+    "enginery.speculate.combs.comb_parents",
+    "enginery.speculate.combs.num_verified",
+}
 API_IMPORTS = {"errors", "contracts", "plugin", "checkpoint"}
 
 

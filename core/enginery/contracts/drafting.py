@@ -120,11 +120,33 @@ class DraftContext:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftModelOptions:
+    """What `-o NAME.field=value` sets of every draft model whose descriptor has no options of its own.
+
+    trees: beside each guess the `siblings` likeliest other tokens are verified, so a guess that is nearly right costs less. Each
+    costs a row of the verification and no step of the draft model. Raises ValueError for no siblings.
+    """
+
+    trees: bool = False
+    siblings: int = 1
+
+    def __post_init__(self) -> None:
+        if self.siblings < 1:
+            raise ValueError(f"siblings is {self.siblings}; take 1 or more, or leave trees out")
+
+    @property
+    def num_siblings(self) -> int:
+        """Beside each guess: none unless trees are asked for."""
+        return self.siblings if self.trees else 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
     """A drafter on offer, used if `--drafter` names it: of the host (`build`), or a model (`model`, `stands_alone`), one of these.
 
     most: drafts of a request in one step that it is good for; `--draft-length` may not be above. build: called once, when the
-    engine starts; imports what is heavy. options: a frozen dataclass of what `-o NAME.key=value` sets; None: it has none.
+    engine starts; imports what is heavy. options: a frozen dataclass of what `-o NAME.key=value` sets; None: it has none, or as a
+    model those of every one (`DraftModelOptions`).
 
     model: of the checkpoint that `--draft-model` names; its build finds the model that verifies in `ModelContext.target`.
     suits: given the target's config.json, whether `model` is a part of the target's own checkpoint; then there is no other to name,

@@ -153,10 +153,10 @@ def build_parts(
         model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket, comm=comm)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
         model = met.joined(model, choice, geometry)
-    feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.draft_length)
+    feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
-    captured = capture_steps(phases, choice, StepParts(model, relay, ops, socket, feed, geometry), draft, draft_model)
+    captured = capture_steps(phases, choice, StepParts(model, relay, ops, socket, feed, geometry, pool), draft, draft_model)
     return BuiltParts(
         choice=choice,
         memory=memory,
@@ -189,7 +189,7 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
         feed=parts.feed,
         captured=Captured(graphs, parts.pieces),
         results=parts.choice.results,
-        speculation=Speculation(parts.draft_model, parts.draft_graphs, forced, parts.pool),
+        speculation=Speculation(parts.draft_model, parts.draft_graphs, forced, parts.pool, parts.choice.draft_siblings),
     )
 
 

@@ -85,7 +85,7 @@ class Engine:
         self.facts = facts_of(parts)
         self._seeds = random.Random(asked.seed + asked.dp_rank)
         self._kv_events = kv_events_of(asked, parts)
-        self._made = MadeDrafts()
+        self._made = MadeDrafts(choice.draft_siblings)
         self._drafting = _drafting_of(asked, parts, registry, self._made)
         self._scheduling = scheduling_of(asked, parts, registry, watcher=self._kv_events.watcher, drafting=self._drafting)
         self._scheduler = self._scheduling.scheduler
@@ -345,9 +345,9 @@ def _drafting_of(asked: EngineOptions, parts: BuiltParts, registry: Registry, ma
     fixed = None if asked.draft_length == "auto" else most
     settings = parts.choice.settings
     most_rows = min(settings.max_batch_requests, settings.max_batch_tokens)
-    length = DraftLength(most, fixed=fixed, device=parts.choice.device.type, most_rows=most_rows)
-    on_device = not parts.draft_model.knows_lengths
-    return Drafting(made, offer, length=length, vocab_size=vocab_size, on_device=on_device)
+    siblings, device = parts.choice.draft_siblings, parts.choice.device.type
+    length = DraftLength(most, fixed=fixed, device=device, most_rows=most_rows, siblings=siblings)
+    return Drafting(made, offer, length=length, vocab_size=vocab_size, on_device=not parts.draft_model.knows_lengths)
 
 
 def _made_of(guesses: Guesses, sampling: Sequence[int], requests: Sequence[Request]) -> Made:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from enginery.contracts.drafting import DrafterSpec
+from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
 from enginery.contracts.parsers import ParserEvent, ParserSetup, ParserSpec
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec, StepReport
 from enginery.errors import EnginError, PluginError
@@ -51,6 +51,11 @@ class _GuardedParser:
     def finish(self) -> list[ParserEvent]:
         with inside(self._offer, "read an answer"):
             return self._parser.finish()
+
+
+def siblings_of(offer: Offer[DrafterSpec], options: object) -> int:
+    """How many of the likeliest others are verified beside each guess of a draft model."""
+    return options.num_siblings if offer.spec.is_model and isinstance(options, DraftModelOptions) else 0
 
 
 def gives_trees(offer: Offer[DrafterSpec], options: object) -> bool:

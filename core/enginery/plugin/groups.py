@@ -122,11 +122,12 @@ def version_refusal(group: HookGroup, spec: Descriptor) -> str:
 
 
 def claims(group: HookGroup, spec: Descriptor) -> list[str]:
-    """The names that a descriptor takes for itself: nobody else may have the same."""
-    taken = [f"{group} {spec.name}"]
+    """The names that a descriptor takes for itself: nobody else may have the same. Where a name is shared, so are usual options."""
+    taken, shares = [f"{group} {spec.name}"], False
     if isinstance(spec, DrafterSpec) and spec.suits is not None and spec.model is not None:
         taken = [f"{group} {spec.name} of {architecture}" for architecture in spec.model.architectures]
-    if options_type(spec) is not None:
+        shares = spec.options is None
+    if options_type(spec) is not None and not shares:
         taken.append(f"options {spec.name}")
     return taken
 

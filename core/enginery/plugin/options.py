@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
 from enginery.errors import ConfigError
 from enginery.plugin.checker import alternatives
 from enginery.plugin.near import did_you_mean, known_names
@@ -25,9 +26,9 @@ _KIND_TEXTS: Final[Mapping[object, str]] = {
 
 
 def options_type(spec: object) -> type | None:
-    """The dataclass of a descriptor's options, where its kind has options and it has some."""
+    """The dataclass of a descriptor's options, where its kind has options and it has some. Models that draft have some anyhow."""
     found: type | None = vars(spec).get("options")
-    return found
+    return DraftModelOptions if found is None and isinstance(spec, DrafterSpec) and spec.is_model else found
 
 
 def options_problems(options: object) -> list[str]:

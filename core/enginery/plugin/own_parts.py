@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.parallel import ExecutorSpec, LaunchPlan, RunningRanks
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
 from enginery.errors import ConfigError
@@ -38,6 +39,13 @@ def _listen(asked: str | None) -> str:
     if asked is None:
         raise ConfigError("--executor join waits for ranks of other hosts; say where, by --listen tcp://ADDRESS:PORT")
     return asked
+
+
+@hookimpl
+def register_drafters() -> list[DrafterSpec]:
+    """A model of any family."""
+    summary = "a smaller model with the same vocabulary"
+    return [DrafterSpec(name="standalone", api=(2, 0), summary=summary, most=8, stands_alone=True)]
 
 
 @hookimpl

@@ -69,7 +69,7 @@ class StepBuilder:
         if not pending:
             self._ids.extend(drafts)
         self._drafts.append(drafts)
-        self.branches = self.branches or isinstance(drafts, DraftTree)
+        self.branches = self.branches or (isinstance(drafts, DraftTree) and not drafts.is_chain)
         self._items.append(_pack_item(kv.seat, start, count, start, count, True, len(drafts), pending, _NO_ADAPTER))
         if self._has_states:
             self._add_state(kv.states)
@@ -165,7 +165,8 @@ def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
     """How a step of these lanes runs, those without work too, and what each is padded to: requests and tokens of the largest."""
     length = max(built.decode_len for built in lanes)
     if length > 1:
-        most = 0 if any(built.branches for built in lanes) else sizes.verified_rows  # trees are verified eagerly
+        eagerly = any(built.branches for built in lanes) and not sizes.combs
+        most = 0 if eagerly else sizes.verified_rows
         sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
     num_requests, num_tokens = max(len(built.requests) for built in lanes), max(built.num_tokens for built in lanes)
     run = _run(lanes, num_requests, num_tokens, sizes=sizes)

@@ -24,12 +24,20 @@ class Accepted(NamedTuple):
     counts: torch.Tensor
 
 
-def accept(sampled: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor | None, num_drafts: torch.Tensor) -> Accepted:
+def accept(
+    sampled: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor | None,
+    num_drafts: torch.Tensor,
+    *,
+    depth: int | None = None,
+) -> Accepted:
     """Walk from each root to the child whose token the row drew, as long as there is one.
 
     sampled: [B, N] int64, what each row drew. tokens: [B, N] int64, the rows' inputs: row 0 is the root. parents: [B, N] int64, the
     row before each draft, smaller than its own; None: a chain. num_drafts: [B] int64; rows behind them are padding. Of several
-    children with that token the first is taken. Nothing waits for the device.
+    children with that token the first is taken. depth: of a tree, no row has more before it; None: that is not known. Nothing waits
+    for the device.
     """
     num_rows = tokens.shape[1]
     row = torch.arange(num_rows, device=tokens.device)
@@ -40,11 +48,12 @@ def accept(sampled: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor | 
         return Accepted(torch.minimum(row, counts[:, None]), counts)
     node = torch.zeros_like(num_drafts)  # [B]
     counts, path = torch.zeros_like(num_drafts), [node]
-    for _ in range(num_rows - 1):
+    depth = num_rows - 1 if depth is None else depth
+    for _ in range(depth):
         drawn = sampled.gather(1, node[:, None])
         fits = is_draft & (parents == node[:, None]) & (tokens == drawn)
         found = fits.any(1)
         node = torch.where(found, fits.long().argmax(1), node)
         counts = counts + found
         path.append(node)
-    return Accepted(torch.stack(path, 1), counts)
+    return Accepted(torch.stack(path + [node] * (num_rows - 1 - depth), 1), counts)

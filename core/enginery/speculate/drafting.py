@@ -16,6 +16,7 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
 from enginery.schedule.table import RequestTable
+from enginery.speculate.combs import num_verified
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import MadeDrafts
 
@@ -24,7 +25,7 @@ _MOST_UNFOLLOWED: Final = 0.25  # of a request's tokens: trials without guesses 
 
 
 class _Published(NamedTuple):
-    """A step that decoded only: its requests, the guesses that each verified and made, and when it was told."""
+    """A step that decoded only: its requests, the tokens that it verified of each, how many it guessed ahead, when it was told."""
 
     num_requests: int
     verified: int
@@ -53,6 +54,8 @@ class Drafting:
         self._clock = clock
         self._before: _Published | None = None
         self._drafter = drafter
+        self._siblings = drafter.siblings if isinstance(drafter, MadeDrafts) else 0
+        self._depth = length.most  # of what was proposed last
         self._offer = offer
         self._length = length
         self._vocab_size = vocab_size
@@ -78,6 +81,7 @@ class Drafting:
         if not wanted:
             return {}
         if isinstance(self._drafter, MadeDrafts):
+            self._depth = self._drafter.depth
             found = self._drafter.of(wanted)
         else:
             asks = [self._ask(request, most) for request, most in wanted]
@@ -87,8 +91,8 @@ class Drafting:
         return {key: tokens for key, tokens in found if tokens}
 
     def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
-        """As `schedule.scheduler.Drafts` says. Nobody's where the host reads them."""
-        if not self._on_device or any(request.adjusts or request.grammar is not None for request in requests):
+        """As `schedule.scheduler.Drafts` says. Nobody's where the host reads them, or where they branch."""
+        if not self._on_device or self._siblings or any(request.adjusts or request.grammar is not None for request in requests):
             return None
         return [num_made if request.asked.params.speculation else 0 for request in requests]
 
@@ -109,7 +113,7 @@ class Drafting:
         before, self._before = self._before, None
         if step.num_decode == step.num_items:
             self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock())
-            if before is not None and before[:3] == now[:3] and now.verified == now.made:
+            if before is not None and before[:3] == now[:3] and now.verified == num_verified(now.made, self._siblings):
                 self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
 
     def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
@@ -117,7 +121,7 @@ class Drafting:
         followed = {request.request_id for request in requests if _is_followed(request)}
         for output in outputs:
             if output.num_drafted and output.request_id in followed:
-                self._length.told(output.num_drafted, output.num_accepted)
+                self._length.told(min(output.num_drafted, self._depth), output.num_accepted)
 
     def stop(self, requests: Iterable[Request]) -> None:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
@@ -136,7 +140,7 @@ class Drafting:
             return 0
         if grammar is not None and not isinstance(grammar, RevocableGrammarState):
             return 0
-        return min(self._length.most, request.limit - len(request.token_ids) - 1)
+        return min(num_verified(self._length.most, self._siblings), request.limit - len(request.token_ids) - 1)
 
     def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
         """Up to the first that is no token. Raises TypeError for a tree of a drafter that does not say that it gives any."""

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from enginery.speculate.combs import num_verified
+
 LENGTHS: Final = (0, 1, 2, 3, 5, 7)
 # Up to so many requests begin with so many guesses, others with none. On CPUs each row costs, on GPUs few do.
 FIRST_ON: Final = {"cpu": ((2, 5), (4, 2)), "cuda": ((2, 5), (32, 3), (128, 1))}
@@ -77,11 +79,13 @@ class DraftLength:
     """most: no longer than that. fixed: always so many, whatever is measured. device: its kind, for what to begin with.
 
     most_rows: of a step that verifies, in which each request has a row more than guesses; of lengths that are measured none is
-    longer, as it would be made for nothing.
+    longer, as it would be made for nothing. siblings: beside each guess, which have rows too.
     """
 
-    def __init__(self, most: int, *, fixed: int | None = None, device: str = "cpu", most_rows: int = sys.maxsize) -> None:
-        self.fixed, self._first, self._most_rows = fixed, FIRST_ON[device], most_rows
+    def __init__(
+        self, most: int, *, fixed: int | None = None, device: str = "cpu", most_rows: int = sys.maxsize, siblings: int = 0
+    ) -> None:
+        self.fixed, self._first, self._most_rows, self._siblings = fixed, FIRST_ON[device], most_rows, siblings
         self._lengths = [length for length in LENGTHS if length <= most] if fixed is None else [fixed]
         self._accepted = [_ACCEPTED_AT_FIRST] * max(self._lengths)
         self._num_guesses = [_GUESSES_AT_FIRST] * len(self._accepted)
@@ -133,10 +137,14 @@ class DraftLength:
         size = (num_requests - 1).bit_length()
         if size not in self._loads:
             wanted = next((length for most, length in self._first if num_requests <= most), 0)
-            lengths = [length for length in self._lengths if length == 0 or (1 + length) << size <= self._most_rows]
+            lengths = [length for length in self._lengths if self._is_room(length, 1 << size)]
             begun = max(length for length in lengths if length <= wanted)
             self._loads[size] = _Load(lengths, begun if self._may_pay(begun) else 0)
         return self._loads[size]
+
+    def _is_room(self, length: int, num_requests: int) -> bool:
+        """Whether a step may verify so many guesses of each request, and what is beside them."""
+        return length == 0 or (1 + num_verified(length, self._siblings)) * num_requests <= self._most_rows
 
     def _may_pay(self, length: int) -> bool:
         """Whether so many guesses would tell clearly more tokens a second than none, if they cost nothing."""

@@ -20,7 +20,7 @@ from enginery.testing.rules import BrokenRule, SkippedCheck, compare, raising, r
 from enginery.testing.stage import Turn
 from enginery.testing.subject import Subject, leaf_cases, usual_cases
 from enginery.testing.workbench import Workbench
-from enginery.worker.paths.decode_graphs import Capture, Replayable
+from enginery.worker.paths.captured_step import Capture, Replayable
 from enginery.worker.paths.host_capture import HostCapture
 
 _GRAPH_SIZE: Final = 8

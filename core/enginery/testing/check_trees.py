@@ -37,7 +37,7 @@ def trees_of_drafts(subject: Subject, case: AttnCase) -> None:
         for batch, parents in zip(batches, (_PARENTS, _PARENTS[::-1]), strict=True):
             _write(bench, batch, parents)
         for batch, turns, parents in zip(batches, (first, second), (_PARENTS, _PARENTS[::-1]), strict=True):
-            expected = [_expected(bench, turn, parents[index]) for index, turn in enumerate(turns[: len(parents)])]
+            expected = [expected_of_tree(bench, turn, parents[index]) for index, turn in enumerate(turns[: len(parents)])]
             expected += [bench.expected(turn) for turn in turns[len(parents) :]]
             what = f"{phase} of trees of {_ROWS} rows"
             compare(bench.attend(batch, turns), expected, dtype=case.dtype, leeway=case.leeway, what=what)
@@ -72,7 +72,7 @@ def _write(bench: Workbench, batch: ForwardBatch, parents: np.ndarray) -> None:
         raise BrokenRule(f"{batch.phase}: verify_mask has masks of the requests {found}, and {count} from the first on verify")
 
 
-def _expected(bench: Workbench, turn: Turn, parents: Sequence[int]) -> torch.Tensor:
+def expected_of_tree(bench: Workbench, turn: Turn, parents: Sequence[int]) -> torch.Tensor:
     """Of each row as if those on its way from the first were all that follow the cached tokens: [rows, H, V] float64."""
     ways, found = list[list[int]](), []
     for row in range(turn.new):

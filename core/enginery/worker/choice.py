@@ -26,6 +26,7 @@ from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
+from enginery.speculate.combs import num_verified
 from enginery.worker.attention_choice import (
     AttentionChoice,
     KernelWish,
@@ -70,9 +71,9 @@ class Choice:
     """All that was decided.
 
     first_attention: the backends to begin with while kernels of `attention` are compiled; None: begin with `attention`.
-    to_compile: what `attention` lacks. considered: every attention backend and set of operations, with why it was refused. taps:
-    hidden states that a draft model takes from this one. reads: of a draft model, see `DrafterSpec`. parallel: the part that is run
-    here; a draft model is whole.
+    to_compile: what `attention` lacks. considered: every attention backend and set of operations, with why it was refused.
+    draft_siblings: tokens that are verified beside each that a draft model guesses. taps: hidden states that a draft model takes
+    from this one. reads: of a draft model, see `DrafterSpec`. parallel: the part that is run here; a draft model is whole.
     """
 
     checkpoint: Checkpoint
@@ -87,6 +88,7 @@ class Choice:
     coordinator: Offer[SparseCoordinatorSpec] | None
     drafter: Offer[DrafterSpec] | None
     draft_length: int
+    draft_siblings: int
     op_needs: OpNeeds
     ops: tuple[Offer[OpSpec], ...]
     weight_format: Offer[WeightFormatSpec] | None
@@ -105,6 +107,11 @@ class Choice:
     def num_seats(self) -> int:
         """For running requests; they are numbered through all lanes."""
         return self.parallel.num_lanes * self.settings.max_batch_requests
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens of a request that a step verifies, at the most."""
+        return num_verified(self.draft_length, self.draft_siblings)
 
     @property
     def results(self) -> ModelResults:
@@ -129,9 +136,7 @@ def choose(
     ops = registry.select_ops(op_needs)
     weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
     dtype, kept = TORCH_DTYPES[settings.dtype], kept_schemes(ops)
-    parallel, stage_decisions = divide_stages(
-        parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept
-    )
+    parallel, staged = divide_stages(parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept)
     layers = stage_of(facts, parallel).memory
     needs = [attn_needs(layers, settings, device, recurrent=each) for each in (False, True)]
     drafter = _drafter_beside(checkpoint, asked, registry, needs)
@@ -153,6 +158,7 @@ def choose(
         coordinator=_coordinator(asked, registry, attention),
         drafter=drafter.offer,
         draft_length=drafter.length,
+        draft_siblings=drafter.siblings,
         op_needs=op_needs,
         ops=ops,
         weight_format=weight_format,
@@ -162,7 +168,7 @@ def choose(
             Decision(setting="model", value=checkpoint.name, reason=checkpoint.note or str(checkpoint.folder)),
             Decision(setting="family", value=family.name, reason=f"{family_reason}, from {family.source}", source=family.source),
             *settings.decisions,
-            *stage_decisions,
+            *staged,
             *_lane_decisions(parallel),
             *attention_decisions,
             *first_decisions,

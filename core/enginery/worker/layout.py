@@ -60,7 +60,7 @@ def lay_out(step: StepInput, tables: PageTables) -> ForwardBatch:
     )
 
 
-def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:
+def no_requests(geometry: KVGeometry, length: int = 1, *, trees: bool = False) -> ForwardBatch:
     """A decoding batch to be padded, on the host, with a view of each kind of memory. length: rows of a request."""
     tokens, requests = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
     nothing = torch.empty(0, 1, dtype=torch.int32)
@@ -78,6 +78,7 @@ def no_requests(geometry: KVGeometry, length: int = 1) -> ForwardBatch:
         seats_cpu=requests,
         views=views,
         decode_len=length,
+        trees=trees,
     )
 
 

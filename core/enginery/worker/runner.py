@@ -29,7 +29,7 @@ from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import GuessDraws
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.guesses import Guesses
-from enginery.worker.drafts.trees import move_standing, parents_of, standing_first
+from enginery.worker.drafts.trees import deepest, move_standing, parents_of, standing_first, straightened
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
@@ -58,12 +58,14 @@ class Captured(NamedTuple):
 
 class Speculation(NamedTuple):
     """draft_model: what guesses, unless it is of the host; graphs: of it, behind the target's. forced: for benchmarks, whether
-    guesses are right is drawn. pool: where the target keeps what it computes of drafts, needed if they branch."""
+    guesses are right is drawn. pool: where the target keeps what it computes of drafts, needed if they branch. siblings: tokens
+    beside each guess of the model."""
 
     draft_model: DraftModel | None = None
     graphs: DraftGraphs | None = None
     forced: ForcedAcceptance | None = None
     pool: PagedKVPool | None = None
+    siblings: int = 0
 
 
 class Runner:
@@ -94,7 +96,7 @@ class Runner:
         self.device = feed.device
         self._is_cuda = self.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.draft_model, self._draft_graphs, self._forced, self._pool = speculation or Speculation()
+        self.draft_model, self._draft_graphs, self._forced, self._pool, self._siblings = speculation or Speculation()
         self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
         self._eager = self._new_eager_path()
         self._lane = model.lanes.lane if isinstance(model, JoinedHead) and model.lanes is not None else 0
@@ -106,6 +108,7 @@ class Runner:
             graphs=() if self.graphs is None else self.graphs.sizes,
             pieces=() if self.pieces is None else self.pieces.sizes,
             verified_rows=0 if self.graphs is None else self.graphs.verified_rows,
+            combs=self.graphs is not None and self.graphs.buffers.combs is not None,
         )
 
     def change_backend(self, relay: BackendRelay) -> None:
@@ -150,10 +153,10 @@ class Runner:
         embedding = np.frombuffer(step.embedding, INT).tolist()
         embedded = self._embedded(embedding, launched)
         tokens = marked = self._no_tokens
-        accepted, logits = None, launched.logits
+        accepted, path, logits = None, None, launched.logits
         if step.verifies:
-            tokens, marked, accepted, order = self._verify(launched, sampling, cuts)
-            logits = logits if order is None else logits.index_select(0, order)
+            tokens, marked, accepted, path = self._verify(launched, sampling, cuts)
+            logits = logits if path is None else logits.index_select(0, standing_first(path, len(tokens)))
         elif len(step.sampling):
             tokens, marked = self._choose(launched, sampling)
         num_top = sampling.num_top if sampling is not None else ()
@@ -163,7 +166,7 @@ class Runner:
         copied = recorded(is_cuda=self._is_cuda)  # before anything is guessed, so that the host goes on with what is told meanwhile
         if self.agreement is not None:
             self.agreement.outcome(step, tokens.clamp(min=0), accepted)
-        guesses = self.draft(launched, sampling, tokens, accepted)
+        guesses = self.draft(launched, sampling, tokens, accepted, path)
         return RunningStep(
             step=step,
             sampling=step.sampling.tolist(),
@@ -218,7 +221,7 @@ class Runner:
         """
         step, logits = launched.step, launched.logits
         if (verified := launched.verified(cuts)) is not None:
-            self.keep_accepted(launched, verified.accepted, None)
+            self.keep_accepted(launched, verified.accepted, verified.path)
             return verified
         if launched.forwarded.greedy is not None and step.run.greedy:
             marked = launched.forwarded.greedy[: len(logits)]
@@ -233,22 +236,20 @@ class Runner:
         inputs, places, sampled = (each[: count * length].view(count, length) for each in values)
         if self._forced is not None:
             inputs = self._forced.tokens(inputs, sampled, places)
-        most = step.columns().num_drafts[:count].astype(np.int64)
-        for index, most_told in cuts.items():
-            most[index] = min(most[index], most_told - 1)
+        most = _most_right(step, cuts)
         begins, seats = begins_of(step.sampled_rows), step.columns().seat[step.sampling]
         uploaded = to_device(torch.from_numpy(np.concatenate((most, begins, seats.astype(np.int64)))), self.device)
         num_drafts, first_rows, kept_at = torch.split(uploaded, [count, len(begins), len(seats)])
         parents = to_device(torch.from_numpy(parents_of(step)), self.device) if step.parents else None
-        path, right = accept(sampled, inputs, parents, num_drafts)
+        ways, right = accept(sampled, inputs, parents, num_drafts, depth=deepest(step))
+        path = None if parents is None else ways
         self.keep_accepted(launched, right, path)
-        order = None
-        if parents is not None:
+        if path is not None:
             order = standing_first(path, len(tokens))
             tokens, marked = tokens.index_select(0, order), marked.index_select(0, order)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
         self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
-        return Verified(tokens, marked, accepted, order)
+        return Verified(tokens, marked, accepted, path)
 
     def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """Move states behind the drafts that are right, of the items that verified some; all rows of the others stand. Where drafts
@@ -257,7 +258,7 @@ class Runner:
         step, batch, captured = launched.step, launched.forwarded.batch, launched.forwarded.captured
         assert batch is not None, "a step that verifies keeps its batch"
         if captured is not None:
-            captured.keep_accepted(right)
+            captured.keep_accepted(right, path)
             return
         if step.parents:
             assert self._pool is not None, "where drafts may branch, the runner knows the pool"
@@ -271,11 +272,17 @@ class Runner:
         assert done is not None, "a backend of recurrent layers that verifies commits states"
 
     def draft(
-        self, launched: Launched, sampling: SamplingInput | None, tokens: torch.Tensor | None, accepted: torch.Tensor | None
+        self,
+        launched: Launched,
+        sampling: SamplingInput | None,
+        tokens: torch.Tensor | None,
+        accepted: torch.Tensor | None,
+        path: torch.Tensor | None = None,
     ) -> Guesses | None:
         """What the draft model guesses to follow each item that samples, kept for the next step; None if nobody guesses.
 
-        tokens: [R], what was sampled; None where nobody guesses. accepted: [S], drafts that are right; None: there were none.
+        tokens: [R], what was sampled; None where nobody guesses. accepted: [S], drafts that are right; None: there were none. path:
+        of drafts that branch, see `Verified`.
         """
         model = self.draft_model
         step, forwarded = launched.step, launched.forwarded
@@ -288,8 +295,7 @@ class Runner:
         assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
         assert features is not None, "and its hidden states"
-        together = None if self.agreement is None else self.agreement.of_guesses(step)
-        draws = GuessDraws(sampling, begins_of(step.sampled_rows), ops=self.ops, device=self.device, together=together)
+        draws = _draws(step, sampling, ops=self.ops, device=self.device, siblings=self._siblings, agreement=self.agreement)
         told, graphs, tables = tokens.clamp(min=0), self._draft_graphs, self.tables
         if forwarded.captured is not None and graphs is not None:
             features = features[: forwarded.batch.num_tokens]
@@ -297,6 +303,8 @@ class Runner:
         else:
             batch = forwarded.unpadded(step.num_items)
             features = features[: batch.num_tokens]
+            if path is not None:
+                step, batch, features, told = straightened(step, batch, path=path, features=features, tokens=told)
             found = model.drafts(step, batch, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
         if model.knows_lengths:
             return Guesses(found, None)
@@ -323,3 +331,25 @@ class Runner:
         return {
             index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()
         }
+
+
+def _most_right(step: StepInput, cuts: Mapping[int, int]) -> np.ndarray:
+    """Of the items that verify drafts, how many of these may be right: [n] int64. cuts: see `Runner._verify`."""
+    most = step.columns().num_drafts[: step.num_decode].astype(np.int64)
+    for index, most_told in cuts.items():
+        most[index] = min(most[index], most_told - 1)
+    return most
+
+
+def _draws(
+    step: StepInput,
+    sampling: SamplingInput | None,
+    *,
+    ops: OpTable,
+    device: torch.device,
+    siblings: int,
+    agreement: Agreement | None,
+) -> GuessDraws:
+    """How guesses behind a step are chosen."""
+    together = None if agreement is None else agreement.of_guesses(step)
+    return GuessDraws(sampling, begins_of(step.sampled_rows), ops=ops, device=device, siblings=siblings, together=together)

@@ -18,7 +18,9 @@ from enginery.api import AttnBackendSpec, AttnLayerFacts, AttnNeeds, ForwardBatc
 from enginery.kv.arena import DeviceArena
 from enginery.kv.shared_prefixes import SharedPrefix
 from enginery.testing.cases import AttnCase
+from enginery.testing.check_trees import expected_of_tree
 from enginery.testing.rules import compare
+from enginery.testing.stage import Turn
 from enginery.testing.suite import AttnBackendSuite
 from enginery.testing.workbench import Workbench
 from enginery_attn_triton import splitting
@@ -305,6 +307,34 @@ def test_a_captured_plan_of_verifications_is_refreshed_for_other_lengths(interpr
         turns = bench.turns([(kept, length) for kept in cached[:size]])
         found = bench.replay(captured, turns, Phase.VERIFY)
         compare(found, [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
+
+
+# The row before each row: two guesses in a row, and beside each of them one other, or two.
+@pytest.mark.parametrize("parents", [[0, 0, 1, 0, 1], [0, 0, 1, 0, 0, 1, 1]], ids=str)
+def test_a_captured_plan_of_combs_has_its_masks_for_good(interpreter, parents) -> None:
+    """Written once; the lengths of requests change, and some are padding."""
+    length, size = len(parents), 4
+    case = AttnCase(facts=VERIFYING["wide groups"], page_size=16, dtype="float32")
+    bench = Workbench(Interpreted.subject(), case)
+    bench.relay.ask("init_graph_state", max_batch_size=size, max_num_tokens=size * length)
+
+    def padded(turns: list[Turn]) -> ForwardBatch:
+        batch, more = dataclasses.replace(bench.batch(turns, Phase.VERIFY), decode_len=length, trees=True), size - len(turns)
+        return bench.pad(batch, requests=more, tokens=more * length)
+
+    captured = bench.relay.plan(padded([]), capture=True)
+    seen = torch.eye(length, dtype=torch.bool)
+    for row, parent in enumerate(parents[1:], start=1):
+        seen[row] |= seen[parent]
+    ((requests, buffer),) = bench.relay.ask("verify_mask", plan=captured.plan).parts
+    assert (requests.start, requests.stop) == (0, size)
+    buffer.copy_(seen)
+    for cached in ((200, 0, 15, 16), (9, 300), (1,)):
+        turns, whole = bench.turns([(kept, length) for kept in cached]), bench.guarded_out(size * length)
+        bench.relay.refresh(captured.plan, padded(turns))
+        bench.call_leaf(bench.inputs(turns, size * length), captured, captured.plan, whole[1:-1])
+        expected = [expected_of_tree(bench, turn, parents) for turn in turns]
+        compare(bench.rows_of(whole, turns), expected, dtype="float32", what=f"{cached}")
 
 
 @pytest.mark.parametrize("layer", VERIFYING)

@@ -141,14 +141,14 @@ def test_hook_register_grammars_checks_the_kinds(site) -> None:
 
 def test_hook_register_drafters(site) -> None:
     site.install("p", registering("register_drafters", "DrafterSpec", summary="''", most="4", build="list"))
-    assert [offer.name for offer in Registry.load().drafters] == ["x"]
+    assert [offer.name for offer in Registry.load().drafters] == ["standalone", "x"]
 
 
 @pytest.mark.parametrize("most", ["0", "'4'", "True"])
 def test_hook_register_drafters_checks_how_many(site, most: str) -> None:
     site.install("p", registering("register_drafters", "DrafterSpec", summary="''", most=most, build="list"))
     registry = Registry.load()
-    assert registry.drafters == ()
+    assert [offer.name for offer in registry.drafters] == ["standalone"]
     assert f"most is {most}, but must be a whole number" in next(each.reason for each in registry.records if each.name == "p")
 
 

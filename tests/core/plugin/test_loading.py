@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from enginery.cli.flags.plugins import blocked_names
+from enginery.contracts.drafting import DraftModelOptions
 from enginery.errors import ConfigError, PluginError
 from enginery.plugin import loading
 from enginery.plugin.discovery import core_refusal
@@ -206,7 +207,11 @@ def test_drafters_in_checkpoints_share_a_name_but_no_architecture(site, second: 
     site.install("two", MODULE.format(architecture=second))
     registry = load()
     assert [record_of(registry, name).status for name in ("one", "two")] == [status, status]
-    assert [offer.name for offer in registry.drafters] == ["mtp"] * (2 if status is Status.LOADED else 0)
+    assert [offer.name for offer in registry.drafters] == [*["mtp"] * (2 if status is Status.LOADED else 0), "standalone"]
+    if status is Status.LOADED:
+        (found,) = {Registry.load(options=["mtp.trees=true", "mtp.siblings=2"]).options_for("mtp")}
+        assert isinstance(found, DraftModelOptions)
+        assert found.num_siblings == 2, "usual options are shared with the name"
 
 
 def test_blocking_one_of_two_in_conflict_frees_the_other(site) -> None:

@@ -52,6 +52,17 @@ def test_a_walk_by_hand_finds_the_same(given_: tuple[torch.Tensor, ...]) -> None
 
 
 @given(verifications())
+def test_no_step_is_walked_behind_the_longest_way(given_: tuple[torch.Tensor, ...]) -> None:
+    sampled, tokens, parents, num_drafts = given_
+    depths = torch.zeros_like(parents)
+    for row in range(1, parents.shape[1]):
+        depths[:, row] = depths.gather(1, parents[:, row, None]).squeeze(1) + 1
+    shorter = accept(sampled, tokens, parents, num_drafts, depth=int(depths.max()))
+    for one, other in zip(shorter, accept(sampled, tokens, parents, num_drafts), strict=True):
+        assert torch.equal(one, other)
+
+
+@given(verifications())
 def test_a_chain_is_a_tree_whose_parents_are_the_rows_before(given_: tuple[torch.Tensor, ...]) -> None:
     sampled, tokens, _, num_drafts = given_
     chain = (torch.arange(tokens.shape[1]) - 1).clamp(min=0).expand_as(tokens)

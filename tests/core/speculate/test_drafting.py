@@ -13,7 +13,7 @@ from core.schedule.device import asked_of
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
-from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec
+from enginery.contracts.drafting import ON_DEVICE, DraftAsk, DraftContext, DrafterSpec, DraftTree
 from enginery.contracts.request import RequestOutput, SamplingParams
 from enginery.contracts.step import StepInput
 from enginery.contracts.versions import HookGroup
@@ -24,7 +24,7 @@ from enginery.schedule.request import Request
 from enginery.schedule.table import RequestTable
 from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
-from enginery.speculate.made_drafts import MadeDrafts
+from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.choice import USUAL_DRAFTS, choose_drafter
 
 
@@ -123,6 +123,42 @@ def test_guesses_for_what_was_not_followed_teach_nothing() -> None:
     assert drafting._length.told_each_step(2) > 2.9
 
 
+def combs_of(tokens: tuple[int, ...], *, is_read: bool) -> MadeDrafts:
+    """Of a request with five tokens: three guesses, and one token beside each."""
+    made = MadeDrafts(siblings=1)
+    made.keep(Made({"r": (5, 0)}, len(tokens), lambda place: tokens, is_read=is_read))
+    return made
+
+
+@pytest.mark.parametrize(("is_read", "reads", "known"), [(True, False, True), (False, False, False), (False, True, True)])
+def test_guesses_with_tokens_beside_them_branch(*, is_read: bool, reads: bool, known: bool) -> None:
+    tokens = (4, 7, 9, 5, 6, 8)
+    made, request, another = combs_of(tokens, is_read=is_read), running("r"), running("r", num_tokens=6)
+    request.reads_tokens = another.reads_tokens = reads
+    assert made.depth == 3
+    expected = tokens if known else (ON_DEVICE,) * 6
+    wanted = cast("list[tuple[Request, int]]", [(request, 6), (request, 4), (another, 6)])
+    parents = (-1, 0, 1, -1, 0, 1)
+    assert made.of(wanted) == [("r", DraftTree(expected, parents)), ("r", DraftTree(expected[:4], parents[:4]))]
+    made.keep(None)
+    assert made.of(wanted) == []
+
+
+def test_what_is_learnt_of_combs_is_learnt_of_their_depths() -> None:
+    """Three guesses that were right say nothing of a fourth, though twice as many tokens were verified."""
+    made = combs_of((4, 7, 9, 5, 6, 8), is_read=True)
+    drafting = Drafting(made, offer_of(Noting()), length=DraftLength(7, siblings=1), vocab_size=50)
+    request = running("r")
+    request.reads_tokens = False
+    assert len(drafting.propose(table_of(request))["r"]) == 6
+    step, told = StepInput(number=0, phase=Phase.VERIFY, decode_len=7), RequestOutput(request_id="r", num_drafted=6, num_accepted=3)
+    before = drafting._length._accepted[3]
+    for _ in range(50):
+        drafting.published(step, [cast("Request", request)], [told])
+    assert min(drafting._length._accepted[:3]) > 0.95
+    assert drafting._length._accepted[3] == before
+
+
 class Forward:
     """A grammar's state that cannot go back."""
 
@@ -205,7 +241,8 @@ def test_a_drafter_that_fails_is_named(propose: Callable[[object], object]) -> N
 def chosen(*, most: int = 8, shipped: tuple[str, ...] = (), modules: object = None, **asked: str) -> tuple[str | None, int]:
     offer = offer_of(Noting(), most=most)
     offer = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, modules=modules))  # type: ignore[arg-type]
-    registry = SimpleNamespace(drafters=(offer,), records=(), options_for=lambda name: None)
+    (own,) = (each for each in Registry.load(no_plugins=True).drafters if each.name == "standalone")
+    registry = SimpleNamespace(drafters=(offer, own), records=(), options_for=lambda name: None)
     taken, length, *_ = choose_drafter(
         EngineOptions(**asked),  # type: ignore[arg-type]
         cast("Registry", registry),

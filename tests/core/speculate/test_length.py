@@ -164,6 +164,12 @@ def test_no_guess_is_made_that_cannot_be_verified() -> None:
     assert longest[200] == 0 < longest[64]
 
 
+def test_tokens_beside_guesses_have_rows_too() -> None:
+    combs = [DraftLength(7, most_rows=64, device="cuda", siblings=siblings) for siblings in (0, 1, 2, 3)]
+    assert [comb.of(8) for comb in combs] == [3, 3, 2, 1]
+    assert max(lengths_over(combs[3], lambda _: 1.0, chances=[1.0] * 7, num_requests=8, steps=300)) == 1
+
+
 def test_loads_are_told_apart() -> None:
     length = DraftLength(7)
     lengths_over(length, lambda length: 1 + 2.0 * length, chances=[0.9] * 7, num_requests=64, steps=300)

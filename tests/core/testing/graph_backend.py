@@ -21,10 +21,14 @@ CAN = Capabilities(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedPlan(ForwardPlan):
-    """pages: [B, P], lengths: [B], device: parts of the backend's buffers, which every captured plan shares."""
+    """pages: [B, P], lengths: [B], device: parts of the backend's buffers, which every captured plan shares.
+
+    trees: [B, N, N] bool, device, the plan's own: which of its last keys each row sees; None: a chain.
+    """
 
     pages: torch.Tensor
     lengths: torch.Tensor
+    trees: torch.Tensor | None = None
 
 
 class GraphBackend(GoodBackend):
@@ -55,7 +59,8 @@ class GraphBackend(GoodBackend):
         if not capture:
             pages, lengths = torch.zeros(count, self.max_pages, dtype=torch.int64), torch.ones(count, dtype=torch.int64)
         key = PlanKey.of(batch, self.backend_id, capture=capture)
-        plan = CapturedPlan(key=key, pages=pages[:count], lengths=lengths[:count])
+        trees = self.room_for_trees(batch) if batch.trees else None
+        plan = CapturedPlan(key=key, pages=pages[:count], lengths=lengths[:count], trees=trees)
         self.fill(plan, batch)
         return plan
 
@@ -83,7 +88,12 @@ class GraphBackend(GoodBackend):
         scores = torch.einsum("bnkgd,blkd->bnkgl", grouped, keys) * layer.scale
         lengths = plan.lengths if batch.kv_lens is None else batch.kv_lens
         ends = lengths[:, None] - torch.arange(length, device=self.device).flip(0)  # [B, rows of a request]
-        seen = torch.arange(keys.shape[1], device=self.device) < ends[:, :, None]
+        places = torch.arange(keys.shape[1], device=self.device)
+        seen = places < ends[:, :, None]
+        if plan.trees is not None:
+            behind = places - (lengths[:, None, None] - length)  # of the last keys, from the first on
+            own = plan.trees.gather(2, behind.clamp(0, length - 1).expand_as(seen))
+            seen &= (behind < 0) | own
         weights = scores.masked_fill(~seen[:, :, None, None], float("-inf")).softmax(-1)
         out.copy_(torch.einsum("bnkgl,blkd->bnkgd", weights, values).reshape(out.shape))
 

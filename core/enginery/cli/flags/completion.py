@@ -38,7 +38,7 @@ def coordinators(incomplete: str) -> list[str]:
 
 def drafters(incomplete: str) -> list[str]:
     """Complete the name of a drafter."""
-    return _starting(incomplete, ["auto", "off", "standalone", *(offer.name for offer in Registry.load().drafters)])
+    return _starting(incomplete, ["auto", "off", *(offer.name for offer in Registry.load().drafters)])
 
 
 def models(incomplete: str) -> list[str]:

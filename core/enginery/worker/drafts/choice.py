@@ -8,16 +8,14 @@ from typing import Final, NamedTuple
 
 import torch
 
-from enginery import __version__
 from enginery.checkpoint.files import scan_checkpoint, unstack
 from enginery.checkpoint.folder import read_config
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import ModelFacts
 from enginery.contracts.parallel import ParallelFacts
-from enginery.contracts.versions import CONTRACT_VERSIONS, HookGroup
 from enginery.errors import CheckpointError, ConfigError
-from enginery.plugin.boundary import gives_trees, inside
+from enginery.plugin.boundary import gives_trees, inside, siblings_of
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
 from enginery.worker.weights.needed_weights import needed_weights
@@ -26,25 +24,20 @@ USUAL_DRAFTS: Final = 4
 MOST_BY_A_MODEL: Final = 7  # measured while the engine runs, see `enginery.speculate.length`
 
 
-STANDALONE: Final = DrafterSpec(
-    name="standalone",
-    api=CONTRACT_VERSIONS[HookGroup.DRAFTER],
-    summary="a smaller model with the same vocabulary",
-    most=8,
-    stands_alone=True,
-)
+STANDALONE: Final = "standalone"  # the core's own, for models of any family
 
 
 class ChosenDrafter(NamedTuple):
     """length: tokens of a request in one step, at most. reason: for people to read, empty where nothing was said of drafters.
 
-    trees: whether its guesses may branch.
+    trees: whether its guesses may branch. siblings: of a draft model, how many tokens are verified beside each guess.
     """
 
     offer: Offer[DrafterSpec] | None
     length: int
     reason: str
     trees: bool = False
+    siblings: int = 0
 
 
 def choose_drafter(
@@ -71,17 +64,17 @@ def choose_drafter(
     else:
         offer, why = _named(asked.drafter, every, registry), "asked for"
     length = _length(asked, offer, config)
-    trees = gives_trees(offer, registry.options_for(offer.name))
-    said = f"{why}, from {offer.source}; up to {length} tokens of a request in a step{', which may branch' if trees else ''}"
-    return ChosenDrafter(offer, length, said, trees)
+    options = registry.options_for(offer.name)
+    siblings = siblings_of(offer, options) if length else 0
+    trees = siblings > 0 or gives_trees(offer, options)
+    branching = f", each beside its {siblings} likeliest others" if siblings else ", which may branch" if trees else ""
+    said = f"{why}, from {offer.source}; up to {length} tokens of a request in a step{branching}"
+    return ChosenDrafter(offer, length, said, trees, siblings)
 
 
 def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer[DrafterSpec]]:
     """Those that there may be beside this target, by name."""
-    own = Offer(
-        spec=STANDALONE, group=HookGroup.DRAFTER, name=STANDALONE.name, plugin="core", distribution="enginery", version=__version__
-    )
-    return {offer.name: offer for offer in (own, *registry.drafters) if _suits(offer, config)}
+    return {offer.name: offer for offer in registry.drafters if _suits(offer, config)}
 
 
 def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry) -> Offer[DrafterSpec]:
@@ -136,7 +129,7 @@ def _running(every: Mapping[str, Offer[DrafterSpec]], folder: Path) -> Offer[Dra
     architectures = set(read_config(folder)["architectures"]) if folder.is_dir() else set()
     models = ((offer, offer.spec.model) for offer in every.values() if offer.spec.suits is None)
     fitting = (offer for offer, model in models if model is not None and architectures & set(model.architectures))
-    return next(fitting, every[STANDALONE.name])
+    return next(fitting, every[STANDALONE])
 
 
 def _length(asked: EngineOptions, offer: Offer[DrafterSpec], config: Mapping[str, object]) -> int:
@@ -165,7 +158,6 @@ def refuse_trees(chosen: ChosenDrafter, facts: ModelFacts, parallel: ParallelFac
         "the model has layers with sliding windows": bool(windows) and min(windows) < max_model_len,
         "the model has recurrent layers": facts.has_states,
         "there are several ranks": parallel.num_ranks > 1,
-        "it is a model": offer.spec.is_model,
     }
     if found := [reason for reason, there in reasons.items() if there]:
         raise ConfigError(

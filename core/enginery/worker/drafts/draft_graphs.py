@@ -29,10 +29,12 @@ from enginery.contracts.drafting import FEATURES
 from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned
+from enginery.speculate.combs import num_verified
 from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_each
-from enginery.worker.drafts.draws import CapturedDraws, DrawKind, GuessDraws
+from enginery.worker.drafts.draws import CapturedDraws, DrawKind, GuessDraws, beside, verified_order
+from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_told, deepest, standing_chain
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.decode_graphs import Capture, Replayable
+from enginery.worker.paths.captured_step import Capture, Replayable
 from enginery.worker.paths.path import CapturedBatch, Forwarded
 
 _log: Final = logging.getLogger(__name__)
@@ -48,9 +50,9 @@ class _Follow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Steps:
-    """packed: [1 + W, size] int64, device: the first position that may be told, and a window of slots. guesses: [size, d] int64.
+    """packed: [1 + W, size] int64, device: the first position that may be told, and a window of slots.
 
-    draws: what guesses are drawn by; None: all are best tokens.
+    guesses: [size, d * (1 + n)] int64. draws: what guesses are drawn by; None: all are best tokens.
     """
 
     draws: CapturedDraws | None
@@ -63,24 +65,41 @@ class _Steps:
 class DraftGraphs:
     """Captured when first needed. Their inputs and results are the same for all sizes.
 
-    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; state: [most rows, C'], ids: [most rows]
-    int64, what follows the last told token stands on, and a guess at it, or that token where the model takes no features.
+    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; state: [most rows, C'], ids: [most rows,
+    1 + n] int64, what follows the last told token stands on, and a guess at it with n others, or that token alone where the model
+    takes no features.
     """
 
     def __init__(
-        self, model: DraftModel, relay: BackendRelay, *, ops: OpTable, geometry: KVGeometry, capture: Capture, state: torch.Tensor
+        self,
+        model: DraftModel,
+        relay: BackendRelay,
+        *,
+        ops: OpTable,
+        geometry: KVGeometry,
+        capture: Capture,
+        state: torch.Tensor,
+        siblings: int,
     ) -> None:
-        """state: [most rows, C'], zeros. geometry: the target's."""
+        """state: [most rows, C'], zeros. geometry: the target's. siblings: n."""
         self._model, self._relay, self._ops = model, relay, ops
-        self._geometry, self._capture, self.state = geometry, capture, state
-        numbers = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
-        self.tokens, self.right, self.ids = numbers[0], numbers[1], numbers[2]
-        self._follows: dict[tuple[int, int], _Follow] = {}
+        self._geometry, self._capture, self.state, self._siblings = geometry, capture, state, siblings
+        numbers = torch.zeros(2, len(state), dtype=torch.int64, device=state.device)
+        self.tokens, self.right = numbers[0], numbers[1]
+        self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
+        self._follows: dict[tuple[int, int, int], _Follow] = {}
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
 
     @classmethod
     def build(
-        cls, model: DraftModel, *, ops: OpTable, geometry: KVGeometry, capture: Capture, state: torch.Tensor
+        cls,
+        model: DraftModel,
+        *,
+        ops: OpTable,
+        geometry: KVGeometry,
+        capture: Capture,
+        state: torch.Tensor,
+        siblings: int = 0,
     ) -> DraftGraphs | None:
         """None, with the reason in the log: the draft model's backend cannot be captured."""
         relay = model.socket.relay
@@ -88,7 +107,7 @@ class DraftGraphs:
         if relay.ask("init_graph_state", max_batch_size=len(state), max_num_tokens=len(state)) is None:
             _log.info("the draft model runs eagerly: %s has no init_graph_state", relay.backend_id)
             return None
-        return cls(model, relay, ops=ops, geometry=geometry, capture=capture, state=state)
+        return cls(model, relay, ops=ops, geometry=geometry, capture=capture, state=state, siblings=siblings)
 
     def drafts(
         self,
@@ -111,53 +130,68 @@ class DraftGraphs:
         else:
             self.right[:count].copy_(accepted)
         self._follow(forwarded.captured, forwarded.padded, features)
+        step = as_chain(step, deepest(step)) if step.parents else step
         ids = self.ids[:count]
         if not step.draft_len:
             return ids.new_empty(count, 0)
         num_steps = step.draft_len - model.takes_features
         if not num_steps and draws.kind is None:
-            return ids[:, None]
+            return ids
         found = self._steps_of(forwarded.captured.batch.num_requests, num_steps, draws.kind)
         return self._guess(found, model.ahead(step, tables), draws)[:count]
 
     @torch.inference_mode()
     def prepare(self, of: CapturedBatch, features: torch.Tensor, draft_len: int) -> None:
         """Capture what comes behind a graph of the target, so many guesses. features: [most rows, F * C]."""
-        key = of.batch.num_requests, of.batch.decode_len
+        key = _key_of(of)
         self._follows[key] = self._capture_follow(of, features)
         if (num_steps := draft_len - self._model.takes_features) > 0:
             self._steps_of(key[0], num_steps, None)
 
     def _best(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._ops.greedy(logits)
+        return beside(logits, self._ops.greedy(logits), self._siblings)
 
     def _follow(self, of: CapturedBatch, padded: ForwardBatch, features: torch.Tensor) -> None:
-        key = of.batch.num_requests, of.batch.decode_len
+        key = _key_of(of)
         if key not in self._follows or self._follows[key].of is not of:
             self._follows[key] = self._capture_follow(of, features)
         found = self._follows[key]
         assert found.batch.plan is not None, "what is captured is planned"
-        self._relay.refresh(found.batch.plan, renewed(padded, views={FULL: padded.views[FULL]}))
+        if of.standing is None:
+            padded = renewed(padded, views={FULL: padded.views[FULL]})
+        else:
+            padded = chain_batch(padded, _chain_of(found.batch), padded.num_requests, of.standing.depth)
+        self._relay.refresh(found.batch.plan, padded)
         found.graph.replay()
 
     def _capture_follow(self, of: CapturedBatch, features: torch.Tensor) -> _Follow:
-        batch, model = of.batch, self._model
-        size, num_rows = batch.num_requests, batch.num_tokens
-        ids = torch.zeros_like(batch.input_ids) if model.takes_features else batch.input_ids
-        there = self._relay.plan(renewed(batch, views={FULL: batch.views[FULL]}, input_ids=ids), capture=True)
+        batch, model, standing = of.batch, self._model, of.standing
+        size, num_rows, length = batch.num_requests, batch.num_tokens, batch.decode_len
+        if standing is None:
+            ids = torch.zeros_like(batch.input_ids) if model.takes_features else batch.input_ids
+            there = renewed(batch, views={FULL: batch.views[FULL]}, input_ids=ids)
+        else:
+            there = chain_batch(batch, standing_chain(batch, standing.path, standing.depth), size, standing.depth)
+        there = self._relay.plan(there, capture=True)
 
         def run() -> None:
             self._relay.ask("device_prologue", plan=there.plan)
-            begins = torch.arange(0, num_rows, batch.decode_len, device=ids.device)  # made here: a graph keeps nothing alive
-            last = begins + self.right[:size].clamp(max=batch.decode_len - 1)  # padding has what a longer step left there
+            tokens, rows = self.tokens[:num_rows], features[:num_rows]
+            if standing is not None:
+                chain = standing_chain(batch, standing.path, standing.depth)
+                for place, value in zip(_chain_of(there)[1:], chain[1:], strict=True):
+                    place.copy_(value)
+                tokens, rows = chain_told(tokens, size, length, standing.depth), rows.index_select(0, chain.rows)
+            begins = torch.arange(0, there.num_tokens, there.decode_len, device=tokens.device)  # a graph keeps nothing alive
+            last = begins + self.right[:size].clamp(max=there.decode_len - 1)  # padding has what a longer step left there
             if model.takes_features:
-                there.input_ids.copy_(self.tokens[:num_rows])
-                hidden = model.follow(there, {FEATURES: features[:num_rows]})
+                there.input_ids.copy_(tokens)
+                hidden = model.follow(there, {FEATURES: rows})
                 state = self.state[:size].copy_(hidden.index_select(0, last))
                 self.ids[:size].copy_(model.guess(state, last, self._best))
             else:
                 model.follow(there, None)
-                self.ids[:size].copy_(self.tokens[:num_rows].index_select(0, last))
+                self.ids[:size, 0].copy_(tokens.index_select(0, last))
 
         return _Follow(of, there, self._capture(run))
 
@@ -192,7 +226,8 @@ class DraftGraphs:
         )
         ahead = self._padded(nobody, size, width=width)
         packed = torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))).to(device)
-        guesses = torch.zeros(size, num_steps + model.takes_features, dtype=torch.int64, device=device)
+        count = num_verified(num_steps + model.takes_features, self._siblings)
+        guesses = torch.zeros(size, count, dtype=torch.int64, device=device)
         unplanned = []
         for _ in range(num_steps):
             numbers = torch.zeros(2, size, dtype=torch.int64, device=device)
@@ -200,7 +235,7 @@ class DraftGraphs:
             unplanned.append(one_each(ahead, one, lengths=None))
         batches = plan_steps(self._relay, unplanned, capture=True) if unplanned else []
         assert len(batches) == num_steps, "a backend that knows lengths of the device plans all steps"
-        draws = None if kind is None else CapturedDraws(kind, size, ops=self._ops, device=device)
+        draws = None if kind is None else CapturedDraws(kind, size, ops=self._ops, device=device, siblings=self._siblings)
 
         def run() -> None:
             for there in batches:
@@ -209,15 +244,14 @@ class DraftGraphs:
             for index, there in enumerate(batches):
                 for place, value in zip(_fields_of(there), model.one_step(at, window, right, index), strict=True):
                     place.copy_(value)
-            ids, state, choose = self.ids[:size], None, self._best if draws is None else draws.choose
+            first, state, choose = self.ids[:size], None, self._best if draws is None else draws.choose
             behind = at + right + 1
             if model.takes_features:
                 state = self.state[:size]
                 if draws is not None:  # what follows is on the best one
-                    ids = model.guess(state, behind, choose)
-                behind = behind + 1
-            made = model.steps(batches, ids, state, first=behind, choose=choose)
-            guesses.copy_(torch.stack((ids, *made) if model.takes_features else made, 1))
+                    first = model.guess(state, behind, choose)
+            made = model.steps(batches, first[:, 0], state, first=behind + model.takes_features, choose=choose)
+            guesses.copy_(verified_order((first, *made) if model.takes_features else made))
 
         return _Steps(draws=draws, packed=packed, batches=batches, graph=self._capture(run), guesses=guesses)
 
@@ -232,6 +266,16 @@ class DraftGraphs:
             F.pad(ahead.table, (0, 0, 0, more), value=scratch),
             F.pad(ahead.longest, (0, more), value=1),
         )
+
+
+def _key_of(of: CapturedBatch) -> tuple[int, int, int]:
+    """Requests, rows of each, and of a comb how deep it is."""
+    return of.batch.num_requests, of.batch.decode_len, 0 if of.standing is None else of.standing.depth
+
+
+def _chain_of(batch: ForwardBatch) -> Chain:
+    """Where the batch of what stands has it; which rows that is, is not there."""
+    return Chain(batch.input_ids, batch.input_ids, batch.positions, batch.pages.slots)
 
 
 def _fields_of(batch: ForwardBatch) -> OneStep:

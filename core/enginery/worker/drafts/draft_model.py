@@ -24,12 +24,12 @@ device. Chains of several modules, and models that read the target's keys and va
 target's graphs.
 
 T rows, S items that sample, R sampled rows, d guesses, F hidden states of C values from the target, C' values that are carried on,
-W places of a window.
+W places of a window, 1 + n tokens of a guess and beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,12 +44,10 @@ from enginery.contracts.model import Model
 from enginery.contracts.parallel import StageTensors
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.drafts.draws import GuessDraws
+from enginery.worker.drafts.draws import Choose, GuessDraws, verified_order
 from enginery.worker.drafts.tails import FollowedRows, Tails
 from enginery.worker.layout import begins_of, places_within
 from enginery.worker.page_tables import PageTables
-
-Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from logits [S, V'] and the positions of tokens to tokens, [S] each
 
 
 def pages_behind(most: int, page_size: int) -> int:
@@ -122,7 +120,7 @@ class DraftModel:
         draws: GuessDraws,
         tables: PageTables,
     ) -> torch.Tensor:
-        """Guesses at what follows the last told token of each item that samples: [S, d] int64, device.
+        """Guesses at what follows the last told token of each item that samples: [S, d * (1 + n)] int64, device, see `combs`.
 
         batch: the step's, with all of its input tokens. features: [T, F * C], of the target. tokens: [R], what was sampled.
         accepted: [S], how many drafts of each item are among that; None: none. draws: how a guess is chosen.
@@ -148,9 +146,9 @@ class DraftModel:
             self.follow(self.planned(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), None)
         if len(counts) and len(guesses) < step.draft_len:  # not of one that reads
             batches = self.step_batches(ahead, at, window=uploaded[3:], right=right, count=step.draft_len - len(guesses))
-            first, ids = at + right + 1 + len(guesses), guesses[-1] if guesses else told
+            first, ids = at + right + 1 + len(guesses), guesses[-1][:, 0] if guesses else told
             guesses += self.steps(batches, ids, state, first=first, choose=draws.choose)
-        return torch.stack(guesses, 1) if guesses else told.new_empty(len(counts), 0)
+        return verified_order(guesses) if guesses else told.new_empty(len(counts), 0)
 
     def _sampled_rows(self, step: StepInput, rows: FollowedRows, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that are followed those that are sampled, [R], and the last told one of each item, [S]; device.
@@ -209,7 +207,7 @@ class DraftModel:
         first: torch.Tensor,
         choose: Choose,
     ) -> list[torch.Tensor]:
-        """One row for each request in each step, with the token that the one before guessed: a guess of each step, [S] each.
+        """One row for each request in each step, with the token that the one before guessed: of each step [S, 1 + n].
 
         batches: planned. ids: [S], of the first step. state: [S, C'], what stands before it; None: tokens alone are taken. first:
         [S], the position of the first guess. Device work only.
@@ -218,8 +216,8 @@ class DraftModel:
         for index, there in enumerate(batches):
             there.input_ids.copy_(ids)
             made = self.follow(there, None if state is None else {CARRIED: state})
-            ids = self.guess(made, first + index, choose)
-            guesses.append(ids)
+            guesses.append(self.guess(made, first + index, choose))
+            ids = guesses[-1][:, 0]
             state = made if self.takes_features else None
         return guesses
 
@@ -228,9 +226,9 @@ class DraftModel:
         return _ran(self._modules[0], there, arrived)
 
     def guess(self, state: torch.Tensor, positions: torch.Tensor, choose: Choose, module: Model | None = None) -> torch.Tensor:
-        """The target's tokens for these positions: [S]."""
+        """The target's tokens for these positions: [S, 1 + n]."""
         chosen = choose((module or self._modules[0]).logits(state), positions)
-        return chosen if self._target_ids is None else self._target_ids.index_select(0, chosen)
+        return chosen if self._target_ids is None else self._target_ids[chosen]
 
     def planned(self, batch: ForwardBatch) -> ForwardBatch:
         """By its own backends."""
@@ -258,7 +256,7 @@ class DraftModel:
             if CARRIED in arrived:
                 ids.copy_(ids.roll(-1))  # each module is given the token behind
                 if guesses:
-                    ids[last] = guesses[-1]
+                    ids[last] = guesses[-1][:, 0]
             state = _ran(module, there, arrived)
             arrived = {CARRIED: state}
             if len(last) and len(guesses) < most:
@@ -294,7 +292,7 @@ class DraftModel:
         while len(guesses) < most:
             state = _ran(self._modules[0], there, arrived)
             guesses.append(self.guess(state, first + len(guesses), draws.choose))
-            there.input_ids.copy_(guesses[-1])
+            there.input_ids.copy_(guesses[-1][:, 0])
             arrived = {CARRIED: state}
         return guesses
 

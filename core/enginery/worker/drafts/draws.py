@@ -6,14 +6,17 @@ guess is chosen by changes no token. Penalties, biases and grammars are the targ
 
 A graph draws with what is copied to where it looks, and is captured for a kind of draws: the rest is the same for all.
 
-S items, V vocabulary.
+Of a comb (`enginery.speculate.combs`) the tokens beside a guess are the likeliest others, drawn or not.
+
+S items, V vocabulary, 1 + n tokens of a guess and beside it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,6 +28,7 @@ from enginery.contracts.step import SamplingInput
 from enginery.kv.upload import pinned, to_device
 from enginery.worker.sampling import most_kept, uniform_on_device
 
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from logits [S, V'] and the positions of tokens to [S, 1 + n]
 Together = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 _FEW: Final = 64  # kept tokens that a graph may be captured for, if it is not for all
 
@@ -39,8 +43,8 @@ class DrawKind(NamedTuple):
 class GuessDraws:
     """Of the items of one step. rows: [S], the first sampled row of each. sampling: of the rows; None: all take the best token.
 
-    kind: of what is drawn; None: nothing is. together: where ranks have some columns each; given these, and how this rank would
-    choose from all of them, [S, V] -> [S], it gives what all ranks take.
+    siblings: beside each guess, n. kind: of what is drawn; None: nothing is. together: where ranks have some columns each; given
+    these, and how this rank would choose from all of them, [S, V] -> [S], it gives what all ranks take; then there are no siblings.
     """
 
     def __init__(
@@ -50,10 +54,12 @@ class GuessDraws:
         *,
         ops: OpTable,
         device: torch.device,
+        siblings: int = 0,
         together: Together | None = None,
     ) -> None:
+        assert together is None or not siblings, "guesses of several ranks do not branch"
         params = np.zeros((4, len(rows))) if sampling is None else sampling.params[:, rows]
-        self._params, self._ops, self._device, self._together = params, ops, device, together
+        self._params, self._ops, self._device, self._together, self._siblings = params, ops, device, together, siblings
         self.kind: DrawKind | None = None
         if sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any()):
             kept, cut = most_kept(params, sys.maxsize)
@@ -62,10 +68,13 @@ class GuessDraws:
             self.seeds = torch.from_numpy(sampling.seeds[rows].view(np.int64))
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A token of each row of [S, V], for the position that it would have, [S] int64. Nothing waits for the device."""
+        """A token of each row of [S, V], for the position that it would have, [S] int64, and those beside it: [S, 1 + n].
+
+        Nothing waits for the device.
+        """
         if self._together is not None:
-            return self._together(logits, lambda whole: self._choose(whole, positions))
-        return self._choose(logits, positions)
+            return self._together(logits, lambda whole: self._choose(whole, positions))[:, None]
+        return beside(logits, self._choose(logits, positions), self._siblings)
 
     def _choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.kind is None:
@@ -81,10 +90,10 @@ class GuessDraws:
 
 
 class CapturedDraws:
-    """What a graph for `size` items reads: `fill` comes before each replay."""
+    """What a graph for `size` items reads: `fill` comes before each replay. siblings: as of `GuessDraws`."""
 
-    def __init__(self, kind: DrawKind, size: int, *, ops: OpTable, device: torch.device) -> None:
-        self._kind, self._ops = kind, ops
+    def __init__(self, kind: DrawKind, size: int, *, ops: OpTable, device: torch.device, siblings: int = 0) -> None:
+        self._kind, self._ops, self._siblings = kind, ops, siblings
         self._table = torch.zeros(4, size, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -98,7 +107,23 @@ class CapturedDraws:
         """As `GuessDraws.choose`. Device work only."""
         vocab_size = logits.shape[-1]
         kept = min(_FEW, vocab_size) if self._kind.few else vocab_size
-        return drawn(logits, positions, self._table, self._seeds, kept=kept, cut=self._kind.cut, ops=self._ops)
+        chosen = drawn(logits, positions, self._table, self._seeds, kept=kept, cut=self._kind.cut, ops=self._ops)
+        return beside(logits, chosen, self._siblings)
+
+
+def beside(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """`chosen`, [S], and of each row of [S, V] the `count` likeliest others: [S, 1 + count] int64. Device work only."""
+    if not count:
+        return chosen[:, None]
+    others = logits.scatter(1, chosen[:, None], -math.inf).topk(count).indices
+    return torch.cat((chosen[:, None], others), 1)
+
+
+def verified_order(guesses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What was chosen at each depth, [S, 1 + n] each, as it is verified: the guesses, then those beside them, [S, d * (1 + n)]."""
+    by_depth = torch.stack(tuple(guesses), 1)  # [S, d, 1 + n]
+    chain = by_depth[:, :, 0]
+    return chain if by_depth.shape[2] == 1 else torch.cat((chain, by_depth[:, :, 1:].flatten(1)), 1)
 
 
 def drawn(

@@ -18,13 +18,15 @@ from enginery.contracts.attention import AttnBackendSpec, KVGeometry
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpSpec, OpTable
+from enginery.kv.pool import PagedKVPool
 from enginery.plugin.records import Offer
 from enginery.plugin.selection import op_winners
 from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.parts import DraftNeeds
-from enginery.worker.paths.decode_graphs import Capture, CudaCapture, DecodeGraphs, GraphBuffers
+from enginery.worker.paths.captured_step import Capture, Combs
+from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
 from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
@@ -42,6 +44,7 @@ class StepParts(NamedTuple):
     socket: LayerSocket
     feed: TokenFeed
     geometry: KVGeometry
+    pool: PagedKVPool
 
 
 class CapturedSteps(NamedTuple):
@@ -106,7 +109,9 @@ def _draft_graphs(
         return None
     shape = (choice.settings.max_graph_requests, needs.choice.facts.hidden_size)
     state = torch.zeros(shape, dtype=needs.choice.dtype, device=choice.device)
-    return DraftGraphs.build(model, ops=parts.ops, geometry=parts.geometry, capture=capture, state=state)
+    return DraftGraphs.build(
+        model, ops=parts.ops, geometry=parts.geometry, capture=capture, state=state, siblings=choice.draft_siblings
+    )
 
 
 def _decode_graphs(
@@ -122,7 +127,7 @@ def _decode_graphs(
         feed=parts.feed,
         geometry=parts.geometry,
         capture=capture,
-        buffers=GraphBuffers(logits, hidden),
+        buffers=GraphBuffers(logits, hidden, combs=Combs(parts.pool, siblings) if (siblings := choice.draft_siblings) else None),
         results=choice.results,
     )
 

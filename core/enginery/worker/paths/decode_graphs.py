@@ -19,8 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 
@@ -31,30 +30,19 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
-from enginery.contracts.plan import Accepted
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
-from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.trees import deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.named_tensors import NamedTensors
+from enginery.worker.paths.captured_step import Capture, CapturedStep, Combs, Moved, Replayable, captured_moving, told_last
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import mark_nan
 from enginery.worker.token_feed import TokenFeed
 
 _log: Final = logging.getLogger(__name__)
-
-
-class Replayable(Protocol):
-    """A captured piece of device work."""
-
-    def replay(self) -> None:
-        """Launch the captured work again, on the current stream."""
-        ...
-
-
-Capture = Callable[[Callable[[], None]], Replayable]
 
 
 class CudaCapture:
@@ -80,39 +68,6 @@ class CudaCapture:
         return graph
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CapturedStep:
-    """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
-    Of a step that verifies, [fields + 3, T]: before the sources, in its first places, how many drafts each request has. seats: the
-    seats there, where the next step finds what this one samples: [requests] int64, device.
-
-    batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
-    where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
-    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens. followed: whether a draft model finds
-    what it takes. moving: moves recurrent states by as many drafts as `accepted` says; None: none are to be moved.
-    """
-
-    packed: torch.Tensor
-    seats: torch.Tensor
-    batch: ForwardBatch
-    graph: Replayable
-    logits: torch.Tensor
-    best: torch.Tensor
-    followed: bool
-    hidden: torch.Tensor | None
-    accepted: torch.Tensor | None
-    moving: Replayable | None
-
-    def keep_accepted(self, right: torch.Tensor) -> None:
-        """Move states behind so many drafts of each request that has some: [n] int64, device."""
-        assert self.accepted is not None, "the step verifies drafts"
-        if self.moving is None:
-            return
-        if right.data_ptr() != self.accepted.data_ptr():
-            self.accepted[: len(right)].copy_(right)
-        self.moving.replay()
-
-
 def graph_sizes(max_requests: int) -> tuple[int, ...]:
     """1, 2, 4, then multiples of 8 up to 64, 16 up to 256, 32 beyond: padding costs an eighth at most where batches are large."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_requests, 32)]
@@ -120,25 +75,32 @@ def graph_sizes(max_requests: int) -> tuple[int, ...]:
 
 
 class GraphKey(NamedTuple):
-    """Of a captured step: requests, rows of each, and whether a draft model follows it."""
+    """Of a captured step: requests, rows of each, whether a draft model follows it, and how deep the comb is that the rows begin.
+
+    0: they are a chain.
+    """
 
     size: int
     length: int
     followed: bool
+    depth: int = 0
 
     @classmethod
     def of(cls, step: StepInput, *, serves_drafts: bool) -> GraphKey:
         """Verifications are followed as a rule; what they keep where they are not is less than another graph would take."""
-        return cls(step.run.size, step.decode_len, serves_drafts and (step.verifies or step.draft_len > 0))
+        followed = serves_drafts and (step.verifies or step.draft_len > 0)
+        return cls(step.run.size, step.decode_len, followed, deepest(step))
 
 
 class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V]; hidden: [most rows, C], where a draft model takes the hidden
-    states. forced: for benchmarks, what writes over drafts, so that they are right by chance."""
+    states. forced: for benchmarks, what writes over drafts, so that they are right by chance. combs: whose rows are moved where
+    they stand; None: drafts that branch are verified eagerly."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     forced: ForcedAcceptance | None = None
+    combs: Combs | None = None
 
     def hidden_rows(self, count: int) -> torch.Tensor | None:
         """Where so many are kept, if a draft model takes them."""
@@ -232,9 +194,10 @@ class DecodeGraphs:
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
         self.capture(GraphKey(self.sizes[-1], 1, followed=False))
-        most, length = self.sizes[-1], self.feed.width
+        most, length, combs = self.sizes[-1], self.feed.width, self.buffers.combs
+        depth = 0 if combs is None else (length - 1) // (1 + combs.siblings)
         fitting = [size for size in self.sizes if length > 1 and size * length <= most]
-        if fitting and self._capture_verifying(GraphKey(fitting[-1], length, self._serves_drafts)):
+        if fitting and self._capture_verifying(GraphKey(fitting[-1], length, self._serves_drafts, depth)):
             self.verified_rows = most
 
     def _capture_verifying(self, key: GraphKey) -> bool:
@@ -249,15 +212,14 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> None:
         """Capture a graph. Takes as long as two or three eager steps."""
-        (size, length, followed), num_rows = key, key.size * key.length
-        batch = self.feed.named.with_inputs(no_requests(self.geometry, length))
-        batch = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
-        nobody = torch.full((num_rows,), self.feed.scratch_seat)
-        drafts = [] if length == 1 else [torch.zeros(num_rows, dtype=torch.int64)]
-        packed = torch.stack([*token_fields(batch), *drafts, torch.full((num_rows,), KNOWN), nobody]).to(self.feed.device)
-        accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if drafts else None
-        batch = self.relay.plan(_placed(self.feed.named, self.feed.unpack(batch, packed), followed=followed), capture=True)
-        found, kept = list[tuple[torch.Tensor, torch.Tensor]](), self.buffers.hidden_rows(num_rows) if followed else None
+        size, length, followed, depth = key
+        combs, forced, memory = self.buffers.combs, self.buffers.forced, Moved(self.buffers.combs, self.geometry, self._capture)
+        batch, packed = _padding_alone(self.feed, self.geometry, key)
+        batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
+        accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
+        kept = self.buffers.hidden_rows(size * length) if followed else None
+        standing = None if combs is None or not depth else standing_in_comb(size, length, depth, combs.siblings, batch, self.relay)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def run() -> None:
             self._fill(batch, packed[-2])
@@ -269,7 +231,7 @@ class DecodeGraphs:
             if accepted is None:
                 self.feed.keep(best, packed[-1])
             else:
-                told = _told_last(batch, self.best[:num_rows], best, packed[-3, :size], out=accepted, forced=self.buffers.forced)
+                told = told_last(batch, found[-1][1], best, packed[-3, :size], out=accepted, standing=standing, forced=forced)
                 self.feed.keep(told, packed[-1, :size])
             if kept is not None:
                 kept.copy_(hidden)
@@ -284,7 +246,8 @@ class DecodeGraphs:
             followed=followed,
             hidden=kept,
             accepted=accepted,
-            moving=_captured_moving(self.relay, batch, accepted=accepted, geometry=self.geometry, capture=self._capture),
+            standing=standing,
+            moving=None if accepted is None else captured_moving(self.relay, batch, accepted, standing, memory=memory),
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
@@ -353,37 +316,12 @@ def _placed(named: NamedTensors, batch: ForwardBatch, *, followed: bool) -> Forw
     return named.placed(batch, leaves=() if followed else (FEATURES,))
 
 
-def _told_last(
-    batch: ForwardBatch,
-    marked: torch.Tensor,
-    best: torch.Tensor,
-    num_drafts: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    forced: ForcedAcceptance | None,
-) -> torch.Tensor:
-    """What follows the drafts that are the best tokens, up to the first that is not; out: their number. [requests] int64 both.
-
-    marked, best: [rows], with and without `NAN_TOKEN`.
-    """
-    shape = (batch.num_requests, batch.decode_len)
-    sampled, inputs, places = (each.view(shape) for each in (marked, batch.input_ids, batch.positions))
-    if forced is not None:
-        inputs = forced.tokens(inputs, sampled, places)
-    right = out.copy_(accept(sampled, inputs, None, num_drafts).counts)
-    return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + right)
-
-
-def _captured_moving(
-    relay: BackendRelay, batch: ForwardBatch, *, accepted: torch.Tensor | None, geometry: KVGeometry, capture: Capture
-) -> Replayable | None:
-    """Moves states behind so many drafts of each request of a captured batch: [requests] int64, device, found in each replay."""
-    if accepted is None or all(layer.recurrent is None for layer in geometry.layers):
-        return None
-    counts = accepted
-
-    def move() -> None:
-        done = relay.ask("commit_state", plan=batch.plan, accepted=Accepted(counts=counts))
-        assert done is not None, "a backend of recurrent layers that verifies commits states"
-
-    return capture(move)
+def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:
+    """A batch of so many requests that nobody made, and its token fields with what is beside them, see `CapturedStep`."""
+    num_rows = key.size * key.length
+    batch = feed.named.with_inputs(no_requests(geometry, key.length, trees=key.depth > 0))
+    batch = pad(batch, num_requests=key.size, num_tokens=num_rows, geometry=geometry)
+    nobody = torch.full((num_rows,), feed.scratch_seat)
+    drafts = [] if key.length == 1 else [torch.zeros(num_rows, dtype=torch.int64)]
+    packed = torch.stack([*token_fields(batch), *drafts, torch.full((num_rows,), KNOWN), nobody]).to(feed.device)
+    return feed.unpack(batch, packed), packed

@@ -13,6 +13,7 @@ import torch
 from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
+from enginery.worker.drafts.trees import Standing, standing_first
 from enginery.worker.layout import sampled_seats
 
 
@@ -22,8 +23,13 @@ class CapturedBatch(Protocol):
     @property
     def batch(self) -> ForwardBatch: ...
 
-    def keep_accepted(self, right: torch.Tensor) -> None:
-        """Move states behind so many drafts of each request that has some: [n] int64, device."""
+    @property
+    def standing(self) -> Standing | None:
+        """Where it verifies combs, which rows stand."""
+        ...
+
+    def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
+        """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""
         ...
 
 
@@ -76,14 +82,14 @@ class Forwarded(NamedTuple):
 class Verified(NamedTuple):
     """What became of drafts. tokens, and marked with `NAN_TOKEN`: of all sampled rows, [R] int64, those that are told first.
 
-    accepted: [S] int64, how many drafts of each item are right. order: [R] int64, the rows as they were before; None: the same. All
-    are on the device.
+    accepted: [S] int64, how many drafts of each item are right. path: [n, N] int64, where drafts branch, the rows that stand, see
+    `accept`; None: none does. All are on the device.
     """
 
     tokens: torch.Tensor
     marked: torch.Tensor
     accepted: torch.Tensor
-    order: torch.Tensor | None = None
+    path: torch.Tensor | None = None
 
 
 class Launched(NamedTuple):
@@ -106,7 +112,13 @@ class Launched(NamedTuple):
         accepted, best = self.forwarded.accepted, self.forwarded.greedy
         if accepted is None or best is None or cuts or not self.step.run.greedy:
             return None
-        return Verified(best[: len(self.logits)], best[: len(self.logits)], accepted[: len(self.step.sampling)])
+        best, accepted = best[: len(self.logits)], accepted[: len(self.step.sampling)]
+        standing = None if self.forwarded.captured is None else self.forwarded.captured.standing
+        if standing is None:
+            return Verified(best, best, accepted)
+        path = standing.path[: self.step.num_decode]
+        best = best.index_select(0, standing_first(path, len(best)))
+        return Verified(best, best, accepted, path)
 
 
 class ForwardPath(Protocol):

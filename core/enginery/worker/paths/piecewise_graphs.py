@@ -27,7 +27,8 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
 from enginery.worker.layout import KNOWN, no_requests, token_sources
-from enginery.worker.paths.decode_graphs import CudaCapture, Replayable
+from enginery.worker.paths.captured_step import Replayable
+from enginery.worker.paths.decode_graphs import CudaCapture
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.token_feed import TokenFeed

@@ -15,7 +15,8 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.plugin.loading import explain
 from enginery.worker.layout import has_pending
-from enginery.worker.paths.decode_graphs import CapturedStep, DecodeGraphs, GraphKey
+from enginery.worker.paths.captured_step import CapturedStep
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.sampling import NAN_TOKEN
 

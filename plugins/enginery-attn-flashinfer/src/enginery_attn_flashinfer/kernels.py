@@ -22,6 +22,7 @@ import flashinfer
 import torch
 from flashinfer.cascade import get_cascade_module
 from flashinfer.decode import fast_decode_plan
+from flashinfer.page import get_seq_lens
 from flashinfer.prefill import get_batch_prefill_module
 
 from enginery.api import LayerKV
@@ -188,12 +189,21 @@ class PrefillWrapper(_Planned):
             }
         self._captured = captured
         self._causal = causal
+        self._is_ready = False  # for the shorter way to plan
         backend = settings.prefill if causal and not splits and settings.kv_dtype == settings.dtype else "fa2"
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **fixed)
 
     def plan(self, cut: Cut, pages: PageLists) -> None:
-        """See `contract.Wrapper`."""
+        """See `contract.Wrapper`. A captured one is planned for one cut for good."""
         self._copied.synchronize()
+        if self._captured is not None and self._is_ready:
+            self._plan_again(cut, pages)
+        else:
+            self._plan_whole(cut, pages)
+            self._is_ready = True
+        self._copied.record()
+
+    def _plan_whole(self, cut: Cut, pages: PageLists) -> None:
         longest = int((pages.q_indptr[1:] - pages.q_indptr[:-1]).max())  # else found by a loop over tensors
         self._wrapper.plan(
             pages.q_indptr,
@@ -205,7 +215,38 @@ class PrefillWrapper(_Planned):
             max_token_per_sequence=longest,
             **self._paged_terms(cut),
         )
-        self._copied.record()
+
+    def _plan_again(self, cut: Cut, pages: PageLists) -> None:
+        """What FlashInfer's `plan` does in the end, as its `fast_decode_plan` does for decoding.
+
+        The lists are where kernels read them; `plan` would copy them once more, and find the longest request by a loop in Python.
+        """
+        wrapper = self._wrapper
+        assert wrapper._backend == "fa2", "captured steps have FlashAttention-2"
+        num_rows, most = int(pages.q_indptr[-1]), wrapper._max_total_num_rows
+        assert num_rows <= most, f"{num_rows} rows are planned in a captured step of {most}"
+        assert pages.num_requests == wrapper._fixed_batch_size, "a captured step has its number of requests for good"
+        wrapper._plan_info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            wrapper._pin_memory_int_workspace_buffer,
+            pages.q_indptr,
+            pages.indptr,
+            get_seq_lens(pages.indptr, pages.last_lens, self._settings.page_size),
+            most,
+            pages.num_requests,
+            cut.num_heads,
+            cut.num_kv_heads,
+            self._settings.page_size,
+            True,  # it is captured
+            cut.head_dim,
+            cut.head_dim,
+            self._causal,
+            cut.window_left,
+            -1,  # no fixed size of splits
+            False,  # keys may be split
+            0,  # no blocks beside those of another kernel
+        )
 
     def run(self, q: torch.Tensor, kv: LayerKV, out: torch.Tensor, *, scale: float, lse: torch.Tensor | None = None) -> None:
         """See `contract.Wrapper`."""

@@ -63,7 +63,7 @@ class TritonAttention:
             )
         tables = self.graphs.tables(batch.num_requests, length=batch.decode_len, shares=batch.kv_lens is None)
         self.graphs.refresh(batch, page_size=self.geometry.page_size)
-        return TritonPlan(key=key, tables=tables, parts=parts)
+        return TritonPlan(key=key, tables=tables, parts=parts, trees=self._room_for_trees(batch))
 
     @hookimpl
     def verify_mask(self, plan: ForwardPlan) -> VerifyMask:

@@ -1,0 +1,129 @@
+"""One captured decoding step: what it reads and leaves, and what becomes of the drafts that it verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from enginery.attention.relay import BackendRelay
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.plan import Accepted
+from enginery.kv.pool import PagedKVPool
+from enginery.speculate.acceptance import accept
+from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.trees import Standing, move_standing
+
+
+class Replayable(Protocol):
+    """A captured piece of device work."""
+
+    def replay(self) -> None:
+        """Launch the captured work again, on the current stream."""
+        ...
+
+
+Capture = Callable[[Callable[[], None]], Replayable]
+
+
+class Combs(NamedTuple):
+    """Of a draft model that guesses combs. pool: where the target keeps what it computes of them."""
+
+    pool: PagedKVPool
+    siblings: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CapturedStep:
+    """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
+    Of a step that verifies, [fields + 3, T]: before the sources, in its first places, how many drafts each request has. seats: the
+    seats there, where the next step finds what this one samples: [requests] int64, device.
+
+    batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
+    where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
+    accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens; and standing, of one that verifies
+    combs, which rows these are. followed: whether a draft model finds what it takes. moving: moves recurrent states by as many
+    drafts as `accepted` says, or what is kept of the rows that stand; None: there is nothing to move, or nothing is verified.
+    """
+
+    packed: torch.Tensor
+    seats: torch.Tensor
+    batch: ForwardBatch
+    graph: Replayable
+    logits: torch.Tensor
+    best: torch.Tensor
+    followed: bool
+    hidden: torch.Tensor | None
+    accepted: torch.Tensor | None
+    standing: Standing | None
+    moving: Replayable | None
+
+    def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
+        """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""
+        assert self.accepted is not None, "the step verifies drafts"
+        if self.moving is None:
+            return
+        if right.data_ptr() != self.accepted.data_ptr():
+            self.accepted[: len(right)].copy_(right)
+        if self.standing is not None and path is not None and path.data_ptr() != self.standing.path.data_ptr():
+            self.standing.path[: len(path)].copy_(path)
+        self.moving.replay()
+
+
+def told_last(
+    batch: ForwardBatch,
+    marked: torch.Tensor,
+    best: torch.Tensor,
+    num_drafts: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    standing: Standing | None,
+    forced: ForcedAcceptance | None,
+) -> torch.Tensor:
+    """What follows the drafts that are the best tokens, up to the first that is not; out: their number. [requests] int64 both.
+
+    marked, best: [rows], with and without `NAN_TOKEN`. standing: of combs, whose path is written.
+    """
+    shape = (batch.num_requests, batch.decode_len)
+    sampled, inputs, places = (each.view(shape) for each in (marked, batch.input_ids, batch.positions))
+    if forced is not None:
+        inputs = forced.tokens(inputs, sampled, places)
+    parents, depth = (None, None) if standing is None else (standing.parents, standing.depth)
+    path, counts = accept(sampled, inputs, parents, num_drafts, depth=depth)
+    last = right = out.copy_(counts)
+    if standing is not None:
+        standing.path.copy_(path)
+        last = path.gather(1, right[:, None]).squeeze(1)
+    return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + last)
+
+
+class Moved(NamedTuple):
+    """Where what is moved behind a verification lies, and what captures that. combs: None where drafts are chains."""
+
+    combs: Combs | None
+    geometry: KVGeometry
+    capture: Capture
+
+
+def captured_moving(
+    relay: BackendRelay, batch: ForwardBatch, accepted: torch.Tensor, standing: Standing | None, *, memory: Moved
+) -> Replayable | None:
+    """Moves states behind so many drafts of each request of a captured batch, [requests] int64, device, or rows that stand.
+
+    Which is found in each replay. None: there is nothing to move.
+    """
+    combs, geometry, capture = memory
+    if standing is not None and combs is not None:
+        path, pool = standing.path, combs.pool
+        return capture(lambda: move_standing(batch, path, accepted, pool))
+    if all(layer.recurrent is None for layer in geometry.layers):
+        return None
+
+    def move() -> None:
+        done = relay.ask("commit_state", plan=batch.plan, accepted=Accepted(counts=accepted))
+        assert done is not None, "a backend of recurrent layers that verifies commits states"
+
+    return capture(move)

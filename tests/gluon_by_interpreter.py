@@ -76,6 +76,7 @@ class Language:
 
 def interpreted(patch: pytest.MonkeyPatch, path: Path, *, num_warps: int, **replaced: object) -> ModuleType:
     """A second copy of the module, for as long as the patch lasts. replaced: its other names."""
+    patch.setenv("TRITON_INTERPRET", "1")  # what `jit` makes of a function follows from it then
     patch.setattr(gluon, "jit", triton.jit)
     patch.setattr(gluon, "constexpr_function", lambda function: lambda *_, **__: Anywhere())
     patch.setattr(tl.block_type, "layout", Anywhere(), raising=False)

@@ -430,7 +430,7 @@ def test_two_lanes_of_two_tensor_ranks(tmp_path: Path, registry: Registry) -> No
     [
         ({"pp": 2}, "--dp-attention 2 does not run with --pp yet"),
         ({"drafter": "lookup"}, "--dp-attention 2 does not run with --drafter yet"),
-        ({"kv_events": "tcp://*:5557", "micro_batches": True}, "does not run with --kv-events and --micro-batches yet"),
+        ({"pp": 2, "micro_batches": True}, "does not run with --pp and --micro-batches yet"),
         ({"record_steps": (3, "steps")}, "--dp-attention 2 does not run with --record-steps yet"),
         ({"dp_attention": 0}, "dp_attention is 0, but must be at least 1"),
     ],

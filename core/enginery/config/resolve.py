@@ -156,7 +156,6 @@ def _check_lanes(asked: EngineOptions) -> None:
     given = {
         "--pp": asked.pp > 1,
         "--drafter": asked.drafter != "off",
-        "--kv-events": asked.kv_events is not None,
         "--record-steps": asked.record_steps is not None,
         "--micro-batches": asked.micro_batches,
         "--sparse-coordinator": asked.sparse_coordinator != "off",

@@ -348,8 +348,8 @@ def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:
     if asked.kv_events is None:
         return NoEvents()
     from enginery.engine.kv_events.blocks import groups_of
-    from enginery.engine.kv_events.publisher import KVEvents
+    from enginery.engine.kv_events.publisher import LaneEvents
 
     choice, memory = parts.choice, parts.memory
     groups = groups_of(has_latents=choice.facts.has_latents, window=memory.window, has_states=memory.state_pages > 0)
-    return KVEvents(asked, medium="CPU" if choice.device.type == "cpu" else "GPU", groups=groups)
+    return LaneEvents(asked, medium="CPU" if choice.device.type == "cpu" else "GPU", groups=groups)

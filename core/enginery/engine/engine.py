@@ -86,7 +86,7 @@ class Engine:
         self._kv_events = kv_events_of(asked, parts)
         self._made = MadeDrafts()
         self._drafting = _drafting_of(asked, parts, registry, self._made)
-        self._scheduling = scheduling_of(asked, parts, registry, watcher=self._kv_events.watcher, drafting=self._drafting)
+        self._scheduling = scheduling_of(asked, parts, registry, watcher_of=self._kv_events.watcher, drafting=self._drafting)
         self._scheduler = self._scheduling.scheduler
         folder = choice.checkpoint.tokenizer_folder
         vocabulary = Vocabulary(folder=folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)

@@ -356,7 +356,7 @@ def assert_whole(engine: Engine) -> None:
     ("name", "ep"),
     [*((name, False) for name in LANES), *((name, True) for name in LANES if name in EXPERTS)]
     if EVERYTHING
-    else [(MLA, True), (MOE, False), ("gpt-oss", True), ("qwen3_next", False)],
+    else [(MLA, True), (MOE, False), ("gpt-oss", True), ("qwen3_next", False), ("nemotron_h_moe", True), ("lfm2", False)],
 )
 def test_two_lanes_tell_what_one_rank_tells(
     name: str, ep: bool, tmp_path: Path, registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch
@@ -428,9 +428,8 @@ def test_two_lanes_of_two_tensor_ranks(tmp_path: Path, registry: Registry) -> No
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"pp": 2}, "--dp-attention 2 does not run with --pp yet"),
         ({"drafter": "lookup"}, "--dp-attention 2 does not run with --drafter yet"),
-        ({"pp": 2, "micro_batches": True}, "does not run with --pp and --micro-batches yet"),
+        ({"record_steps": (3, "steps"), "micro_batches": True}, "does not run with --record-steps and --micro-batches yet"),
         ({"record_steps": (3, "steps")}, "--dp-attention 2 does not run with --record-steps yet"),
         ({"dp_attention": 0}, "dp_attention is 0, but must be at least 1"),
     ],
@@ -443,5 +442,6 @@ def test_what_lanes_do_not_run_with_is_refused_by_name(changes: dict[str, object
 
 def test_a_family_that_does_not_run_in_lanes_is_refused_by_name(tmp_path: Path, registry: Registry) -> None:
     choice = choose(options(model=folder_of(tmp_path, "bamba")), registry, parallel=ParallelFacts(num_lanes=2))
+    family = dataclasses.replace(choice.family, spec=dataclasses.replace(choice.family.spec, lanes=False))
     with pytest.raises(Unsupported, match=r"the family bamba, from .* does not run in lanes; leave --dp-attention out"):
-        refuse_for_ranks(choice)
+        refuse_for_ranks(dataclasses.replace(choice, family=family))

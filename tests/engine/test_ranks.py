@@ -97,8 +97,7 @@ EXPERTS = [  # those with a mixture of experts, of four or more
     *("jamba", "kimi_linear", "longcat-flash", "mimo", "minimax", "minimax-m2", "mixtral", "nemotron_h_latent", "nemotron_h_moe"),
     *("qwen2-moe", "qwen3-moe", "qwen3_5_moe", "qwen3_next", "ring"),
 ]
-WITHOUT_LANES = ("hybrid", "bamba", "falcon_h1", "granite", "jamba", "lfm2", "mamba2", "nemotron_h")
-LANES = sorted(name for name in CONFIGS if not name.startswith(WITHOUT_LANES))
+LANES = sorted(name for name in CONFIGS if not name.startswith("hybrid"))  # those are no plugin's
 
 
 @pytest.fixture(scope="module")
@@ -199,13 +198,13 @@ def test_ranks_with_some_of_the_experts_each_are_as_close(model: OneModel, tenso
 def test_lanes_compute_each_its_own_sequence(model: OneModel, tensor_size: int, cuts_experts: bool) -> None:
     """Two, and the last layer for some rows alone; feed-forwards and the head are of all ranks."""
     lanes, rows = [IDS, IDS[::-1]], [3, 11, 23]
-    answers = model.run(
-        torch.float32, rows=rows, beside=lanes[1:], tensor_size=tensor_size, cuts_experts=cuts_experts
-    )  # by lane, then by tensor rank
+    asked = {"rows": rows, "beside": lanes[1:], "tensor_size": tensor_size, "cuts_experts": cuts_experts}
+    answers, exact = model.run(torch.float32, **asked), model.run(torch.float64, **asked)  # by lane, then by tensor rank
     for lane, ids in enumerate(lanes):
         (truth,), (one,) = model.run(torch.float64, ids=ids, rows=rows), model.run(torch.float32, ids=ids, rows=rows)
+        assert error(exact[lane * tensor_size], truth) < 1e-6
         for rank in answers[lane * tensor_size : (lane + 1) * tensor_size]:
-            assert error(rank, truth) <= WORST * error(one, truth) + 1e-7
+            assert error(rank, truth) <= 2 * error(one, truth) + 1e-7  # of three rows rounding differs more
             assert torch.equal(rank.hidden, answers[lane * tensor_size].hidden)
             assert torch.equal(rank.best, one.logits.argmax(-1))
 

@@ -154,7 +154,6 @@ def _check_placing(asked: EngineOptions) -> None:
 def _check_lanes(asked: EngineOptions) -> None:
     """What lanes do not run with yet."""
     given = {
-        "--pp": asked.pp > 1,
         "--drafter": asked.drafter != "off",
         "--record-steps": asked.record_steps is not None,
         "--micro-batches": asked.micro_batches,

@@ -45,9 +45,8 @@ class RankCollectives:
         return x if self.across is None else torch.cat(self.across.of_all(x))
 
     def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """[L N, C] of L lanes -> [N, C]."""
-        total = self.everyone.sum(partial)
-        return total if self.across is None else total.chunk(self.across.size)[self.across.rank]
+        """[L N, C] of L lanes -> [N, C]: first over the lanes, as each has rows of its own, then within this one."""
+        return self.group.sum(partial if self.across is None else self.across.reduce_scatter(partial))
 
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False

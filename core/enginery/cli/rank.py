@@ -19,6 +19,7 @@ _Number = Annotated[int | None, typer.Option("--rank", metavar="N", min=1, help=
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="How long the engine may take to listen.")]
 _NewKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a new key for an engine and its ranks; nothing else.")]
 _Model = Annotated[str | None, typer.Option("--model", "-m", help="The same model, elsewhere.", rich_help_panel=_OWN)]
+_DraftModel = Annotated[str | None, typer.Option(help="The same draft model, elsewhere.", rich_help_panel=_OWN)]
 _Threads = Annotated[int | None, typer.Option(min=1, help="Threads of this rank; without it, all.", rich_help_panel=_OWN)]
 _Memory = Annotated[
     float | None, typer.Option(min=0.0, max=1.0, help="Share of the free memory that it may take.", rich_help_panel=_OWN)
@@ -33,6 +34,7 @@ def rank(
     wait_s: _Wait = 600.0,
     new_key: _NewKey = None,
     model: _Model = None,
+    draft_model: _DraftModel = None,
     num_threads: _Threads = None,
     memory_fraction: _Memory = None,
 ) -> None:
@@ -49,6 +51,6 @@ def rank(
     elif join is None or rank_key_file is None:
         raise ConfigError("give --join tcp://ADDRESS:PORT and --rank-key-file FILE, or --new-key FILE to make a key")
     else:
-        own = joining.OwnOptions(model=model, num_threads=num_threads, memory_fraction=memory_fraction)
+        own = joining.OwnOptions(model=model, draft_model=draft_model, num_threads=num_threads, memory_fraction=memory_fraction)
         if code := joining.join(join, RankKey.read(rank_key_file), own, rank=number, wait_s=wait_s):
             raise typer.Exit(code)

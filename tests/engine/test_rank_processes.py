@@ -425,6 +425,28 @@ def test_two_lanes_of_two_tensor_ranks(tmp_path: Path, registry: Registry) -> No
         engine.close()
 
 
+@pytest.mark.parametrize(("mesh", "lanes"), [({"tp": 2}, 1), ({"dp_attention": 2}, 2)], ids=["ranks", "lanes"])
+def test_the_load_of_each_rank_s_experts_is_told(
+    mesh: dict[str, int], lanes: int, tmp_path: Path, registry: Registry, kept: KeptRanks
+) -> None:
+    """Of the first step, a prompt of 36 tokens: rows times experts of a token times layers, those that pad a lane included."""
+    asked = options(model=folder_of(tmp_path, MOE), page_size=4, num_pages=128, **mesh)
+    config = SERVED[MOE]
+    with running(dataclasses.replace(asked, ep=True), registry, kept) as engine:
+        assert engine.meter.stats().experts.by_rank == (0, 0)
+        serve(engine, [request("a", PROMPTS[0], max_tokens=1)])
+        found = engine.meter.stats().experts
+    assert (config["num_hidden_layers"], config["decoder_sparse_step"], config["mlp_only_layers"]) == (4, 2, []), "two have experts"
+    rows = len(PROMPTS[0]) + 1  # in the last layer that of the next token alone
+    assert sum(found.by_rank) == lanes * rows * config["num_experts_per_tok"]
+    assert min(found.by_rank) > 0
+    assert max(found.by_rank) <= found.busiest < sum(found.by_rank)
+    assert 0.5 < found.balancedness <= 1.0
+    with running(asked, registry, kept) as engine:
+        serve(engine, [request("a", PROMPTS[0], max_tokens=1)])
+        assert engine.meter.stats().experts.by_rank == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

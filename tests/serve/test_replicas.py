@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import PATIENCE_S, SERVER, get, serving, started, wait_until
 
 from enginery.config.schema import EngineOptions, HostShare
-from enginery.contracts.engine import DraftCounts, EngineStats, KernelState
+from enginery.contracts.engine import DraftCounts, EngineStats, ExpertCounts, KernelState
 from enginery.contracts.schedule import LaneCounts, PageCounts
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
@@ -355,6 +355,23 @@ def test_lanes_are_told_one_by_one():
     assert told["enginery:lane_memory_pages", "0", "full", "free"] == 1
     assert not list(metrics._lanes(EngineStats()))
     assert total([stats, stats]).lanes == 2 * stats.lanes
+
+
+def test_how_even_the_experts_work_is_is_told():
+    """As SGLang's balancedness: the mean by the most. Of several engines tokens add up."""
+    one = EngineStats(experts=ExpertCounts(by_rank=(30, 50), busiest=60))
+    told = {
+        (sample.name, *sample.labels.values()): sample.value for each in metrics._experts(one.experts) for sample in each.samples
+    }
+    assert {name: value for name, value in told.items() if not name[0].endswith("_created")} == {
+        ("enginery:expert_tokens_total", "0"): 30,
+        ("enginery:expert_tokens_total", "1"): 50,
+        ("enginery:expert_tokens_busiest_total",): 60,
+        ("enginery:expert_balancedness",): 80 / 2 / 60,
+    }
+    assert not list(metrics._experts(EngineStats().experts))
+    assert EngineStats().experts.balancedness == 1.0
+    assert total([one, one]).experts == ExpertCounts(by_rank=(60, 100), busiest=120)
 
 
 def test_llm_says_what_there_is_instead():

@@ -34,6 +34,7 @@ from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import RecurrentStatePool, state_bytes
+from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
@@ -42,7 +43,7 @@ from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
-from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights
+from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
@@ -75,6 +76,7 @@ class BuiltParts:
     socket: LayerSocket
     model: Model
     feed: TokenFeed
+    loads: ExpertLoads | None
     graphs: DecodeGraphs | None
     pieces: PiecewiseGraphs | None
     changeover: Changeover | None
@@ -150,7 +152,9 @@ def build_parts(
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
         comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
-        model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket, comm=comm)
+        loads = expert_loads(choice)
+        setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=loads)
+        model = build_model(choice, weights, setting, pool=pool, socket=socket)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
         model = met.joined(model, choice, geometry)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.draft_length)
@@ -166,6 +170,7 @@ def build_parts(
         socket=socket,
         model=model,
         feed=feed,
+        loads=loads,
         graphs=captured.graphs,
         pieces=captured.pieces,
         changeover=changeover,
@@ -198,6 +203,14 @@ def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
     if asked.num_threads is not None:
         torch.set_num_threads(asked.num_threads)
     return load_table(choice.ops, choice.op_needs, choice.device)
+
+
+def expert_loads(choice: Choice) -> ExpertLoads | None:
+    """Where experts are divided, and this rank tells of it."""
+    parallel = choice.parallel
+    if not parallel.cuts_experts or parallel.rank:
+        return None
+    return ExpertLoads(parallel.over_lanes().tensor_size, choice.device)
 
 
 def find_draft(asked: EngineOptions, registry: Registry, choice: Choice, met: Met) -> tuple[Choice, DraftNeeds | None]:

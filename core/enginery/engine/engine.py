@@ -95,7 +95,12 @@ class Engine:
         self._changeover = parts.changeover
         self._decisions = choice.decisions
         self.meter = StepMeter(
-            registry, self._scheduler, self.facts, changeover=parts.changeover, trace_file=Path(asked.profile_file)
+            registry,
+            self._scheduler,
+            self.facts,
+            changeover=parts.changeover,
+            trace_file=Path(asked.profile_file),
+            loads=parts.loads,
         )
         if asked.profile_steps:
             self.meter.profile(asked.profile_steps)

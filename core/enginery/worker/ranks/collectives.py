@@ -46,7 +46,7 @@ class RankCollectives:
 
     def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
         """[L N, C] of L lanes -> [N, C]: first over the lanes, as each has rows of its own, then within this one."""
-        return self.group.sum(partial if self.across is None else self.across.reduce_scatter(partial))
+        return self.group.sum(partial if self.across is None else self.across.own_part_sum(partial))
 
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False

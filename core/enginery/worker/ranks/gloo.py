@@ -97,13 +97,13 @@ class Group:
         self._wait(self._group.allreduce([x]), "sum")
         return x
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+    def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
         """[R N, C] -> [N, C]: of the sum over all ranks this one's rows, rounded once.
 
         Gloo's own, in torch 2.13, is the sum of a copy: twice the bytes of an exchange in which each gets its rows.
         """
         parts = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._wait(self._group.alltoall_base(parts, x.contiguous(), [], [], dist.AllToAllOptions()), "reduce_scatter")
+        self._wait(self._group.alltoall_base(parts, x.contiguous(), [], [], dist.AllToAllOptions()), "own_part_sum")
         return parts.view(self.size, -1, x.shape[-1]).sum(0)
 
     def smallest(self, values: Sequence[int]) -> list[int]:

@@ -126,8 +126,7 @@ def build_parts(
 ) -> BuiltParts:
     """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible.
 
-    pages: how many of these kinds of memory there are to be, whatever would fit. place: among several ranks.
-    """
+    pages: how many of these kinds of memory there are to be, whatever would fit. place: among several ranks."""
     phases = Phases(report)
     with phases("choice"):
         chosen = choose(asked, registry, parallel=place.parallel)
@@ -152,8 +151,7 @@ def build_parts(
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
         comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
-        loads = expert_loads(choice)
-        setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=loads)
+        setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
         model = met.joined(model, choice, geometry)
@@ -170,7 +168,7 @@ def build_parts(
         socket=socket,
         model=model,
         feed=feed,
-        loads=loads,
+        loads=setting.loads,
         graphs=captured.graphs,
         pieces=captured.pieces,
         changeover=changeover,

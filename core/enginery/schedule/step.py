@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import chain
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.drafting import ON_DEVICE, DraftTree
@@ -164,38 +164,23 @@ class StepBuilder:
 
 def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
     """How a step of these lanes runs, those without work too, and what each is padded to: requests and tokens of the largest."""
-    if len(lanes) == 1:
-        asked = _Asked.of(lanes[0])
-    else:
-        columns = zip(*map(_Asked.of, lanes), strict=True)
-        asked = _Asked(phase_of(next(columns)), all(next(columns)), *map(max, columns))
-    if asked.length > 1:
-        most = 0 if asked.branches else sizes.verified_rows  # trees are verified eagerly
-        sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * asked.length <= most))
-    way, size = choose_way(asked.phase, asked.num_requests, asked.num_tokens, sizes=sizes, embeds=asked.embeds)
-    run = Run(way, size, asked.greedy, asked.greedy and not asked.tells_logprobs)
-    return run, _padded(run, asked.num_requests, asked.num_tokens, length=asked.length)
+    length = max([built.decode_len for built in lanes])
+    if length > 1:
+        most = 0 if any(built.branches for built in lanes) else sizes.verified_rows  # trees are verified eagerly
+        sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
+    num_requests, num_tokens = max([len(built.requests) for built in lanes]), max([built.num_tokens for built in lanes])
+    run = _run(lanes, num_requests, num_tokens, sizes=sizes)
+    return run, _padded(run, num_requests, num_tokens, length=length)
 
 
-class _Asked(NamedTuple):
-    """What the way of a step depends on: of one lane, or the most that a lane has of each. length: rows of a request."""
-
-    phase: Phase
-    greedy: bool
-    tells_logprobs: bool
-    embeds: bool
-    branches: bool
-    length: int
-    num_requests: int
-    num_tokens: int
-
-    @classmethod
-    def of(cls, built: StepBuilder) -> _Asked:
-        """A list, not a generator: this takes microseconds of every step."""
-        requests = built.requests
-        tells = built.greedy and True in [request.reports_logprobs for request in requests]
-        counts = built.decode_len, len(requests), built.num_tokens
-        return cls(built.phase, built.greedy, tells, built.embeds, built.branches, *counts)
+def _run(lanes: Sequence[StepBuilder], num_requests: int, num_tokens: int, *, sizes: RunSizes) -> Run:
+    """Lists, not generators: this takes microseconds of every step."""
+    phase = lanes[0].phase if len(lanes) == 1 else phase_of([built.phase for built in lanes])
+    greedy = False not in [built.greedy for built in lanes]
+    tokens_only = greedy and True not in [request.reports_logprobs for built in lanes for request in built.requests]
+    embeds = True in [built.embeds for built in lanes]
+    way, size = choose_way(phase, num_requests, num_tokens, sizes=sizes, embeds=embeds)
+    return Run(way, size, greedy, tokens_only)
 
 
 def choose_way(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, embeds: bool) -> tuple[Way, int]:

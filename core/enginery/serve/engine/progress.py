@@ -58,27 +58,31 @@ async def _watch(replica: Replica, others: Sequence[Replica], limit_s: float) ->
     was_stalled = False
     while True:
         await asyncio.sleep(min(1.0, limit_s / 4))
-        engine = replica.client
-        requests = engine.open_requests
         seconds = stalled_s(replica)
-        if seconds >= limit_s and was_stalled and any(other.serves and stalled_s(other) < limit_s for other in others):
-            _log.error("%s is ended, as others serve", replica.name)
-            await engine.child.give_up(f"it had work and completed no step for {seconds:.0f} s (--watchdog-s)")
         if seconds >= limit_s and not was_stalled:
-            _log.error("no step has completed for %.0f s; the last report was %s", seconds, engine.stats)
-            for times in requests[:_MAX_SHOWN]:
-                _log.error(
-                    "in the engine: %s, %d prompt tokens, %d generated, for %.1f s",
-                    times.request_id,
-                    times.num_prompt,
-                    times.num_output,
-                    time.monotonic() - times.began_s,
-                )
-            if len(requests) > _MAX_SHOWN:
-                _log.error("and %d more", len(requests) - _MAX_SHOWN)
-            engine.child.relay(_stacks())
-            engine.child.dump_stacks()
+            _write_down(replica, seconds)
+        elif seconds >= limit_s and any(other.serves and stalled_s(other) < limit_s for other in others):
+            _log.error("%s is ended, as others serve", replica.name)
+            await replica.client.child.give_up(f"it had work and completed no step for {seconds:.0f} s (--watchdog-s)")
         was_stalled = seconds >= limit_s
+
+
+def _write_down(replica: Replica, seconds: float) -> None:
+    """What there is to know of an engine that has completed no step for so long."""
+    engine, requests = replica.client, replica.client.open_requests
+    _log.error("no step has completed for %.0f s; the last report was %s", seconds, engine.stats)
+    for times in requests[:_MAX_SHOWN]:
+        _log.error(
+            "in the engine: %s, %d prompt tokens, %d generated, for %.1f s",
+            times.request_id,
+            times.num_prompt,
+            times.num_output,
+            time.monotonic() - times.began_s,
+        )
+    if len(requests) > _MAX_SHOWN:
+        _log.error("and %d more", len(requests) - _MAX_SHOWN)
+    engine.child.relay(_stacks())
+    engine.child.dump_stacks()
 
 
 def _stacks() -> str:

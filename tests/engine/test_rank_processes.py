@@ -451,8 +451,7 @@ def test_the_load_of_each_rank_s_experts_is_told(
     ("changes", "why"),
     [
         ({"drafter": "lookup"}, "--dp-attention 2 does not run with --drafter yet"),
-        ({"record_steps": (3, "steps"), "micro_batches": True}, "does not run with --record-steps and --micro-batches yet"),
-        ({"record_steps": (3, "steps")}, "--dp-attention 2 does not run with --record-steps yet"),
+        ({"drafter": "lookup", "micro_batches": True}, "does not run with --drafter and --micro-batches yet"),
         ({"dp_attention": 0}, "dp_attention is 0, but must be at least 1"),
     ],
     ids=str,

@@ -155,7 +155,6 @@ def _check_lanes(asked: EngineOptions) -> None:
     """What lanes do not run with yet."""
     given = {
         "--drafter": asked.drafter != "off",
-        "--record-steps": asked.record_steps is not None,
         "--micro-batches": asked.micro_batches,
         "--sparse-coordinator": asked.sparse_coordinator != "off",
     }

@@ -254,14 +254,15 @@ def test_a_request_that_fails_in_a_recorded_step_fails_as_in_an_eager_one(llama:
     drain(engine, {})
 
 
-def test_tensor_parallel_ranks_are_not_recorded(llama: Oracle, registry: Registry) -> None:
+def test_stages_are_not_recorded_and_other_ranks_are(llama: Oracle, registry: Registry) -> None:
     from enginery.config.resolve import resolve
     from enginery.worker.choice import choose
 
     chosen = choose(options(llama), registry)
-    asked = EngineOptions(model=str(llama.folder), device="cpu", tp=2)
     assert chosen.settings.max_graph_requests == 16
-    assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == 0
+    for mesh, most in (({"tp": 2}, 16), ({"dp_attention": 2}, 16), ({"pp": 2}, 0)):
+        asked = EngineOptions(model=str(llama.folder), device="cpu", **mesh)
+        assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == most
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])

@@ -102,7 +102,7 @@ def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, to
     if not asked.graphs or asked.check_attention:
         return 0, 0
     if device.kind != "cuda":
-        return (min(requests, MAX_RECORDED_REQUESTS) if asked.num_ranks == 1 else 0), 0
+        return (min(requests, MAX_RECORDED_REQUESTS) if asked.pp == 1 else 0), 0
     return min(requests, MAX_GRAPH_REQUESTS), min(tokens, MAX_PIECE_TOKENS)
 
 

@@ -275,7 +275,7 @@ def _recorded_bytes(choice: Choice) -> int:
     """What recordings of decoding steps keep, on a CPU: for each size logits, and of every layer twice what is alive at once."""
     if choice.device.type != "cpu":
         return 0
-    facts, rows = choice.facts, sum(recorded_sizes(choice.settings.max_graph_requests))
+    facts, rows = choice.facts, choice.parallel.num_lanes * sum(recorded_sizes(choice.settings.max_graph_requests))
     return rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
 
 

@@ -43,6 +43,7 @@ from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.ranks.path import BestTokens
+from enginery.worker.ranks.recorded import RankSteps, RecordedForwards
 from enginery.worker.sampling import mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
 
@@ -96,7 +97,7 @@ class Runner:
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._draft_graphs, self._forced, self._pool = speculation or Speculation()
         self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
-        self._eager = self._new_eager_path()
+        self._eager, self._whole = self._new_eager_path(), self._new_whole_path()
         self._lane = model.lanes.lane if isinstance(model, JoinedHead) and model.lanes is not None else 0
 
     @property
@@ -114,7 +115,7 @@ class Runner:
         self.graphs = None if self.graphs is None else self.graphs.over(relay)
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._eager = self._new_eager_path()
+        self._eager, self._whole = self._new_eager_path(), self._new_whole_path()
 
     def _new_eager_path(self) -> ForwardPath:
         follower = self.draft_model
@@ -125,6 +126,12 @@ class Runner:
         if self.model.lanes is not None:
             path = LanePath(self.model, self.relay, self.feed, results=self.results, lanes=self.model.lanes)
         return BestTokens(path, self.model, self.feed)
+
+    def _new_whole_path(self) -> ForwardPath | None:
+        """Of steps that are captured as a whole: of several ranks also the exchanges behind them."""
+        if isinstance(self.model, JoinedHead) and isinstance(self.graphs, RecordedForwards):
+            return BestTokens(RankSteps(self.graphs, self.model), self.model, self.feed)
+        return self.graphs
 
     def resume_at(self, number: int) -> None:
         """The next step has this number: those before that have not come were given up with all of their requests."""
@@ -184,10 +191,10 @@ class Runner:
 
     def _path_of(self, step: StepInput) -> ForwardPath:
         """The way that the step is to be run in."""
-        ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self.graphs, Way.PIECES: self.pieces}
+        ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self.pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
-        if self.graphs is not None and step.run.way is Way.GRAPH and not self.graphs.ready(step):
+        if path is self.graphs and self.graphs is not None and not self.graphs.ready(step):
             return self._eager
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
             self.graphs.note_too_large(step.num_items)

@@ -88,7 +88,10 @@ class RankGroups:
             return model
         if self._stages is not None:
             model = LastStage(model, self.links(choice))
-        return JoinedHead(model, self.everyone, choice.results, self.lanes(geometry)) if self.everyone.size > 1 else model
+        if self.everyone.size == 1:
+            return model
+        exchanges = [group for group in (self.tensor, self._across) if group is not None]
+        return JoinedHead(model, self.everyone, choice.results, self.lanes(geometry), exchanges)
 
 
 def refuse_for_ranks(choice: Choice) -> None:

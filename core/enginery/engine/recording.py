@@ -16,8 +16,8 @@ import msgspec
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.step import STORED_VERSION, StepInput, StepOutput
-from enginery.engine.one_lane import as_one_lane
 from enginery.errors import ConfigError
+from enginery.schedule.one_lane import as_one_lane
 from enginery.schedule.request import Request
 from enginery.worker.drafts.guesses import Guesses
 

@@ -21,10 +21,10 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import FULL
 from enginery.contracts.step import Run, StepInput
 from enginery.engine.build import BuiltParts, build_parts
-from enginery.engine.one_lane import num_pages
 from enginery.engine.recording import RecordedStep, Recording
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
+from enginery.schedule.one_lane import num_pages
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.trees import depths_of, parents_of
 from enginery.worker.layout import begins_of, sampled_seats

@@ -97,7 +97,7 @@ class Runner:
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._draft_graphs, self._forced, self._pool = speculation or Speculation()
         self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
-        self._eager, self._whole = self._new_eager_path(), self._new_whole_path()
+        self._eager, self._whole = self._new_eager_path(), _whole_path(self.model, self.graphs, self.feed)
         self._lane = model.lanes.lane if isinstance(model, JoinedHead) and model.lanes is not None else 0
 
     @property
@@ -115,7 +115,7 @@ class Runner:
         self.graphs = None if self.graphs is None else self.graphs.over(relay)
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._eager, self._whole = self._new_eager_path(), self._new_whole_path()
+        self._eager, self._whole = self._new_eager_path(), _whole_path(self.model, self.graphs, self.feed)
 
     def _new_eager_path(self) -> ForwardPath:
         follower = self.draft_model
@@ -126,12 +126,6 @@ class Runner:
         if self.model.lanes is not None:
             path = LanePath(self.model, self.relay, self.feed, results=self.results, lanes=self.model.lanes)
         return BestTokens(path, self.model, self.feed)
-
-    def _new_whole_path(self) -> ForwardPath | None:
-        """Of steps that are captured as a whole: of several ranks also the exchanges behind them."""
-        if isinstance(self.model, JoinedHead) and isinstance(self.graphs, RecordedForwards):
-            return BestTokens(RankSteps(self.graphs, self.model), self.model, self.feed)
-        return self.graphs
 
     def resume_at(self, number: int) -> None:
         """The next step has this number: those before that have not come were given up with all of their requests."""
@@ -330,3 +324,10 @@ class Runner:
         return {
             index: prompt_logprob_tables(self.model, targets, rows[firsts[index] :]) for index, targets in sampling.prompts.items()
         }
+
+
+def _whole_path(model: Model, graphs: DecodeGraphs | None, feed: TokenFeed) -> ForwardPath | None:
+    """Of steps that are captured as a whole: of several ranks also the exchanges behind them."""
+    if isinstance(model, JoinedHead) and isinstance(graphs, RecordedForwards):
+        return BestTokens(RankSteps(graphs, model), model, feed)
+    return graphs

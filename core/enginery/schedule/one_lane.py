@@ -8,6 +8,7 @@ L lanes, P pages of a kind in each, B items.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -16,7 +17,8 @@ from enginery.contracts.batch import STATE, MemoryKind
 from enginery.contracts.step import INT, NewPages, StepInput
 from enginery.errors import ConfigError
 
-_READ, _WRITTEN, _CHECKPOINT = range(3)  # of the states of an item
+_READ: Final = 0  # of the states of an item
+_NUM_PAGES: Final = 3  # the first of them: read, written, of a checkpoint
 
 
 def num_pages(steps: Sequence[StepInput]) -> dict[MemoryKind, int]:
@@ -39,15 +41,14 @@ def as_one_lane(steps: Sequence[StepInput]) -> list[StepInput]:
 def _as_one(step: StepInput, pages: Mapping[MemoryKind, int]) -> StepInput:
     if any(own.inputs or own.parents for own in step.lanes):
         raise ConfigError(f"step {step.number} has inputs of a model's own, or branches, and of lanes these are not run again")
+    order = np.argsort(np.concatenate(step.lane_places)).tolist()
     ids = [part for own in step.lanes for part in _ids_of_items(own)]
-    states = [_moved_states(own, lane, len(step.lanes), pages.get(STATE, 0)) for lane, own in enumerate(step.lanes)]
-    order = np.argsort(np.concatenate(step.lane_places))
     return msgspec.structs.replace(
         step,
-        input_ids=b"".join(ids[place].tobytes() for place in order.tolist()),
-        pages={kind: _moved_pages(step, kind, count) for kind, count in pages.items() if kind != STATE and _news(step, kind)},
-        states=np.concatenate(states)[order].tobytes() if any(own.states for own in step.lanes) else b"",
-        released=b"".join(own.released for own in step.lanes),
+        input_ids=b"".join([ids[place].tobytes() for place in order]),
+        pages=_moved_pages(step, pages),
+        states=_moved_states(step, pages[STATE])[order].tobytes() if STATE in pages else b"",
+        released=b"".join([own.released for own in step.lanes]),
         lanes=(),
     )
 
@@ -59,23 +60,24 @@ def _ids_of_items(step: StepInput) -> list[np.ndarray]:
     return parts[:-1]  # behind the last there is nothing
 
 
-def _news(step: StepInput, kind: MemoryKind) -> list[tuple[int, NewPages]]:
-    """By lane."""
-    return [(lane, own.pages[kind]) for lane, own in enumerate(step.lanes) if kind in own.pages]
+def _moved_pages(step: StepInput, pages: Mapping[MemoryKind, int]) -> dict[MemoryKind, NewPages]:
+    found = {}
+    for kind, count in pages.items():
+        if news := [(lane * count, own.pages[kind]) for lane, own in enumerate(step.lanes) if kind in own.pages]:
+            moved = [np.frombuffer(each.pages, INT) + INT.type(first) for first, each in news]
+            found[kind] = NewPages(b"".join(each.rows for _, each in news), np.concatenate(moved).tobytes())
+    return found
 
 
-def _moved_pages(step: StepInput, kind: MemoryKind, count: int) -> NewPages:
-    news = _news(step, kind)
-    moved = [np.frombuffer(each.pages, INT) + INT.type(lane * count) for lane, each in news]
-    return NewPages(b"".join(each.rows for _, each in news), b"".join(pages.tobytes() for pages in moved))
-
-
-def _moved_states(step: StepInput, lane: int, num_lanes: int, count: int) -> np.ndarray:
+def _moved_states(step: StepInput, count: int) -> np.ndarray:
     """[B, 4]: the page of scratch and that of zeros, which are behind all others, stay the lanes' last."""
-    states = _states(step).copy()
-    pages = states[:, : _CHECKPOINT + 1]
-    pages += np.where(pages < 0, 0, np.where(pages < count, lane * count, (num_lanes - 1) * count)).astype(INT)
-    return states
+    found = []
+    for lane, own in enumerate(step.lanes):
+        states = _states(own).copy()
+        pages = states[:, :_NUM_PAGES]
+        pages += np.where(pages < 0, 0, np.where(pages < count, lane, len(step.lanes) - 1) * count).astype(INT)
+        found.append(states)
+    return np.concatenate(found)
 
 
 def _states(step: StepInput) -> np.ndarray:

@@ -32,7 +32,9 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # 650 more for experts that are divided among ranks, and for lanes of one scheduler: which a request goes to, steps of all of them
 # that agree, what their ranks exchange, and what they sample together.
 # 100 more for resume points that give way to those further along, and for counts of what each kind of memory gave up.
-CORE_LINES = 28_270
+# 430 more for ranks on CPUs: recorded steps whose calls are exchanges too, lanes in stages, their KV events and what is replayed of
+# them, and counts of what each rank's experts are given.
+CORE_LINES = 28_700
 APART = {"testing": 3_700, "bench": 1_770, "serve": 7_600, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20

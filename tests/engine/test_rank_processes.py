@@ -73,8 +73,8 @@ def folder_of(tmp_path: Path, name: str) -> str:
     return str(tmp_path)
 
 
-def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> None:
-    """The same tokens; numbers within rounding."""
+def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told], *, within: float = 2e-5) -> None:
+    """The same tokens; numbers within rounding. within: of log-probabilities."""
     assert {name: told.tokens for name, told in found.items()} == {name: told.tokens for name, told in expected.items()}
     for name, told in found.items():
         assert told.error is None
@@ -83,7 +83,7 @@ def assert_equal(found: Mapping[str, Told], expected: Mapping[str, Told]) -> Non
                 assert mine is theirs
                 continue
             assert mine.token_id == theirs.token_id
-            assert math.isclose(mine.logprob, theirs.logprob, abs_tol=2e-5)
+            assert math.isclose(mine.logprob, theirs.logprob, abs_tol=within)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
         assert told.embedding == pytest.approx(expected[name].embedding, abs=1e-4)
 

@@ -112,7 +112,7 @@ class RankProcesses:
 
     def end(self) -> None:
         for link in self._links:
-            if not link.closed and link.poll(0, zmq.POLLOUT):
+            if not link.closed and link.poll(0 if self._watch.cause else _LAST_WORDS_MS, zmq.POLLOUT):  # it may be connecting yet
                 link.send(messages.END)
         self._end()
 

@@ -103,7 +103,7 @@ class ThreadRanks:
 
     def __init__(self, asked: EngineOptions, registry: Registry, others: Mapping[str, Any]) -> None:
         self._others = others
-        self.options = dataclasses.replace(asked, overlap=bool(asked.overlap))
+        self.options = dataclasses.replace(asked, overlap=bool(asked.overlap), graphs=False)  # threads tell no exchanges
         self._registry, self._meetings = registry, Meetings()
         self._mesh = ParallelFacts(tensor_size=asked.tp)
         self._groups: dict[int, RankGroups] = {}

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import zmq
 from engine.rank_pair import request, serve
+from engine.test_draft_models import SAID, embedded, prompt_of
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import Death, ParallelFacts
@@ -35,6 +37,7 @@ from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
 from enginery.worker.ranks.gloo import Standing, listening_store, open_store
 from enginery.worker.ranks.groups import RankGroups
+from enginery_weights_tiny import DRAFTERS, FOLDER
 
 PROMPTS = [[5, 77, 200, 31] * 9, [8, 9, 140], [3] * 20]
 OPTIONS = {**noise.OPTIONS, "device": "cpu", "dtype": "float32", "num_pages": 64, "num_threads": 1, "step_deadline": 20.0}
@@ -189,6 +192,35 @@ def test_a_rank_that_joined_tells_what_one_process_tells(
     assert code == 0, said
     one = serve(Engine.build(EngineOptions(**OPTIONS), registry), requests)
     assert {name: told.tokens for name, told in found.items()} == {name: told.tokens for name, told in one.items()}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "given"), [("auto", None), ("auto", "eagle"), ("standalone", "standalone")], ids=["shipped", "eagle", "standalone"]
+)
+def test_a_rank_that_joined_speculates_with_a_draft_model_elsewhere(
+    drafter: str, given: str | None, key_file: Path, tmp_path: Path, members: list[Member], registry: Registry
+) -> None:
+    """Both models are in other folders on its host: nothing ships with a copy. Drafts are right as often as on one rank."""
+    folder = DRAFTERS[given or "eagle"]
+    model, draft = (Path(shutil.copytree(found, tmp_path / found.name)) for found in (FOLDER, folder))
+    alone = embedded(drafter=drafter, draft_model=given and str(folder), draft_length="3", max_batch_tokens=96, step_deadline=20.0)
+    asked = dataclasses.replace(alone, tp=2, executor="join", listen=free_address(), rank_key_file=str(key_file))
+    requests = [request(f"{at}", prompt_of(SAID[at]), max_tokens=16, temperature=0.7 * (at % 2), seed=at) for at in range(3)]
+    one = Engine.build(alone, registry)
+    expected = serve(one, requests)
+    elsewhere = (f"--model={model}", f"--draft-model={draft}", "--num-threads=1")
+    members.append(Member(str(asked.listen), key_file, *elsewhere))
+    engine = Engine.build(asked, registry)
+    try:
+        assert {name: told.tokens for name, told in serve(engine, requests).items()} == {
+            name: told.tokens for name, told in expected.items()
+        }
+        drafts = engine.meter.stats().drafts
+    finally:
+        engine.close()
+    assert drafts == one.meter.stats().drafts
+    assert drafts.accepted > 10
+    assert members[0].end()[0] == 0
 
 
 def test_nothing_listens_at_other_interfaces(key_file: Path) -> None:
@@ -395,12 +427,34 @@ def test_page_sizes_that_differ_are_refused_on_both_ranks(registry: Registry) ->
             assert said == "the ranks of this engine are not alike:\n  - page_size is 32 on rank 1, and 16 on rank 0"
 
 
-def test_a_model_that_is_not_on_the_other_host_is_named(key_file: Path, members: list[Member]) -> None:
+HERE = str(Path(__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "why"),
+    [
+        (
+            {"model": "/nowhere/model"},
+            (),
+            "has no folder /nowhere/model, where the engine's model is; tell it another by engine rank --model",
+        ),
+        (
+            {"model": HERE, "drafter": "eagle", "draft_model": "/nowhere/draft"},
+            (),
+            "has no folder /nowhere/draft, where the engine's draft model is; tell it another by engine rank --draft-model",
+        ),
+        ({"model": HERE}, ("--draft-model=x",), "was given the draft model x, and the engine has none; leave --draft-model out"),
+    ],
+    ids=["model", "draft model", "none"],
+)
+def test_a_model_that_is_not_on_the_other_host_is_named(
+    changes: dict[str, str], flags: tuple[str, ...], why: str, key_file: Path, members: list[Member]
+) -> None:
     """Told by the rank, and known to the engine as the cause."""
-    boot = EngineOptions(model="/nowhere/model")
+    boot = EngineOptions(**changes)
     with listening(key_file) as port:
         result = in_background(port.wait)
-        members.append(Member(port.address, key_file))
+        members.append(Member(port.address, key_file, *flags))
         ranks = result()
         frame = msgspec.msgpack.encode(
             {"parallel": {}, "options": dataclasses.asdict(boot), "manifest": {"plugins": []}}
@@ -413,7 +467,7 @@ def test_a_model_that_is_not_on_the_other_host_is_named(key_file: Path, members:
             assert time.monotonic() < end_s
             time.sleep(0.02)
         ranks.end(grace_s=0.0)
-    assert "has no folder /nowhere/model, where the engine's model is; tell it another" in deaths[0].how
+    assert why in deaths[0].how
     assert members[0].end()[0] == 2
 
 

@@ -190,10 +190,11 @@ class Router:
         self.context.destroy(linger=0)
 
 
-def cached(engine: Engine) -> set[Prefix]:
-    """What the prefix cache has: every prefix of whole pages."""
+def cached(engine: Engine, lane: int = 0) -> set[Prefix]:
+    """What the prefix cache of a lane has: every prefix of whole pages."""
     found, page_bytes = set(), 4 * PAGE_SIZE
-    stack = [(child, branch[:-page_bytes].decode(), b"") for branch, child in engine._scheduling.caches[0].root.children.items()]
+    root = engine._scheduling.caches[lane].root
+    stack = [(child, branch[:-page_bytes].decode(), b"") for branch, child in root.children.items()]
     while stack:
         node, salt, before = stack.pop()
         for place in range(len(node.pages)):
@@ -202,13 +203,14 @@ def cached(engine: Engine) -> set[Prefix]:
     return found
 
 
-def resumable(engine: Engine) -> dict[str, set[Prefix]]:
+def resumable(engine: Engine, lane: int = 0) -> dict[str, set[Prefix]]:
     """By kind of memory beside the first, the blocks that resume points have: their prefixes."""
     found: dict[str, set[Prefix]] = {}
-    for node in engine._scheduling.caches[0].root.descendants():
+    root = engine._scheduling.caches[lane].root
+    for node in root.descendants():
         if node.point is not None and not node.point.is_dropped:
             path, top = node.tokens, node
-            while top.parent is not engine._scheduling.caches[0].root:
+            while top.parent is not root:
                 top = top.parent
                 path = top.tokens + path
             salt, tokens = top.branch[: -4 * PAGE_SIZE].decode(), tuple(array("i", path))
@@ -218,10 +220,10 @@ def resumable(engine: Engine) -> dict[str, set[Prefix]]:
     return found
 
 
-def settled(router: Router, engine: Engine) -> None:
-    """Until the router knows what the engine's cache has."""
+def settled(router: Router, engine: Engine, lane: int = 0) -> None:
+    """Until the router knows what the cache of that lane has."""
     engine.prepare()  # as a server does between steps
-    content, deadline_s = (cached(engine), resumable(engine)), time.monotonic() + PATIENCE_MS / 1000
+    content, deadline_s = (cached(engine, lane), resumable(engine, lane)), time.monotonic() + PATIENCE_MS / 1000
     while (set(router.blocks.values()), router.known_others()) != content:
         assert time.monotonic() < deadline_s
         router.listen(50)
@@ -363,6 +365,32 @@ def test_a_reset_is_told_as_such(engine: Engine, addresses: dict[str, str]) -> N
     router.close()
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-lite-experts", "qwen3_next"])
+def test_every_lane_tells_of_its_own_prefixes(name: str, registry: Registry, addresses: dict[str, str], tmp_path: Path) -> None:
+    """As engines with numbers do in vLLM: under a rank and at an address of its own, each. The second of two replicas."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    asked_for = {"model": str(tmp_path), "load_format": "dummy", "num_pages": 40, "step_deadline": 20.0, **addresses}
+    routers = [Router(*(f"{address}_dp{rank}" for address in addresses.values()), rank=rank) for rank in (2, 3)]
+    engine = Engine.build(options(**asked_for, dp_attention=2, dp_rank=1), registry)
+    try:
+        for turn in range(3):
+            run(engine, *(asked(f"{turn} {end}", (5, 6, 7, 8) * (turn + 1) + (end,) * 5, "s" * (end % 2)) for end in range(9, 15)))
+        for lane, router in enumerate(routers):
+            settled(router, engine, lane)
+            assert router.blocks
+        assert set(routers[0].blocks.values()) != set(routers[1].blocks.values())
+        assert (name == "qwen3_next") == any(router.known_others() for router in routers)
+        assert engine.flush_prefix_cache() > 0
+        for lane, router in enumerate(routers):
+            settled(router, engine, lane)
+            assert "AllBlocksCleared" in router.kinds
+            assert not router.blocks
+    finally:
+        engine.close()
+        for router in routers:
+            router.close()
+
+
 def test_equal_prefixes_have_equal_hashes_in_every_engine(registry: Registry, tmp_path: Path) -> None:
     seen = []
     for number in range(2):
@@ -430,7 +458,7 @@ def test_a_replica_publishes_at_ports_of_its_own_under_its_number(registry: Regi
 def test_an_address_of_a_replica(address: str, found: str) -> None:
     assert address_of(address, 0) == address
     assert address_of(address, 3) == found
-    with pytest.raises(ConfigError, match="has no port that replica 3 could count from"):
+    with pytest.raises(ConfigError, match="has no port that number 3 could count from"):
         address_of("tcp://host", 3)
 
 

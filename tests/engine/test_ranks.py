@@ -19,11 +19,13 @@ from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, grouped_expert_shape, latent_shape, shape
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
+from enginery.contracts.engine import ExpertCounts
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.ops import Routed
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.weights import ExpertNames, ExpertsShape
 from enginery.errors import Unsupported
+from enginery.nn.expert_loads import ExpertLoads
 from enginery.nn.moe import OwnExperts
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.registry import Registry
@@ -97,8 +99,7 @@ EXPERTS = [  # those with a mixture of experts, of four or more
     *("jamba", "kimi_linear", "longcat-flash", "mimo", "minimax", "minimax-m2", "mixtral", "nemotron_h_latent", "nemotron_h_moe"),
     *("qwen2-moe", "qwen3-moe", "qwen3_5_moe", "qwen3_next", "ring"),
 ]
-WITHOUT_LANES = ("hybrid", "bamba", "falcon_h1", "granite", "jamba", "lfm2", "mamba2", "nemotron_h")
-LANES = sorted(name for name in CONFIGS if not name.startswith(WITHOUT_LANES))
+LANES = sorted(name for name in CONFIGS if not name.startswith("hybrid"))  # those are no plugin's
 
 
 @pytest.fixture(scope="module")
@@ -199,13 +200,13 @@ def test_ranks_with_some_of_the_experts_each_are_as_close(model: OneModel, tenso
 def test_lanes_compute_each_its_own_sequence(model: OneModel, tensor_size: int, cuts_experts: bool) -> None:
     """Two, and the last layer for some rows alone; feed-forwards and the head are of all ranks."""
     lanes, rows = [IDS, IDS[::-1]], [3, 11, 23]
-    answers = model.run(
-        torch.float32, rows=rows, beside=lanes[1:], tensor_size=tensor_size, cuts_experts=cuts_experts
-    )  # by lane, then by tensor rank
+    asked = {"rows": rows, "beside": lanes[1:], "tensor_size": tensor_size, "cuts_experts": cuts_experts}
+    answers, exact = model.run(torch.float32, **asked), model.run(torch.float64, **asked)  # by lane, then by tensor rank
     for lane, ids in enumerate(lanes):
         (truth,), (one,) = model.run(torch.float64, ids=ids, rows=rows), model.run(torch.float32, ids=ids, rows=rows)
+        assert error(exact[lane * tensor_size], truth) < 1e-6
         for rank in answers[lane * tensor_size : (lane + 1) * tensor_size]:
-            assert error(rank, truth) <= WORST * error(one, truth) + 1e-7
+            assert error(rank, truth) <= 2 * error(one, truth) + 1e-7  # of three rows rounding differs more
             assert torch.equal(rank.hidden, answers[lane * tensor_size].hidden)
             assert torch.equal(rank.best, one.logits.argmax(-1))
 
@@ -298,6 +299,23 @@ def test_what_another_rank_s_experts_would_give_does_not_count() -> None:
     assert experts(torch.ones(2, 3), routed).tolist() == [[0.5] * 3, [0.0] * 3]
     bound = reference_ops().bind_experts(torch.full((2, 2, 3), torch.inf), torch.full((2, 3, 1), torch.inf), shape)
     assert not OwnExperts(bound, range(2, 4))(torch.ones(1, 3), Routed(routed.ids[1:], routed.weights[1:])).any()
+
+
+def test_what_each_rank_s_experts_are_given_is_counted_in_every_sixteenth_step() -> None:
+    """Of two layers, by experts [0, 3), [3, 4), [4, 8); one that is none of these pads, and counts nowhere."""
+    loads, generator = ExpertLoads(3, torch.device("cpu")), torch.Generator().manual_seed(0)
+    layers = [loads.of_layer([0, 3, 4, 8]), loads.of_layer([0, 3, 4, 8])]
+    by_rank, busiest = [0, 0, 0], 0
+    for step in range(40):
+        for note in layers:
+            ids = torch.randint(0, 9, (7, 2), generator=generator, dtype=torch.int32)
+            note(ids)
+            if step in (0, 16, 32):
+                given = [
+                    sum(first <= expert < stop for expert in ids.flatten().tolist()) for first, stop in ((0, 3), (3, 4), (4, 8))
+                ]
+                by_rank, busiest = [now + more for now, more in zip(by_rank, given, strict=True)], busiest + max(given)
+    assert loads.read() == ExpertCounts(by_rank=tuple(by_rank), busiest=busiest)
 
 
 REFUSED = {

@@ -21,7 +21,7 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.errors import StalePlan, Unsupported
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.decode_graphs import GraphKey
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey
 from enginery.worker.paths.recorded_steps import RecordedSteps, recorded_sizes
 
 compiled = pytest.importorskip("enginery_attn_cpu.native_part", reason="the plugin is not installed").kernels
@@ -187,9 +187,35 @@ def test_a_model_that_reads_numbers_back_decodes_eagerly_and_right(
     engine = Engine.build(options(mixtral), registry)
     with caplog.at_level(logging.DEBUG):
         assert_greedy(mixtral, generate(engine, mixtral.prompts[:2]), mixtral.prompts[:2])
-    assert caplog.text.count("decoding runs eagerly: a step of 2 requests was not recorded") == 1
+    assert caplog.text.count("a step of 2 requests was not recorded") == 1
+    assert caplog.text.count("was not recorded, no sizes are left") == 1
     assert engine.meter.stats().num_graph_steps == 0
     assert not engine._runner.graphs.waiting
+
+
+def test_a_size_that_is_refused_takes_no_other_with_it(
+    llama: Oracle, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two requests are padded to three then. What is refused twice for one reason is the model's matter: no size is left."""
+    capture, why = DecodeGraphs.capture, iter(["one reason", "another", "another"])
+
+    def refusing(self: DecodeGraphs, key: GraphKey) -> None:
+        if key.size in (2, 4, 6):
+            raise Unsupported(next(why))
+        capture(self, key)
+
+    monkeypatch.setattr(DecodeGraphs, "capture", refusing)
+    engine = Engine.build(options(llama, max_batch_requests=8), registry)
+    assert_greedy(llama, generate(engine, llama.prompts[:2]), llama.prompts[:2])
+    assert engine._runner.graphs.sizes == (1, 3, 4, 6, 8)
+    assert 3 in sizes_recorded(engine)
+    assert engine.meter.stats().num_graph_steps > 10
+    with caplog.at_level(logging.DEBUG):
+        while engine.prepare():
+            pass
+    assert engine._runner.graphs.sizes == ()
+    assert "[1, 3, 6, 8] are left: Unsupported: another" in caplog.text
+    assert_greedy(llama, generate(engine, llama.prompts[:3]), llama.prompts[:3])
 
 
 def test_recordings_take_no_more_memory_than_is_planned_for_them(llama: Oracle, registry: Registry) -> None:
@@ -228,14 +254,15 @@ def test_a_request_that_fails_in_a_recorded_step_fails_as_in_an_eager_one(llama:
     drain(engine, {})
 
 
-def test_tensor_parallel_ranks_are_not_recorded(llama: Oracle, registry: Registry) -> None:
+def test_stages_are_not_recorded_and_other_ranks_are(llama: Oracle, registry: Registry) -> None:
     from enginery.config.resolve import resolve
     from enginery.worker.choice import choose
 
     chosen = choose(options(llama), registry)
-    asked = EngineOptions(model=str(llama.folder), device="cpu", tp=2)
     assert chosen.settings.max_graph_requests == 16
-    assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == 0
+    for mesh, most in (({"tp": 2}, 16), ({"dp_attention": 2}, 16), ({"pp": 2}, 0)):
+        asked = EngineOptions(model=str(llama.folder), device="cpu", **mesh)
+        assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == most
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])

@@ -96,6 +96,30 @@ def test_so_is_one_of_a_model_with_several_kinds_of_memory(
     assert compare_tokens(made, replica(made, registry), tolerance=1e-5).parting is None
 
 
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (WINDOWS, {"overlap": True, "ep": False}),
+        (HYBRIDS["qwen3_next"], {"ep": True}),
+        (FAMILIES["llama"], {"pp": 2, "num_pages": 20}),
+    ],
+    ids=["windows", "states", "stages"],
+)
+def test_steps_of_lanes_are_run_again_as_those_of_one(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, config: PretrainedConfig, changes: dict[str, object]
+) -> None:
+    """One process gives the tokens that the lanes were told."""
+    oracle = write_oracle(f"lanes {config.model_type}", config)
+    made = recorded(oracle, registry, tmp_path / "steps", dp_attention=2, num_threads=1, step_deadline=20.0, **changes)
+    assert len(made.steps) == NUM_STEPS
+    seats = {item.seat for each in made.steps for item in each.step.each()}
+    assert min(seats) < 3 <= max(seats), "both lanes had requests"
+    assert not any(each.step.lanes for each in made.steps)
+    assert compare_tokens(made, replica(made, registry), tolerance=1e-4).parting is None
+    outcome = compare_replicas(made, replica(made, registry), replica(made, registry), tolerance=0.0)
+    assert (outcome.num_steps, outcome.parting) == (NUM_STEPS, None)
+
+
 def test_other_tokens_than_the_recorded_ones_are_noticed(llama: Oracle, registry: Registry, tmp_path: Path) -> None:
     made = recorded(llama, registry, tmp_path / "steps")
     place = next(index for index, each in enumerate(made.steps) if each.step.run.greedy and each.token_ids[0])

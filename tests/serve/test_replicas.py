@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,11 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import PATIENCE_S, SERVER, get, serving, started, wait_until
 
 from enginery.config.schema import EngineOptions, HostShare
-from enginery.contracts.engine import DraftCounts, EngineStats, KernelState
+from enginery.contracts.engine import DraftCounts, EngineStats, ExpertCounts, KernelState
 from enginery.contracts.schedule import LaneCounts, PageCounts
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
 from enginery.serve.engine.messages import Flush, Profile
+from enginery.serve.engine.progress import watch
 from enginery.serve.engine.replica_options import replica_options
 from enginery.serve.engine.sent_prefixes import block_hashes
 from enginery.serve.engine.totals import total
@@ -136,6 +138,62 @@ def test_a_kill_under_load_ends_its_own_streams_alone(with_server, restarts):
         assert (await live.http.get("/server_info")).json()["replicas"][1]["state"] == ("ready" if restarts else "dead")
 
     with_server(scenario, dp=2, restarts=restarts)
+
+
+@contextlib.asynccontextmanager
+async def watched(live, limit_s: float):
+    """As the server does it."""
+    live.service.watchdog_s = limit_s
+    task = asyncio.create_task(watch(live.service.engine.replicas, limit_s))
+    yield
+    task.cancel()
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_one_that_is_stuck_is_ended_while_another_serves(with_server, restarts):
+    """Whoever asks for `/health/progress` is not told to restart the server, which would end the other's streams."""
+
+    async def scenario(live):
+        replicas = live.service.engine.replicas
+        os.kill(replicas[1].client.child.pid, signal.SIGSTOP)
+        async with watched(live, 1.0):
+            asked = [asyncio.create_task(live.complete([number] * 90, max_tokens=2)) for number in range(2, 6)]
+            await live.until(lambda: sent(live) == [2, 2])
+            seen = set()
+            while not all(task.done() for task in asked):
+                seen.add((await live.http.get("/health/progress")).status_code)
+                await asyncio.sleep(0.02)
+            answers = sorted([await task for task in asked], key=lambda answer: answer.status_code)
+            assert [answer.status_code for answer in answers] == [200, 200, 503, 503]
+            assert "was killed: it had work and completed no step for" in answers[-1].json()["error"]["message"]
+            assert seen == {200}
+            if restarts:
+                await live.until(lambda: replicas[1].state == "ready")
+            else:
+                await live.until(lambda: replicas[1].state == "dead")
+            assert (await live.complete([9] * 90, max_tokens=2)).status_code == 200
+            assert (await live.http.get("/health/progress")).status_code == 200
+
+    with_server(scenario, dp=2, restarts=restarts)
+
+
+def test_where_all_are_stuck_none_is_ended_and_the_server_says_so(with_server):
+    async def scenario(live):
+        pids = [client.child.pid for client in live.service.engine.clients]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        async with watched(live, 0.5):
+            asked = [asyncio.create_task(live.complete([number] * 90, max_tokens=2)) for number in range(2, 4)]
+            await live.until(lambda: sent(live) == [1, 1])
+            while (progress := await live.http.get("/health/progress")).status_code == 200:
+                await asyncio.sleep(0.02)
+            assert progress.json()["status"] == "stuck"
+            await asyncio.sleep(1.5)  # it has been looked at several times
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            assert [(await task).status_code for task in asked] == [200, 200]
+
+    with_server(scenario, dp=2)
 
 
 def test_metrics_are_of_each_engine_and_add_up(with_server):
@@ -297,6 +355,23 @@ def test_lanes_are_told_one_by_one():
     assert told["enginery:lane_memory_pages", "0", "full", "free"] == 1
     assert not list(metrics._lanes(EngineStats()))
     assert total([stats, stats]).lanes == 2 * stats.lanes
+
+
+def test_how_even_the_experts_work_is_is_told():
+    """As SGLang's balancedness: the mean by the most. Of several engines tokens add up."""
+    one = EngineStats(experts=ExpertCounts(by_rank=(30, 50), busiest=60))
+    told = {
+        (sample.name, *sample.labels.values()): sample.value for each in metrics._experts(one.experts) for sample in each.samples
+    }
+    assert {name: value for name, value in told.items() if not name[0].endswith("_created")} == {
+        ("enginery:expert_tokens_total", "0"): 30,
+        ("enginery:expert_tokens_total", "1"): 50,
+        ("enginery:expert_tokens_busiest_total",): 60,
+        ("enginery:expert_balancedness",): 80 / 2 / 60,
+    }
+    assert not list(metrics._experts(EngineStats().experts))
+    assert EngineStats().experts.balancedness == 1.0
+    assert total([one, one]).experts == ExpertCounts(by_rank=(60, 100), busiest=120)
 
 
 def test_llm_says_what_there_is_instead():

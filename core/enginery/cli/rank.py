@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
+from enginery.cli.flags.signature import flags_of, option, with_flags
 from enginery.errors import ConfigError
 
 _OWN: Final = "Where this host differs from the engine's"
@@ -18,23 +21,31 @@ _KeyFile = Annotated[
 _Number = Annotated[int | None, typer.Option("--rank", metavar="N", min=1, help="The rank to be, from 1; without it, any.")]
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="How long the engine may take to listen.")]
 _NewKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a new key for an engine and its ranks; nothing else.")]
-_Model = Annotated[str | None, typer.Option("--model", "-m", help="The same model, elsewhere.", rich_help_panel=_OWN)]
-_Threads = Annotated[int | None, typer.Option(min=1, help="Threads of this rank; without it, all.", rich_help_panel=_OWN)]
-_Memory = Annotated[
-    float | None, typer.Option(min=0.0, max=1.0, help="Share of the free memory that it may take.", rich_help_panel=_OWN)
-]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostFlags:
+    """What is otherwise on this host than on the engine's: see `EngineOptions`."""
+
+    model: Annotated[str | None, option(_OWN, "The same model, elsewhere.", "--model", "-m")] = None
+    draft_model: Annotated[str | None, option(_OWN, "The same draft model, elsewhere.")] = None
+    num_threads: Annotated[int | None, option(_OWN, "Threads of this rank; without it, all.", min=1)] = None
+    memory_fraction: Annotated[float | None, option(_OWN, "Share of the free memory that it may take.", min=0.0, max=1.0)] = None
+
+
+def _with_host_flags(command: Callable[..., None]) -> Callable[..., None]:
+    return with_flags(command, flags_of(HostFlags), lambda given: HostFlags(**given))
+
+
+@_with_host_flags
 def rank(
+    host: HostFlags,
     *,
     join: _Join = None,
     rank_key_file: _KeyFile = None,
     number: _Number = None,
     wait_s: _Wait = 600.0,
     new_key: _NewKey = None,
-    model: _Model = None,
-    num_threads: _Threads = None,
-    memory_fraction: _Memory = None,
 ) -> None:
     """Be one of the ranks of an engine on another host (engine serve --executor join), under any launcher.
 
@@ -49,6 +60,6 @@ def rank(
     elif join is None or rank_key_file is None:
         raise ConfigError("give --join tcp://ADDRESS:PORT and --rank-key-file FILE, or --new-key FILE to make a key")
     else:
-        own = joining.OwnOptions(model=model, num_threads=num_threads, memory_fraction=memory_fraction)
+        own = joining.OwnOptions(**vars(host))
         if code := joining.join(join, RankKey.read(rank_key_file), own, rank=number, wait_s=wait_s):
             raise typer.Exit(code)

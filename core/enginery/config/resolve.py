@@ -102,7 +102,7 @@ def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, to
     if not asked.graphs or asked.check_attention:
         return 0, 0
     if device.kind != "cuda":
-        return (min(requests, MAX_RECORDED_REQUESTS) if asked.num_ranks == 1 else 0), 0
+        return (min(requests, MAX_RECORDED_REQUESTS) if asked.pp == 1 else 0), 0
     return min(requests, MAX_GRAPH_REQUESTS), min(tokens, MAX_PIECE_TOKENS)
 
 
@@ -154,10 +154,7 @@ def _check_placing(asked: EngineOptions) -> None:
 def _check_lanes(asked: EngineOptions) -> None:
     """What lanes do not run with yet."""
     given = {
-        "--pp": asked.pp > 1,
         "--drafter": asked.drafter != "off",
-        "--kv-events": asked.kv_events is not None,
-        "--record-steps": asked.record_steps is not None,
         "--micro-batches": asked.micro_batches,
         "--sparse-coordinator": asked.sparse_coordinator != "off",
     }

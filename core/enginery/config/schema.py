@@ -42,8 +42,8 @@ class EngineOptions:
     executor: what places the processes of ranks. listen: address of this host where ranks of other hosts join; rank_key_file: with
     the key of both sides. step_deadline: seconds after which a rank that does not get on is given up, and the engine with it.
     kv_events, kv_events_replay: ZeroMQ addresses where what comes into the prefix cache and goes is published, and published again;
-    kv_events_topic: of these messages. dp_rank: the number of this engine among replicas, which these messages tell; their ports
-    are so much higher, and requests without a seed draw other tokens than those of other replicas.
+    kv_events_topic: of these messages. dp_rank: the number of this engine among replicas, which these messages tell, of each lane
+    one; their ports are so much higher, and requests without a seed draw other tokens than those of other replicas.
     check_attention: look what each call of an attention backend wrote, and that no planned batch changed; slow, and without graphs.
     record_steps: keep so many steps from the start on in a file, which `engine replay` runs again.
     """

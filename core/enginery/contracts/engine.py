@@ -93,6 +93,23 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertCounts:
+    """Of experts that ranks have whole, in the steps that were looked at: a row counts once for each expert that it is routed to.
+
+    by_rank: what the experts of each were given, in all layers. busiest: in each layer and step that of the rank that was given
+    most, for which the others wait.
+    """
+
+    by_rank: tuple[int, ...] = ()
+    busiest: int = 0
+
+    @property
+    def balancedness(self) -> float:
+        """The mean over ranks as a part of the most: 1 where all are given the same; 1 before anything was counted."""
+        return sum(self.by_rank) / (len(self.by_rank) * self.busiest) if self.busiest else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """How an engine does: what is so now, and after `free_pages` totals since it was built.
 
@@ -100,7 +117,7 @@ class EngineStats:
     kind. num_tokens: rows of all batches. steps_by_size: steps of up to so many tokens as `STEP_SIZES` says, and last those of
     more. num_graph_steps: run by a captured graph. host_s: of scheduling, building, planning and launching. num_failed_steps:
     given up with their requests. num_nan: requests that ended for NaN logits. steps_by_backend: steps by the attention backends
-    they ran. attn_backend: those that run now. lanes: how each is; none where there is one.
+    they ran. attn_backend: those that run now. lanes: how each is; none where there is one. experts: with `--ep`.
     """
 
     num_running: int = 0
@@ -123,6 +140,7 @@ class EngineStats:
     pages: Mapping[str, PageCounts] = field(default_factory=dict)
     drafts: DraftCounts = DraftCounts()
     lanes: tuple[LaneCounts, ...] = ()
+    experts: ExpertCounts = ExpertCounts()
 
 
 class EngineMeter(Protocol):

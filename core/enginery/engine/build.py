@@ -34,6 +34,7 @@ from enginery.errors import CheckpointError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.kv.states import RecurrentStatePool, state_bytes
+from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
@@ -42,7 +43,7 @@ from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
-from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights
+from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
 from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
@@ -75,6 +76,7 @@ class BuiltParts:
     socket: LayerSocket
     model: Model
     feed: TokenFeed
+    loads: ExpertLoads | None
     graphs: DecodeGraphs | None
     pieces: PiecewiseGraphs | None
     changeover: Changeover | None
@@ -124,8 +126,7 @@ def build_parts(
 ) -> BuiltParts:
     """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible.
 
-    pages: how many of these kinds of memory there are to be, whatever would fit. place: among several ranks.
-    """
+    pages: how many of these kinds of memory there are to be, whatever would fit. place: among several ranks."""
     phases = Phases(report)
     with phases("choice"):
         chosen = choose(asked, registry, parallel=place.parallel)
@@ -150,7 +151,8 @@ def build_parts(
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
         comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
-        model = build_model(choice, weights, reader=needed.reader, ops=ops, pool=pool, socket=socket, comm=comm)
+        setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
+        model = build_model(choice, weights, setting, pool=pool, socket=socket)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
         model = met.joined(model, choice, geometry)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
@@ -166,6 +168,7 @@ def build_parts(
         socket=socket,
         model=model,
         feed=feed,
+        loads=setting.loads,
         graphs=captured.graphs,
         pieces=captured.pieces,
         changeover=changeover,
@@ -198,6 +201,14 @@ def load_ops(asked: EngineOptions, choice: Choice) -> OpTable:
     if asked.num_threads is not None:
         torch.set_num_threads(asked.num_threads)
     return load_table(choice.ops, choice.op_needs, choice.device)
+
+
+def expert_loads(choice: Choice) -> ExpertLoads | None:
+    """Where experts are divided, and this rank tells of it."""
+    parallel = choice.parallel
+    if not parallel.cuts_experts or parallel.rank:
+        return None
+    return ExpertLoads(parallel.over_lanes().tensor_size, choice.device)
 
 
 def find_draft(asked: EngineOptions, registry: Registry, choice: Choice, met: Met) -> tuple[Choice, DraftNeeds | None]:
@@ -264,7 +275,7 @@ def _recorded_bytes(choice: Choice) -> int:
     """What recordings of decoding steps keep, on a CPU: for each size logits, and of every layer twice what is alive at once."""
     if choice.device.type != "cpu":
         return 0
-    facts, rows = choice.facts, sum(recorded_sizes(choice.settings.max_graph_requests))
+    facts, rows = choice.facts, choice.parallel.num_lanes * sum(recorded_sizes(choice.settings.max_graph_requests))
     return rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
 
 
@@ -348,8 +359,8 @@ def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:
     if asked.kv_events is None:
         return NoEvents()
     from enginery.engine.kv_events.blocks import groups_of
-    from enginery.engine.kv_events.publisher import KVEvents
+    from enginery.engine.kv_events.publisher import LaneEvents
 
     choice, memory = parts.choice, parts.memory
     groups = groups_of(has_latents=choice.facts.has_latents, window=memory.window, has_states=memory.state_pages > 0)
-    return KVEvents(asked, medium="CPU" if choice.device.type == "cpu" else "GPU", groups=groups)
+    return LaneEvents(asked, medium="CPU" if choice.device.type == "cpu" else "GPU", groups=groups)

@@ -87,7 +87,7 @@ class Engine:
         self._kv_events = kv_events_of(asked, parts)
         self._made = MadeDrafts(choice.draft_siblings)
         self._drafting = _drafting_of(asked, parts, registry, self._made)
-        self._scheduling = scheduling_of(asked, parts, registry, watcher=self._kv_events.watcher, drafting=self._drafting)
+        self._scheduling = scheduling_of(asked, parts, registry, watcher_of=self._kv_events.watcher, drafting=self._drafting)
         self._scheduler = self._scheduling.scheduler
         folder = choice.checkpoint.tokenizer_folder
         vocabulary = Vocabulary(folder=folder, vocab_size=choice.facts.vocab_size, eos_token_ids=eos_token_ids)
@@ -96,7 +96,12 @@ class Engine:
         self._changeover = parts.changeover
         self._decisions = choice.decisions
         self.meter = StepMeter(
-            registry, self._scheduler, self.facts, changeover=parts.changeover, trace_file=Path(asked.profile_file)
+            registry,
+            self._scheduler,
+            self.facts,
+            changeover=parts.changeover,
+            trace_file=Path(asked.profile_file),
+            loads=parts.loads,
         )
         if asked.profile_steps:
             self.meter.profile(asked.profile_steps)

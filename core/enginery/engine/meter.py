@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from enginery.contracts.engine import STEP_SIZES, DraftCounts, EngineFacts, EngineStats, KernelState
+from enginery.contracts.engine import STEP_SIZES, DraftCounts, EngineFacts, EngineStats, ExpertCounts, KernelState
 from enginery.contracts.request import RequestOutput
 from enginery.contracts.schedule import StepReport
 from enginery.contracts.step import StepInput, StepOutput, StepTimes
 from enginery.engine.changeover import Changeover
+from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.schedule.lanes import AnyScheduler
 
@@ -64,7 +65,7 @@ class StepTrace:
 class StepMeter:
     """Told of every step once. changeover: None if the chosen attention backends run from the start.
 
-    trace_file: where traces are written.
+    trace_file: where traces are written. loads: of experts, where ranks have some each.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class StepMeter:
         *,
         changeover: Changeover | None,
         trace_file: Path,
+        loads: ExpertLoads | None = None,
     ) -> None:
+        self._loads = loads
         self._registry = registry
         self._scheduler = scheduler
         self._facts = facts
@@ -150,6 +153,7 @@ class StepMeter:
             cached_pages=sum(counts.cached for counts in pages.values()),
             pages=pages,
             lanes=scheduler.lanes,
+            experts=ExpertCounts() if self._loads is None else self._loads.read(),
             num_steps=self.num_steps,
             num_graph_steps=self._num_graph_steps,
             num_failed_steps=self._num_failed_steps,

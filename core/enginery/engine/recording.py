@@ -17,6 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.step import STORED_VERSION, StepInput, StepOutput
 from enginery.errors import ConfigError
+from enginery.schedule.one_lane import as_one_lane
 from enginery.schedule.request import Request
 from enginery.worker.drafts.guesses import Guesses
 
@@ -51,7 +52,7 @@ class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recording(NamedTuple):
-    """A file of steps, read."""
+    """A file of steps, read. steps: those of several lanes as of one."""
 
     head: Head
     steps: Sequence[RecordedStep]
@@ -110,7 +111,9 @@ def read_recording(path: Path) -> Recording:
                 "replay it with the engine that recorded it, or record it again"
             )
         head = msgspec.msgpack.decode(frames[0], type=Head)
-        return Recording(head, [msgspec.msgpack.decode(frame, type=RecordedStep) for frame in frames[1:]])
+        steps = [msgspec.msgpack.decode(frame, type=RecordedStep) for frame in frames[1:]]
+        of_one = as_one_lane([recorded.step for recorded in steps])
+        return Recording(head, [msgspec.structs.replace(each, step=step) for each, step in zip(steps, of_one, strict=True)])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no file of recorded steps: {error}") from error
 

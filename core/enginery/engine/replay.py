@@ -18,12 +18,13 @@ import torch
 
 from enginery.attention.socket import LayerCall
 from enginery.config.schema import EngineOptions
-from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
-from enginery.contracts.step import INT, Run, StepInput
+from enginery.contracts.batch import FULL
+from enginery.contracts.step import Run, StepInput
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.recording import RecordedStep, Recording
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
+from enginery.schedule.one_lane import num_pages
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.trees import depths_of, parents_of
 from enginery.worker.layout import begins_of, sampled_seats
@@ -135,24 +136,32 @@ class Replica:
 def replay_options(
     recording: Recording, backend: str | None, *, model: str | None = None, device: str | None = None
 ) -> EngineOptions:
-    """What a replica is built with: as recorded, but eager, and with as many pages as the steps name.
+    """What a replica is built with: as recorded, but eager, in one process, and with as many pages as the steps name.
 
     backend, model, device: instead of the recorded ones.
     """
     head = recording.head
+    pages, num_lanes = num_pages([recorded.step for recorded in recording.steps]), head.options.dp_attention
+    if FULL not in pages:
+        raise ConfigError("there is no step in the file to run again")
     options = dataclasses.replace(
         head.options,
         model=model or head.facts.folder,
         device=device or head.options.device,
         dtype=head.facts.dtype,
-        num_pages=_num_pages(recording.steps),
+        num_pages=pages[FULL],
         max_model_len=head.facts.max_model_len,
-        max_batch_requests=head.max_batch_requests,
-        max_batch_tokens=head.max_batch_tokens,
+        max_batch_requests=num_lanes * head.max_batch_requests,
+        max_batch_tokens=num_lanes * head.max_batch_tokens,
         graphs=False,
         tp=1,
         pp=1,
         pp_layers=None,
+        dp_attention=1,
+        ep=False,
+        executor="local",
+        listen=None,
+        rank_key_file=None,
         overlap=False,
         wait_for_kernels=True,
         record_steps=None,
@@ -165,7 +174,8 @@ def replay_options(
 
 def build_replica(options: EngineOptions, registry: Registry, recording: Recording) -> Replica:
     """Load the model once more, for one backend, with as many pages of each kind of memory as the steps name."""
-    return Replica(build_parts(options, registry, pages=_other_pages(recording.steps)))
+    pages = num_pages([recorded.step for recorded in recording.steps])
+    return Replica(build_parts(options, registry, pages={kind: count for kind, count in pages.items() if kind != FULL}))
 
 
 def compare_replicas(recording: Recording, first: Replica, second: Replica, *, tolerance: float | None = None) -> Outcome:
@@ -241,28 +251,3 @@ def _apart(mine: torch.Tensor, theirs: torch.Tensor, rows: Sequence[slice]) -> l
     scale = theirs.flatten(1).abs().amax(1)
     tiny = torch.finfo(torch.float32).tiny
     return [float(error[some].max() / scale[some].max().clamp(min=tiny)) for some in rows]
-
-
-def _num_pages(steps: Sequence[RecordedStep]) -> int:
-    """As many as to have the largest page that a step names."""
-    largest = _largest_page(steps, FULL)
-    if largest is None:
-        raise ConfigError("there is no step in the file to run again")
-    return largest + 1
-
-
-def _other_pages(steps: Sequence[RecordedStep]) -> dict[MemoryKind, int]:
-    """The same of the other kinds. The first request reads the state of zeros, which is behind all pages and that of scratch."""
-    pages = {}
-    if (window := _largest_page(steps, WINDOW)) is not None:
-        pages[WINDOW] = window + 1
-    states = [np.frombuffer(recorded.step.states, INT).reshape(-1, 4) for recorded in steps if recorded.step.states]
-    if states:
-        pages[STATE] = int(np.concatenate(states)[:, 0].max()) - 1
-    return pages
-
-
-def _largest_page(steps: Sequence[RecordedStep], kind: MemoryKind) -> int | None:
-    """None: no step names any."""
-    named = [np.frombuffer(recorded.step.pages[kind].pages, INT) for recorded in steps if kind in recorded.step.pages]
-    return int(np.concatenate(named).max()) if sum(map(len, named)) else None

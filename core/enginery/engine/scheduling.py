@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from enginery.config.schema import EngineOptions, ScheduleSettings
@@ -38,15 +38,15 @@ def scheduling_of(
     parts: BuiltParts,
     registry: Registry,
     *,
-    watcher: PrefixWatcher | None,
+    watcher_of: Callable[[int], PrefixWatcher | None],
     drafting: Drafts | None,
 ) -> Scheduling:
-    """watcher: of the prefix cache, where there is one lane. drafting: likewise."""
+    """watcher_of: of each lane's prefix cache. drafting: where there is one lane."""
     settings, caches = parts.choice.settings, list[PrefixCache]()
     policy = guarded_policy(registry.schedule_policy(asked.schedule_policy))
 
     def scheduler(lane: int) -> Scheduler:
-        cache, allocator, finite = page_owners(parts, watcher)
+        cache, allocator, finite = page_owners(parts, watcher_of(lane))
         caches.append(cache)
         return Scheduler(
             ScheduleSettings(

@@ -44,9 +44,9 @@ class JoinedExperts:
 class OwnExperts:
     """Some of the experts, of which a rank has each whole: what is routed to others adds nothing here."""
 
-    def __init__(self, experts: ExpertsFn, own: range) -> None:
-        """experts: those of `own`, counted from 0."""
-        self._experts, self._first, self._count = experts, own.start, len(own)
+    def __init__(self, experts: ExpertsFn, own: range, note: Callable[[torch.Tensor], None] | None = None) -> None:
+        """experts: those of `own`, counted from 0. note: told which experts are routed to, of all ranks; see `ExpertLoads`."""
+        self._experts, self._first, self._count, self._note = experts, own.start, len(own), note
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """[T, C] -> [T, C].
@@ -54,6 +54,8 @@ class OwnExperts:
         Kernels take K experts of each token, no fewer. So another rank's is replaced by one of the token's own here, which is read
         anyway, with a weight of zero.
         """
+        if self._note is not None:
+            self._note(routed.ids)
         places = routed.ids - self._first  # [T, K]
         is_own = (places >= 0) & (places < self._count)
         some = torch.where(is_own, places, -1).amax(-1, keepdim=True).clamp(min=0)  # [T, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import chain
 from typing import Final, TypeAlias
@@ -163,26 +164,29 @@ class StepBuilder:
 
 def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
     """How a step of these lanes runs, those without work too, and what each is padded to: requests and tokens of the largest."""
-    length = max(built.decode_len for built in lanes)
+    length = max([built.decode_len for built in lanes])
     if length > 1:
         eagerly = any(built.branches for built in lanes) and not sizes.combs
         most = 0 if eagerly else sizes.verified_rows
         sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
-    num_requests, num_tokens = max(len(built.requests) for built in lanes), max(built.num_tokens for built in lanes)
+    num_requests, num_tokens = max([len(built.requests) for built in lanes]), max([built.num_tokens for built in lanes])
     run = _run(lanes, num_requests, num_tokens, sizes=sizes)
     return run, _padded(run, num_requests, num_tokens, length=length)
 
 
 def _run(lanes: Sequence[StepBuilder], num_requests: int, num_tokens: int, *, sizes: RunSizes) -> Run:
-    phase, greedy = phase_of(built.phase for built in lanes), all(built.greedy for built in lanes)
-    tokens_only = greedy and not any(request.reports_logprobs for built in lanes for request in built.requests)
-    way, size = choose_way(phase, num_requests, num_tokens, sizes=sizes, embeds=any(built.embeds for built in lanes))
+    """Lists, not generators: this takes microseconds of every step."""
+    phase = lanes[0].phase if len(lanes) == 1 else phase_of([built.phase for built in lanes])
+    greedy = False not in [built.greedy for built in lanes]
+    tokens_only = greedy and True not in [request.reports_logprobs for built in lanes for request in built.requests]
+    embeds = True in [built.embeds for built in lanes]
+    way, size = choose_way(phase, num_requests, num_tokens, sizes=sizes, embeds=embeds)
     return Run(way, size, greedy, tokens_only)
 
 
 def choose_way(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, embeds: bool) -> tuple[Way, int]:
     """The fastest way to run such a step, and its size. A decoding graph gives no hidden states, so `embeds` rules it out."""
-    if phase in (Phase.DECODE, Phase.VERIFY):
+    if phase is Phase.DECODE or phase is Phase.VERIFY:
         way, size = Way.GRAPH, 0 if embeds else _fitting(sizes.graphs, num_requests)
     else:
         way, size = Way.PIECES, _fitting(sizes.pieces, num_tokens)
@@ -190,8 +194,9 @@ def choose_way(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSi
 
 
 def _fitting(sizes: Sequence[int], count: int) -> int:
-    """The smallest of the sizes that is enough; 0 if none is."""
-    return next((size for size in sizes if size >= count), 0)
+    """The smallest of the sizes that is enough; 0 if none is. sizes: the smallest first."""
+    place = bisect_left(sizes, count)
+    return sizes[place] if place < len(sizes) else 0
 
 
 def _padded(run: Run, num_requests: int, num_tokens: int, *, length: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import Collectives
 from enginery.errors import Unsupported
 from enginery.kv.pool import PagedKVPool
+from enginery.nn.expert_loads import ExpertLoads
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.boundary import inside
@@ -78,7 +79,8 @@ def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: F
     device = torch.device("meta")
     pool = PagedKVPool(no_pages(choice), device)
     ops, socket = reference_ops(), LayerSocket(None)
-    context = model_context(choice, record, reader=reader, ops=ops, socket=socket, pool=pool, device=device, comm=SingleRank(ops))
+    setting = rank_setting(choice, reader, ops=ops, comm=SingleRank(ops))
+    context = model_context(choice, record, setting, socket=socket, pool=pool, device=device)
     with inside(choice.family, "build the model"):
         choice.family.spec.build(context)
     return record
@@ -95,19 +97,25 @@ def load_weights(asked: EngineOptions, choice: Choice, needed: NeededWeights, re
     return load(needed.record, needed.stored, choice.device, reader=needed.reader, tell=tell)
 
 
+def rank_setting(
+    choice: Choice, reader: FormatReader | None, *, ops: OpTable, comm: Collectives, loads: ExpertLoads | None = None
+) -> RankSetting:
+    """Where the weights of a choice's model go. reader: of their format. loads: counts what experts are given."""
+    kept = kept_schemes(choice.ops)
+    return RankSetting(ops=ops, comm=comm, parallel=choice.parallel, reader=reader, kept=kept, loads=loads)
+
+
 def build_model(
     choice: Choice,
     weights: LoadedWeights,
+    setting: RankSetting,
     *,
-    reader: FormatReader | None,
-    ops: OpTable,
     pool: PagedKVPool,
     socket: LayerSocket,
-    comm: Collectives,
     target: DraftTarget | None = None,
 ) -> Model:
     """The model a second time, bound to its weights and its backend. target: of a draft model."""
-    context = model_context(choice, weights, reader=reader, ops=ops, socket=socket, pool=pool, device=choice.device, comm=comm)
+    context = model_context(choice, weights, setting, socket=socket, pool=pool, device=choice.device)
     context = dataclasses.replace(context, target=target)
     with torch.inference_mode(), inside(choice.family, "build the model"):
         return choice.family.spec.build(context)
@@ -116,21 +124,18 @@ def build_model(
 def model_context(
     choice: Choice,
     store: PieceStore,
+    setting: RankSetting,
     *,
-    reader: FormatReader | None,
-    ops: OpTable,
     socket: LayerSocket,
     pool: PagedKVPool,
     device: torch.device,
-    comm: Collectives,
 ) -> ModelContext:
     """What the model is built from, for the recording build and for the real one."""
-    setting = RankSetting(ops=ops, comm=comm, parallel=choice.parallel, reader=reader, kept=kept_schemes(choice.ops))
     return ModelContext(
         config=choice.checkpoint.config,
         facts=choice.facts,
         weights=RankWeights(Matrices(store, setting)),
-        ops=ops,
+        ops=setting.ops,
         attend=socket.attend,
         advance=socket.advance,
         pool=pool,
@@ -138,6 +143,6 @@ def model_context(
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
         stage=dataclasses.replace(stage_of(choice.facts, choice.parallel), reads=choice.reads),
-        comm=comm,
+        comm=setting.comm,
         taps=choice.taps,
     )

@@ -43,6 +43,7 @@ from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.ranks.path import BestTokens
+from enginery.worker.ranks.recorded import RankSteps, RecordedForwards
 from enginery.worker.sampling import mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
 
@@ -98,7 +99,7 @@ class Runner:
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._draft_graphs, self._forced, self._pool, self._siblings = speculation or Speculation()
         self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
-        self._eager = self._new_eager_path()
+        self._eager, self._whole = self._new_eager_path(), _whole_path(self.model, self.graphs, self.feed)
         self._lane = model.lanes.lane if isinstance(model, JoinedHead) and model.lanes is not None else 0
 
     @property
@@ -117,7 +118,7 @@ class Runner:
         self.graphs = None if self.graphs is None else self.graphs.over(relay)
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._eager = self._new_eager_path()
+        self._eager, self._whole = self._new_eager_path(), _whole_path(self.model, self.graphs, self.feed)
 
     def _new_eager_path(self) -> ForwardPath:
         follower = self.draft_model
@@ -187,10 +188,10 @@ class Runner:
 
     def _path_of(self, step: StepInput) -> ForwardPath:
         """The way that the step is to be run in."""
-        ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self.graphs, Way.PIECES: self.pieces}
+        ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self.pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
-        if self.graphs is not None and step.run.way is Way.GRAPH and not self.graphs.ready(step):
+        if path is self.graphs and self.graphs is not None and not self.graphs.ready(step):
             return self._eager
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
             self.graphs.note_too_large(step.num_items)
@@ -353,3 +354,10 @@ def _draws(
     """How guesses behind a step are chosen."""
     together = None if agreement is None else agreement.of_guesses(step)
     return GuessDraws(sampling, begins_of(step.sampled_rows), ops=ops, device=device, siblings=siblings, together=together)
+
+
+def _whole_path(model: Model, graphs: DecodeGraphs | None, feed: TokenFeed) -> ForwardPath | None:
+    """Of steps that are captured as a whole: of several ranks also the exchanges behind them."""
+    if isinstance(model, JoinedHead) and isinstance(graphs, RecordedForwards):
+        return BestTokens(RankSteps(graphs, model), model, feed)
+    return graphs

@@ -8,13 +8,14 @@ from enginery.kv.prefix import PrefixWatcher
 
 
 class PrefixEvents(Protocol):
-    """Collects what changes in a tree of prefixes. watcher: to be told of it; None: nobody is."""
+    """Collects what changes in trees of prefixes, one of each lane."""
 
-    @property
-    def watcher(self) -> PrefixWatcher | None: ...
+    def watcher(self, lane: int) -> PrefixWatcher | None:
+        """To be told of this lane's; None: nobody is."""
+        ...
 
     def cleared(self) -> None:
-        """The tree was emptied."""
+        """The trees were emptied."""
         ...
 
     def publish(self) -> None:
@@ -27,7 +28,8 @@ class PrefixEvents(Protocol):
 class NoEvents:
     """Implements `PrefixEvents` where nothing is published."""
 
-    watcher = None
+    def watcher(self, lane: int) -> None:
+        return None
 
     def cleared(self) -> None:
         pass

@@ -36,12 +36,19 @@ _log: Final = logging.getLogger(__name__)
 
 
 class KVEvents:
-    """Implements `PrefixEvents`, and `kv.prefix.PrefixWatcher`. Used by the engine's thread."""
+    """Of one lane: implements `kv.prefix.PrefixWatcher`, and what `LaneEvents` needs. Used by the engine's thread."""
 
     def __init__(
-        self, asked: EngineOptions, *, medium: str, groups: Mapping[MemoryKind, Group], most_waiting: int = MOST_WAITING
+        self,
+        asked: EngineOptions,
+        *,
+        lane: int = 0,
+        medium: str,
+        groups: Mapping[MemoryKind, Group],
+        most_waiting: int = MOST_WAITING,
     ) -> None:
         """medium: as vLLM names where the pages are. Raises `ConfigError` for an address that cannot be used."""
+        rank = asked.dp_rank * asked.dp_attention + lane
         self._page_bytes = asked.page_size * TOKEN_BYTES
         self._numbers = itertools.count()
         self._points: dict[ResumePoint, int] = {}
@@ -53,21 +60,16 @@ class KVEvents:
         replay = self._context.socket(zmq.ROUTER)
         events.linger = replay.linger = int(1000 * _END_S)
         try:
-            _open(events, address_of(asked.kv_events or "", asked.dp_rank))
+            _open(events, address_of(asked.kv_events or "", rank))
             if asked.kv_events_replay is not None:
-                replay.bind(address_of(asked.kv_events_replay, asked.dp_rank))
+                replay.bind(address_of(asked.kv_events_replay, rank))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            addresses = " and ".join(address_of(each, asked.dp_rank) for each in (asked.kv_events, asked.kv_events_replay) if each)
+            addresses = " and ".join(address_of(each, rank) for each in (asked.kv_events, asked.kv_events_replay) if each)
             raise ConfigError(f"KV events cannot be published at {addresses}: {error}; name another port or path") from error
-        publisher = _Publisher(events, replay, asked, medium=medium, groups=groups)
+        publisher = _Publisher(events, replay, asked, rank=rank, medium=medium, groups=groups)
         self._thread = threading.Thread(target=publisher.run, args=(self._waiting,), name="kv-events", daemon=True)
         self._thread.start()
-
-    @property
-    def watcher(self) -> KVEvents:
-        """What the cache is to tell."""
-        return self
 
     def stored(self, parent: int | None, tokens: bytes, pages: Sequence[int], salt: str) -> None:
         self._changes.append(Stored(parent, tokens, tuple(pages), salt))
@@ -116,6 +118,34 @@ class KVEvents:
             self._context.term()
 
 
+class LaneEvents:
+    """Implements `PrefixEvents`: every lane tells of its own prefixes, as in vLLM an engine that has a number and ports."""
+
+    def __init__(self, asked: EngineOptions, *, medium: str, groups: Mapping[MemoryKind, Group]) -> None:
+        self._lanes: list[KVEvents] = []
+        try:
+            for lane in range(asked.dp_attention):
+                self._lanes.append(KVEvents(asked, lane=lane, medium=medium, groups=groups))
+        except BaseException:
+            self.close()
+            raise
+
+    def watcher(self, lane: int) -> KVEvents:
+        return self._lanes[lane]
+
+    def cleared(self) -> None:
+        for each in self._lanes:
+            each.cleared()
+
+    def publish(self) -> None:
+        for each in self._lanes:
+            each.publish()
+
+    def close(self) -> None:
+        for each in self._lanes:
+            each.close()
+
+
 class _Publisher:
     """Of the thread: the sockets, and the last batches."""
 
@@ -125,11 +155,12 @@ class _Publisher:
         replay: zmq.Socket[bytes],
         asked: EngineOptions,
         *,
+        rank: int,
         medium: str,
         groups: Mapping[MemoryKind, Group],
     ) -> None:
         self._events, self._replay, self._topic = events, replay, asked.kv_events_topic.encode()
-        self._rank = asked.dp_rank
+        self._rank = rank
         self._blocks = Blocks(groups, page_size=asked.page_size, medium=medium)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_KEPT)
         self._next = 0
@@ -169,14 +200,14 @@ class _Publisher:
 
 
 def address_of(address: str, rank: int) -> str:
-    """Of a replica, as vLLM has it: the port so much higher; a path with the number at its end. Raises `ConfigError`."""
+    """Of a replica or a lane, as vLLM has it: the port so much higher; a path with the number at its end. Raises `ConfigError`."""
     if rank == 0:
         return address
     head, _, port = address.rpartition(":")
     if not address.startswith("tcp://"):
         return f"{address}_dp{rank}"
     if not port.isdecimal():
-        raise ConfigError(f"{address} has no port that replica {rank} could count from; write tcp://*:5557")
+        raise ConfigError(f"{address} has no port that number {rank} could count from; write tcp://*:5557")
     return f"{head}:{int(port) + rank}"
 
 

@@ -18,8 +18,9 @@ from enginery.engine.ranks import messages
 from enginery.engine.ranks.watch import Watch
 from enginery.engine.ranks.wires import Wires
 from enginery.errors import EnginError
-from enginery.plugin.manifest import Manifest
+from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
+from enginery.worker.drafts.model_choice import find_draft_folder
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks.follower import share_tokens
 from enginery.worker.ranks.gloo import LostRank, Standing
@@ -35,9 +36,9 @@ _LOOK_MS: Final = 100
 class RankProcesses:
     """Implements `Ranks` by processes, which run from now on. options: as this rank is to be built with."""
 
-    def __init__(self, asked: EngineOptions, manifest: Manifest, *, launch: Launch, wires: Wires) -> None:
+    def __init__(self, asked: EngineOptions, registry: Registry, *, launch: Launch, wires: Wires) -> None:
         self.options = _of_one_rank(asked, wires)
-        self._manifest, self._standing, self._wires = manifest, Standing(), wires
+        self._registry, self._standing, self._wires = registry, Standing(), wires
         self._groups: RankGroups | None = None
         layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
         mesh = ParallelFacts(
@@ -111,7 +112,7 @@ class RankProcesses:
 
     def end(self) -> None:
         for link in self._links:
-            if not link.closed and link.poll(0, zmq.POLLOUT):
+            if not link.closed and link.poll(0 if self._watch.cause else _LAST_WORDS_MS, zmq.POLLOUT):  # it may be connecting yet
                 link.send(messages.END)
         self._end()
 
@@ -121,7 +122,7 @@ class RankProcesses:
         checkpoint, running = choice.checkpoint, self._watch.running
         assert running is not None, "the watch has started them"
         options = dataclasses.replace(
-            self.options,
+            _with_found_draft_model(self.options, self._registry, choice),
             num_threads=None if self._wires.address else self.options.num_threads,
             model=str(checkpoint.folder),
             revision=None,
@@ -137,7 +138,7 @@ class RankProcesses:
             boot = messages.Boot(
                 parallel=choice.parallel.of_rank(rank),
                 options=options,
-                manifest=self._manifest,
+                manifest=self._registry.manifest,
                 steps=self._addresses[rank - 1],
                 reports=self._reports,
                 key=self._wires.key,
@@ -158,6 +159,14 @@ def _of_one_rank(asked: EngineOptions, wires: Wires) -> EngineOptions:
     sharing = 1 if wires.address else asked.num_ranks
     threads = max(1, (asked.num_threads or torch.get_num_threads()) // sharing)
     return dataclasses.replace(asked, num_threads=threads, overlap=bool(asked.overlap), listen=wires.address or None)
+
+
+def _with_found_draft_model(asked: EngineOptions, registry: Registry, choice: Choice) -> EngineOptions:
+    """Named by its folder, if one drafts that is no part of the model's own: other hosts may find none that ships with it."""
+    folder = find_draft_folder(asked, registry, choice)
+    if folder is None or choice.drafter is None or choice.drafter.spec.suits is not None:
+        return asked
+    return dataclasses.replace(asked, drafter=choice.drafter.name, draft_model=str(folder))
 
 
 def _end(watch: Watch, links: list[zmq.Socket[bytes]], wires: Wires) -> None:

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from enginery import __version__
+from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import Death
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.keys import RankKey
@@ -41,6 +43,7 @@ class OwnOptions:
     """What this rank has otherwise than its engine: see `EngineOptions`. None: the same, and all threads of the host."""
 
     model: str | None = None
+    draft_model: str | None = None
     num_threads: int | None = None
     memory_fraction: float | None = None
 
@@ -139,8 +142,7 @@ class _Member:
         changes = {name: value for name, value in vars(self._own).items() if value is not None}
         if "model" in changes:
             changes["tokenizer"] = None
-        elif not Path(boot.options.model or "").is_dir():
-            why = f"has no folder {boot.options.model}, where the engine's model is; tell it another by engine rank --model"
+        if (why := _missing(boot.options, changes)) is not None:
             self._tell(Death(message.rank, CheckpointError.exit_code, why, ()))
             raise CheckpointError(f"this host {why}")
         boot = msgspec.structs.replace(boot, options=dataclasses.replace(boot.options, **changes))
@@ -149,3 +151,14 @@ class _Member:
 
     def _tell(self, death: Death) -> None:
         self._link.send(messages.encode(messages.Gone(exit_code=death.exit_code, how=death.how, last_lines=death.last_lines)))
+
+
+def _missing(options: EngineOptions, changes: Mapping[str, object]) -> str | None:
+    """What this host does not have of what the engine has, or has beside it."""
+    if "draft_model" in changes and options.draft_model is None:
+        return f"was given the draft model {changes['draft_model']}, and the engine has none; leave --draft-model out"
+    for name, folder in (("model", options.model or ""), ("draft_model", options.draft_model)):
+        if name not in changes and folder is not None and not Path(folder).is_dir():
+            words, flag = name.replace("_", " "), name.replace("_", "-")
+            return f"has no folder {folder}, where the engine's {words} is; tell it another by engine rank --{flag}"
+    return None

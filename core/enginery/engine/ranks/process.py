@@ -70,8 +70,8 @@ class Rank:
         assert groups is not None, "a rank has met the others"
         if not groups.parallel.is_last_stage:
             tables, links = PageTables.of_geometry(parts.geometry), groups.links(parts.choice)
-            first = groups.parallel.stage == 0
-            return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, links=links, first=first)
+            first, lanes = groups.parallel.stage == 0, groups.lanes(parts.geometry)
+            return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, links=links, lanes=lanes, first=first)
         return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)
 
     def _follow(self, follower: Follower | EarlyStage) -> None:

@@ -86,7 +86,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
 
     with inside(offer, "say where ranks join"):
         wires = wires_of(asked, offer.spec)
-    others = RankProcesses(asked, registry.manifest, launch=launch or launch_of(offer), wires=wires)
+    others = RankProcesses(asked, registry, launch=launch or launch_of(offer), wires=wires)
     try:
         yield others
         others.built()

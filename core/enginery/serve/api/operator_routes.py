@@ -20,6 +20,7 @@ from enginery.errors import RequestError
 from enginery.serve.api.service import Service
 from enginery.serve.engine import messages
 from enginery.serve.engine.client import EngineState
+from enginery.serve.engine.progress import stalled_s
 from enginery.serve.http.faults import Unauthorized
 from enginery.serve.http.keys import Keys
 from enginery.serve.http.metrics import EngineNow, by_engine, families
@@ -72,15 +73,16 @@ def operations(service: Service) -> APIRouter:
 
     @routes.get("/health/progress")
     async def progress() -> Response:
-        """503 when the engine is dead, or has work and completes no step. While the model loads, or does again: how far that is."""
+        """503 when all engines are dead, or have work and complete no step. While a model loads, or does again: how far that is."""
         engine = service.engine
         if service.state in (EngineState.LOADING, EngineState.RESTARTING):
             return JSONResponse({"status": service.state} | dataclasses.asdict(engine.loading))
-        stalled_s = max(client.progress.stalled_s(has_work=bool(client.open_requests)) for client in engine.clients)
-        is_stuck = stalled_s >= service.watchdog_s or engine.state is EngineState.DEAD
+        stalled = {replica: stalled_s(replica) for replica in engine.replicas}
+        left = [replica for replica in engine.replicas if replica.state not in (EngineState.DEAD, EngineState.RESTARTING)]
+        is_stuck = all(stalled[replica] >= service.watchdog_s for replica in left)
         status = {
             "status": "stuck" if is_stuck else "moving" if any(client.meter.num_open for client in engine.clients) else "idle",
-            "stalled_s": round(stalled_s, 3),
+            "stalled_s": round(max(stalled.values()), 3),
             "attention_backend": engine.stats.attn_backend,
             "kernels": _kernels(engine.stats.kernels),
             "speculation": _speculation(engine.stats.drafts),

@@ -16,6 +16,7 @@ from enginery.engine.child_process import how_it_ended, write_frame
 from enginery.serve.engine import messages
 
 _LOOK_AGAIN_S: Final = 0.05
+_GIVEN_UP_S: Final = 5.0
 
 
 def pass_on(text: str) -> None:
@@ -36,6 +37,7 @@ class EngineChild:
     def __init__(self, command: Sequence[str], boot: messages.Boot, relay: Callable[[str], None]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         self.relay = relay
+        self._given_up_for: str | None = None
         write_frame(self._process.stdin, messages.encode(boot))
 
     @property
@@ -69,6 +71,11 @@ class EngineChild:
         if self.is_running:
             self._process.send_signal(signal.SIGUSR1)
 
+    async def give_up(self, why: str) -> None:
+        """Kill it; `why` is then how it ended."""
+        self._given_up_for = why
+        await self.end(politely=False, grace_s=_GIVEN_UP_S)
+
     async def end(self, *, politely: bool, grace_s: float) -> None:
         """Wait for its end, and kill it after `grace_s`. politely: it was asked to stop; if not, kill it at once."""
         if politely:
@@ -87,4 +94,6 @@ class EngineChild:
         """Why the process ended, in one line unless it said more itself (`failed`). Its stderr has been passed on before."""
         if failed is not None:
             return failed.message if failed.is_ours else f"the engine broke: {failed.message}"
+        if self._given_up_for is not None:
+            return f"the engine's process was killed: {self._given_up_for}"
         return f"the engine's process {how_it_ended(self._process.returncode)}"

@@ -42,32 +42,47 @@ class Progress:
 
 async def watch(replicas: Sequence[Replica], limit_s: float) -> None:
     """Watch each. Never ends."""
-    await asyncio.gather(*(_watch(replica, limit_s) for replica in replicas))
+    await asyncio.gather(*(_watch(replica, [other for other in replicas if other is not replica], limit_s) for replica in replicas))
 
 
-async def _watch(replica: Replica, limit_s: float) -> None:
-    """When an engine has work and completes no step for `limit_s`: log all stacks and requests, once each time. Never ends."""
+def stalled_s(replica: Replica) -> float:
+    """Seconds for which it had work, and nothing came of it."""
+    return replica.client.progress.stalled_s(has_work=bool(replica.client.open_requests))
+
+
+async def _watch(replica: Replica, others: Sequence[Replica], limit_s: float) -> None:
+    """When an engine has work and completes no step for `limit_s`: log all stacks and requests, once each time. Never ends.
+
+    Where another serves it is ended then: whoever restarts the server would end the others' streams too.
+    """
     was_stalled = False
     while True:
         await asyncio.sleep(min(1.0, limit_s / 4))
-        engine = replica.client
-        requests = engine.open_requests
-        stalled_s = engine.progress.stalled_s(has_work=bool(requests))
-        if stalled_s >= limit_s and not was_stalled:
-            _log.error("no step has completed for %.0f s; the last report was %s", stalled_s, engine.stats)
-            for times in requests[:_MAX_SHOWN]:
-                _log.error(
-                    "in the engine: %s, %d prompt tokens, %d generated, for %.1f s",
-                    times.request_id,
-                    times.num_prompt,
-                    times.num_output,
-                    time.monotonic() - times.began_s,
-                )
-            if len(requests) > _MAX_SHOWN:
-                _log.error("and %d more", len(requests) - _MAX_SHOWN)
-            engine.child.relay(_stacks())
-            engine.child.dump_stacks()
-        was_stalled = stalled_s >= limit_s
+        seconds = stalled_s(replica)
+        if seconds >= limit_s and not was_stalled:
+            _write_down(replica, seconds)
+        elif seconds >= limit_s and any(other.serves and stalled_s(other) < limit_s for other in others):
+            _log.error("%s is ended, as others serve", replica.name)
+            await replica.client.child.give_up(f"it had work and completed no step for {seconds:.0f} s (--watchdog-s)")
+        was_stalled = seconds >= limit_s
+
+
+def _write_down(replica: Replica, seconds: float) -> None:
+    """What there is to know of an engine that has completed no step for so long."""
+    engine, requests = replica.client, replica.client.open_requests
+    _log.error("no step has completed for %.0f s; the last report was %s", seconds, engine.stats)
+    for times in requests[:_MAX_SHOWN]:
+        _log.error(
+            "in the engine: %s, %d prompt tokens, %d generated, for %.1f s",
+            times.request_id,
+            times.num_prompt,
+            times.num_output,
+            time.monotonic() - times.began_s,
+        )
+    if len(requests) > _MAX_SHOWN:
+        _log.error("and %d more", len(requests) - _MAX_SHOWN)
+    engine.child.relay(_stacks())
+    engine.child.dump_stacks()
 
 
 def _stacks() -> str:

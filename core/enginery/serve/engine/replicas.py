@@ -66,6 +66,11 @@ class Replica:
         return EngineState.RESTARTING if state is EngineState.LOADING and self.num_restarts else state
 
     @property
+    def serves(self) -> bool:
+        """Whether requests are sent to it, and its process runs: one that has just ended is not dead before its last words came."""
+        return self.state in (EngineState.READY, EngineState.SILENT) and self.client.child.is_running
+
+    @property
     def facts(self) -> EngineFacts | None:
         """Of the last life that was ready; None before the first."""
         self._facts = self.client.facts or self._facts
@@ -82,8 +87,7 @@ class Replica:
         client, meter, state = self.client, self.client.meter, self.state
         num_planned, tokens_planned = planned
         return Standing(
-            serves=state in (EngineState.READY, EngineState.SILENT)
-            and client.child.is_running,  # one that has just ended is not dead before its last words came
+            serves=self.serves,
             is_silent=state is EngineState.SILENT,
             is_full=meter.num_unstarted + num_planned >= client.options.max_queued_requests,
             waiting=meter.num_ahead + tokens_planned,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Final
 
-from enginery.contracts.engine import DraftCounts, EngineStats, KernelState
+from enginery.contracts.engine import DraftCounts, EngineStats, ExpertCounts, KernelState
 from enginery.contracts.schedule import all_pages
 
 _SUMMED: Final = tuple(field.name for field in dataclasses.fields(EngineStats) if field.type in ("int", "float"))
@@ -27,6 +27,7 @@ def total(every: Sequence[EngineStats]) -> EngineStats:
         pages=all_pages([stats.pages for stats in every]),
         lanes=tuple(lane for stats in every for lane in stats.lanes),
         drafts=_drafts([stats.drafts for stats in every]),
+        experts=_experts(every),
     )
 
 
@@ -42,6 +43,11 @@ def _kernels(every: Sequence[KernelState]) -> KernelState:
     names = dict.fromkeys(name for state in every for name in state.compiling)
     seconds, failures = max(state.seconds for state in every), (state.failure for state in every if state.failure)
     return KernelState(compiling=tuple(names), seconds=seconds, failure=next(failures, ""))
+
+
+def _experts(every: Sequence[EngineStats]) -> ExpertCounts:
+    by_rank = _by_place(stats.experts.by_rank for stats in every)
+    return ExpertCounts(by_rank=by_rank, busiest=sum(stats.experts.busiest for stats in every))
 
 
 def _drafts(every: Sequence[DraftCounts]) -> DraftCounts:

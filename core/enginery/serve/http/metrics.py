@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from enginery.contracts.batch import FULL
-from enginery.contracts.engine import STEP_SIZES, EngineFacts, EngineStats
+from enginery.contracts.engine import STEP_SIZES, EngineFacts, EngineStats, ExpertCounts
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.schedule import PageCounts
 from enginery.plugin.manifest import Manifest
@@ -196,6 +196,7 @@ def _of_engine(now: EngineNow) -> Iterator[Metric]:
     yield _accepted(now.stats)
     yield from _memory(now)
     yield from _lanes(now.stats)
+    yield from _experts(now.stats.experts)
     yield from _engine_info(now.facts, now.stats)
 
 
@@ -245,6 +246,22 @@ def _lanes(stats: EngineStats) -> Iterator[Metric]:
             for name, count in _by_use(counts):
                 pages.add_metric([str(lane), kind, name], count)
     yield from (requests, pages)
+
+
+def _experts(counts: ExpertCounts) -> Iterator[Metric]:
+    """Of several ranks with some of the experts each, how even their work is."""
+    if not counts.by_rank:
+        return
+    routed = CounterMetricFamily(
+        "enginery:expert_tokens", "Tokens routed to each rank's experts, in sampled steps.", labels=["rank"]
+    )
+    for rank, count in enumerate(counts.by_rank):
+        routed.add_metric([str(rank)], count)
+    busiest = CounterMetricFamily("enginery:expert_tokens_busiest", "Of these, in each layer those of the rank with most.")
+    busiest.add_metric([], counts.busiest)
+    even = GaugeMetricFamily("enginery:expert_balancedness", "The ranks' mean of these by the most, since the start; 1 is even.")
+    even.add_metric([], counts.balancedness)
+    yield from (routed, busiest, even)
 
 
 def _by_use(counts: PageCounts) -> tuple[tuple[str, int], ...]:

@@ -32,9 +32,8 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     Raises `ConfigError` for a model that cannot draft for this target.
     """
     offer = target.drafter
-    if offer is None or not offer.spec.is_model:
+    if offer is None or (folder := find_draft_folder(asked, registry, target)) is None:
         return None
-    folder = _find_draft_folder(asked, registry, offer, target)
     config = read_config(folder)
     stands_alone = offer.spec.stands_alone
     family = registry.find_model(config)[0] if stands_alone else _own_family(offer, config["architectures"], folder)
@@ -61,8 +60,11 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     )
 
 
-def _find_draft_folder(asked: EngineOptions, registry: Registry, offer: Offer[DrafterSpec], target: Choice) -> Path:
-    """The target's own, the one that is asked for, or that ships with the target."""
+def find_draft_folder(asked: EngineOptions, registry: Registry, target: Choice) -> Path | None:
+    """The target's own, the one that is asked for, or that ships with the target; None where no model drafts."""
+    offer = target.drafter
+    if offer is None or not offer.spec.is_model:
+        return None
     if offer.spec.suits is not None:
         if asked.draft_model is not None:
             raise ConfigError(f"--drafter is {offer.name}, a part of the model's own checkpoint; leave --draft-model out")

@@ -26,7 +26,7 @@ from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.drafts.model_choice import choose_draft_model
-from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights
+from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
 from enginery.worker.weights.shares import stage_of
 
 
@@ -151,7 +151,8 @@ def build_draft_model(
         socket = LayerSocket(_build_backends(asked, registry, choice, pool))
     weights, reader = load_weights(asked, choice, needs.needed, report_to_nobody), needs.needed.reader
     known = _as_target(verifier, target) if spec.takes_features else None
-    model = build_model(choice, weights, reader=reader, ops=ops, pool=pool, socket=socket, comm=comm, target=known)
+    setting = rank_setting(choice, reader, ops=ops, comm=comm)
+    model = build_model(choice, weights, setting, pool=pool, socket=socket, target=known)
     return DraftModel(
         model,
         socket,

@@ -30,6 +30,8 @@ from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, Graph
 from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
+from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.ranks.recorded import RecordedForwards
 from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
@@ -96,8 +98,10 @@ def _recorded_steps(choice: Choice, parts: StepParts) -> DecodeGraphs | None:
     if silent := [f"{offer.name}, from {offer.source}" for offer in used if offer.spec.record_calls is None]:
         log.debug("decoding runs eagerly: %s, states no record_calls", "; ".join(dict.fromkeys(silent)))
         return None
-    capture = HostCapture([tell for offer in used if (tell := offer.spec.record_calls) is not None])
-    return _decode_graphs(RecordedSteps, choice, parts, capture, keeps_hidden=False)
+    tellers, kind = [tell for offer in used if (tell := offer.spec.record_calls) is not None], RecordedSteps
+    if isinstance(parts.model, JoinedHead):
+        tellers, kind = [*tellers, *(group.record_calls for group in parts.model.exchanges)], RecordedForwards
+    return _decode_graphs(kind, choice, parts, HostCapture(tellers), keeps_hidden=False)
 
 
 def _draft_graphs(

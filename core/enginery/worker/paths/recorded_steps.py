@@ -29,24 +29,34 @@ def recorded_sizes(max_requests: int) -> tuple[int, ...]:
 
 
 class RecordedSteps(DecodeGraphs):
-    """Steps that verify are not recorded. `sizes` is empty once a step could not be recorded: all run eagerly from then on."""
+    """Steps that verify are not recorded. A size that could not be is left out of `sizes`; all are when one more is refused for the
+    same reason, which is the model's then, and steps run eagerly."""
 
+    _reasons: set[str]  # why sizes were refused
     _firsts: torch.Tensor  # of each row, among all logits
     _largest: dict[int, torch.Tensor]  # by number of rows, the logits of their best tokens
 
     def capture_first(self) -> None:
         """Make what every recording reads, and record nothing: a start is no slower for it."""
-        self.sizes = recorded_sizes(len(self.best))
+        self.sizes, self._reasons = recorded_sizes(len(self.best)), set()
         self._firsts = torch.arange(len(self.best)) * self.results.vocab_size
         self._largest = {}
 
     def capture(self, key: GraphKey) -> None:
-        """Record a step, or note that none can be."""
+        """Record a step, or note that it cannot be."""
+        if key.size not in self.sizes:  # refused, and asked for before that was known
+            return
         try:
-            super().capture(key)
+            self.record(key)
         except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
-            _log.debug("decoding runs eagerly: a step of %d requests was not recorded: %s", key.size, explain(error))
-            self.sizes = ()
+            why = explain(error)
+            self.sizes = () if why in self._reasons else tuple(other for other in self.sizes if other != key.size)
+            self._reasons.add(why)
+            _log.debug("a step of %d requests was not recorded, %s are left: %s", key.size, list(self.sizes) or "no sizes", why)
+
+    def record(self, key: GraphKey) -> None:
+        """Record a step, whatever it raises."""
+        super().capture(key)
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """As `DecodeGraphs`; a NaN is looked for in Python, as torch's comparison takes 0.2 ms when its code is in no cache."""

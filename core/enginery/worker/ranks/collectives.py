@@ -5,6 +5,7 @@ N rows, C hidden size, V vocabulary, R tensor ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,9 +46,8 @@ class RankCollectives:
         return x if self.across is None else torch.cat(self.across.of_all(x))
 
     def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """[L N, C] of L lanes -> [N, C]."""
-        total = self.everyone.sum(partial)
-        return total if self.across is None else total.chunk(self.across.size)[self.across.rank]
+        """[L N, C] of L lanes -> [N, C]: first over the lanes, as each has rows of its own, then within this one."""
+        return self.group.sum(partial if self.across is None else self.across.own_part_sum(partial))
 
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
@@ -88,11 +88,16 @@ def best_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.
 
 
 class JoinedHead:
-    """Implements `Model` over one whose head has some of the columns, on each of several ranks. lanes: where there are several."""
+    """Implements `Model` over one whose head has some of the columns, on each of several ranks. lanes: where there are several.
 
-    def __init__(self, model: Model, group: Group, results: ModelResults, lanes: LaneRows | None = None) -> None:
+    exchanges: what the model's forward exchanges by.
+    """
+
+    def __init__(
+        self, model: Model, group: Group, results: ModelResults, lanes: LaneRows | None = None, exchanges: Sequence[Group] = ()
+    ) -> None:
         """group: all ranks of the stage. results: what is to come of all ranks together."""
-        self.lanes = lanes
+        self.lanes, self.exchanges = lanes, exchanges
         self._model, self.group, self.vocab_size = model, group, results.vocab_size
         self._results = results._replace(vocab_size=-(-results.vocab_size // group.size))
 

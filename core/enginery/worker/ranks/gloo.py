@@ -11,13 +11,14 @@ import contextlib
 import datetime
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup, Store, TCPStore, Work
 
+from enginery.contracts.ops import HostCalls
 from enginery.errors import EnginError
 
 LOOPBACK: Final = "127.0.0.1"
@@ -75,6 +76,7 @@ class Group:
     def __init__(self, store: Store, name: str, *, rank: int, size: int, standing: Standing, host: str = LOOPBACK) -> None:
         """Wait until all have come. Raises `LostRank` after a minute. host: address of the first rank."""
         self.rank, self.size, self._standing = rank, size, standing
+        self._told: HostCalls | None = None
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
         options._timeout = datetime.timedelta(seconds=_MEETING_S)
@@ -89,11 +91,27 @@ class Group:
         made._set_default_timeout(_FOR_EVER)
         self._group = cast("ProcessGroup", made)  # it has its methods
 
+    def record_calls(self, calls: HostCalls | None) -> None:
+        """See `OpSpec.record_calls`: from now on sums and rows are not exchanged, but told; None: they are again."""
+        self._told = calls
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place where `x` is contiguous: the same bits on all of them."""
+        if self.size == 1:
+            return x
         x = x.contiguous()
-        self._wait(self._group.allreduce([x]), "sum")
+        self._do(lambda: self._group.allreduce([x]), "sum")
         return x
+
+    def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """[R N, C] -> [N, C]: of the sum over all ranks this one's rows, rounded once.
+
+        Gloo's own, in torch 2.13, is the sum of a copy: twice the bytes of an exchange in which each gets its rows.
+        """
+        x = x.contiguous()
+        parts = torch.empty_like(x)
+        self._do(lambda: self._group.alltoall_base(parts, x, [], [], dist.AllToAllOptions()), "own_part_sum")
+        return parts.view(self.size, -1, x.shape[-1]).sum(0)
 
     def smallest(self, values: Sequence[int]) -> list[int]:
         """Of each of the values the smallest that a rank has."""
@@ -105,8 +123,9 @@ class Group:
 
     def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """What each rank has, of one shape, by rank."""
+        x = x.contiguous()
         found = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait(self._group.allgather([found], [x.contiguous()]), "of_all")
+        self._do(lambda: self._group.allgather([found], [x]), "of_all")
         return found
 
     def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -142,6 +161,12 @@ class Group:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(own)] = own
         return [bytes(found[:size].tolist()).decode() for found, size in zip(self.of_all(padded), sizes, strict=True)]
+
+    def _do(self, begin: Callable[[], Work], what: str) -> None:
+        if self._told is None:
+            self._wait(begin(), what)
+        else:
+            self._told.append((lambda: self._wait(begin(), what), ()))
 
     def _wait(self, work: Work, what: str) -> None:
         self._standing.waits = what

@@ -78,14 +78,20 @@ class RankGroups:
         assert self._stages is not None, "there are several stages"
         return StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype)
 
+    def lanes(self, geometry: KVGeometry) -> LaneRows | None:
+        """The rows of this lane and of the others; None: there is one."""
+        return None if self._across is None else LaneRows(self._across, geometry)
+
     def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:
         """Of the last stage; on the others there is nothing to join."""
         if not self.parallel.is_last_stage:
             return model
         if self._stages is not None:
             model = LastStage(model, self.links(choice))
-        lanes = None if self._across is None else LaneRows(self._across, geometry)
-        return JoinedHead(model, self.everyone, choice.results, lanes) if self.everyone.size > 1 else model
+        if self.everyone.size == 1:
+            return model
+        exchanges = [group for group in (self.tensor, self._across) if group is not None]
+        return JoinedHead(model, self.everyone, choice.results, self.lanes(geometry), exchanges)
 
 
 def refuse_for_ranks(choice: Choice) -> None:

@@ -60,6 +60,14 @@ class LaneRows:
         """[N, C] of each lane -> the rows that need logits, of all of the step's items in order."""
         return torch.cat(self.across.of_all(own)).index_select(0, torch.from_numpy(rows_of_all(step)))
 
+    def sampled(self, step: StepInput, own: torch.Tensor, planned_s: float) -> Forwarded:
+        """[N, C] of each lane, brought together: what is sampled from of all."""
+        of_all = last = self.of_all(step, own)
+        if len(step.sampling) < len(of_all):
+            ends = np.cumsum(step.columns().num_logits)[step.sampling]
+            last = of_all.index_select(0, torch.from_numpy(ends - 1))
+        return Forwarded(planned_s=planned_s, rows=of_all, last=last)
+
 
 def rows_of_all(step: StepInput) -> np.ndarray:
     """Where the rows that need logits are, of the step's items in order, among N of each lane: int64."""
@@ -95,9 +103,4 @@ class LanePath:
         planned_s = time.perf_counter()
         hidden = self._results.hidden(self._model.forward(there), there)
         wanted = hidden if not all_of_them and len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
-        of_all = self._lanes.of_all(step, wanted)
-        last = of_all
-        if len(step.sampling) < len(of_all):
-            ends = np.cumsum(step.columns().num_logits)[step.sampling]
-            last = of_all.index_select(0, torch.from_numpy(ends - 1))
-        return Forwarded(planned_s=planned_s, rows=of_all, last=last)
+        return self._lanes.sampled(step, wanted, planned_s)

@@ -21,14 +21,14 @@ class BestTokens:
     Not where drafts are verified: what becomes of these is told before the next step.
     """
 
-    captured = False
-
     def __init__(self, path: ForwardPath, head: JoinedHead, feed: TokenFeed) -> None:
         self._path, self._head, self._feed = path, head, feed
+        self.captured = path.captured
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """As the other path does; of such a step there are no logits, [R, 0]."""
         forwarded = self._path.forward(step, batch)
+        self.captured = self._path.captured
         if not step.run.tokens_only or forwarded.last is None or not len(step.sampling):
             return forwarded
         best = self._head.best(forwarded.last)

@@ -3,7 +3,8 @@
     stage 0   | step 3 | step 4 |  ..           each tensor rank sends to the same one of the next stage:
     stage 1   | step 2 | step 3 | step 4 |      partial sums cross as they are, so no addition moves
 
-T tokens of a step.
+With lanes those of a feed-forward have the rows of all, and a rank sends its own to the same lane: how many is told before.
+T tokens of a step, of this lane and with those that pad it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from enginery.kv.pool import TORCH_DTYPES
 from enginery.worker.layout import lay_out
 from enginery.worker.page_tables import PageTables
 from enginery.worker.ranks.gloo import Group, Sending
+from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.token_feed import TokenFeed
 
 
@@ -31,32 +33,40 @@ class StageLinks:
     def __init__(self, group: Group, parallel: ParallelFacts, boundary: tuple[Channel, ...], dtype: torch.dtype) -> None:
         """group: all ranks, for nothing else. dtype: of channels that state none."""
         self._group, self._dtype = group, dtype
-        self._boundary = boundary
-        self._before, self._behind = parallel.rank + parallel.tensor_size, parallel.rank - parallel.tensor_size
+        self._boundary, self._num_lanes = boundary, parallel.num_lanes
+        of_stage = parallel.num_lanes * parallel.tensor_size
+        self._before, self._behind = parallel.rank + of_stage, parallel.rank - of_stage
         self._sent: deque[list[Sending]] = deque()
 
     def arrive(self, num_tokens: int) -> StageTensors:
         """What the stage before has computed of the next step, of so many tokens."""
+        rows = [num_tokens] * len(self._boundary)
+        if self._num_lanes > 1:
+            rows = self._group.receive((len(rows),), torch.int64, self._before).tolist()
         return {
-            channel.name: self._group.receive((num_tokens, channel.width), self._dtype_of(channel), self._before)
-            for channel in self._boundary
+            channel.name: self._group.receive((count, channel.width), self._dtype_of(channel), self._before)
+            for channel, count in zip(self._boundary, rows, strict=True)
         }
 
     def pass_on(self, tensors: StageTensors, num_tokens: int) -> None:
         """Send it to the stage behind, without waiting. Raises `PluginError` for what the family has not said."""
-        sending = []
-        for channel in self._boundary:
-            found = tensors.get(channel.name)
-            if found is None or found.shape != (num_tokens, channel.width) or found.dtype is not self._dtype_of(channel):
-                told = "nothing" if found is None else f"{list(found.shape)} {found.dtype}"
-                raise PluginError(
-                    f"a stage returned {told} for {channel.name!r} where ModelFacts.boundary says [{num_tokens}, {channel.width}] "
-                    f"{self._dtype_of(channel)}"
-                )
-            sending.append(self._group.send(found, self._behind))
+        found = [self._checked(tensors.get(channel.name), channel, num_tokens) for channel in self._boundary]
+        if self._num_lanes > 1:
+            found.insert(0, torch.tensor([len(each) for each in found]))
+        sending = [self._group.send(each, self._behind) for each in found]
         while self._sent and all(each.is_done for each in self._sent[0]):
             self._sent.popleft()
         self._sent.append(sending)
+
+    def _checked(self, found: torch.Tensor | None, channel: Channel, num_tokens: int) -> torch.Tensor:
+        shapes = [(rows, channel.width) for rows in {num_tokens, self._num_lanes * num_tokens}]
+        if found is not None and found.shape in shapes and found.dtype is self._dtype_of(channel):
+            return found
+        told = "nothing" if found is None else f"{list(found.shape)} {found.dtype}"
+        raise PluginError(
+            f"a stage returned {told} for {channel.name!r} where ModelFacts.boundary says [{num_tokens}, {channel.width}] "
+            f"{self._dtype_of(channel)}"
+        )
 
     def _dtype_of(self, channel: Channel) -> torch.dtype:
         return self._dtype if channel.dtype is None else TORCH_DTYPES[channel.dtype]
@@ -79,15 +89,29 @@ class EarlyStage:
     """Runs the steps of another rank on a stage before the last, where nothing is sampled. first: nothing arrives here."""
 
     def __init__(
-        self, model: Model, relay: BackendRelay, *, tables: PageTables, feed: TokenFeed, links: StageLinks, first: bool
+        self,
+        model: Model,
+        relay: BackendRelay,
+        *,
+        tables: PageTables,
+        feed: TokenFeed,
+        links: StageLinks,
+        lanes: LaneRows | None,
+        first: bool,
     ) -> None:
+        """lanes: where there are several."""
         self._model, self._relay, self._tables, self._feed, self._links, self._first = model, relay, tables, feed, links, first
+        self._lanes = lanes
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> None:
         """The next one; it returns when this stage's part is on its way to the next."""
-        self._tables.take(step)
-        batch = self._relay.plan(self._feed.upload(step, lay_out(step, self._tables), logits_rows=None))
+        own = step if self._lanes is None else step.of_lane(self._lanes.lane)
+        self._tables.take(own)
+        batch = lay_out(own, self._tables)
+        if self._lanes is not None:
+            batch = self._lanes.pad(step, batch)
+        batch = self._relay.plan(self._feed.upload(own, batch, logits_rows=None))
         passed = self._model.forward(batch, None if self._first else self._links.arrive(batch.num_tokens))
         if isinstance(passed, torch.Tensor):
             raise PluginError("a stage before the last returned hidden states, not what crosses to the next")

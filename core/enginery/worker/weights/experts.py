@@ -15,6 +15,7 @@ from enginery.contracts.weights import Experts, ExpertsShape, Scheme, StoredWeig
 from enginery.nn.moe import BoundExperts, JoinedExperts, OwnExperts
 from enginery.worker.weights.matrices import Matrices, Range
 from enginery.worker.weights.pieces import Piece, Slice
+from enginery.worker.weights.shares import share_unevenly
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class ExpertStacks:
             gate_up = replace(gate_up, values=_apart(gate_up.values, shape), scales=_apart(gate_up.scales, shape))
         experts = self.matrices.setting.ops.bind_experts(gate_up, down, shape, self._biases(inner))
         if self._has_some:
-            return BoundExperts(OwnExperts(experts, self.own), None)
+            loads = self.matrices.setting.loads
+            note = None if loads is None else loads.of_layer(self._starts())
+            return BoundExperts(OwnExperts(experts, self.own, note), None)
         if not shape.joined or isinstance(gate_up, StoredWeight) or isinstance(down, StoredWeight):
             return BoundExperts(experts, None)
         joined = JoinedExperts(gate_up[shape.count :], down[shape.count :], shape.activation, self.matrices.setting.ops)
@@ -49,6 +52,13 @@ class ExpertStacks:
     def _has_some(self) -> bool:
         """Whether other ranks have the others."""
         return len(self.own) < self.shape.count
+
+    def _starts(self) -> list[int]:
+        """The first expert of each rank, and how many there are."""
+        parallel, what = self.matrices.setting.parallel, f"{self.prefix}experts"
+        ranks = [replace(parallel, tensor_rank=rank) for rank in range(parallel.tensor_size)]
+        starts = [share_unevenly(self.shape.count, unit=1, parallel=each, what=what)[0] for each in ranks]
+        return [*starts, self.shape.count]
 
     def _kept(self) -> Scheme | None:
         """The scheme in which experts stay in memory: kernels take it, and no block has rows of both gate and up."""

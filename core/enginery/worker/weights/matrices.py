@@ -12,6 +12,7 @@ from enginery.checkpoint.files import PLAIN, READABLE
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import Collectives, Cut, ParallelFacts
 from enginery.contracts.weights import Scheme, StoredPart, StoredWeight
+from enginery.nn.expert_loads import ExpertLoads
 from enginery.worker.weights.formats import FormatReader
 from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.shares import share, share_unevenly
@@ -23,13 +24,17 @@ Range = tuple[int, int]  # start, length
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetting:
-    """Where the weights go. kept: by operation, the schemes that its kernels take; what is stored otherwise becomes plain."""
+    """Where the weights go. kept: by operation, the schemes that its kernels take; what is stored otherwise becomes plain.
+
+    loads: counts what experts are given, on the rank that tells it.
+    """
 
     ops: OpTable
     comm: Collectives
     parallel: ParallelFacts = field(default_factory=ParallelFacts)
     reader: FormatReader | None = None
     kept: Mapping[str, frozenset[Scheme]] = field(default_factory=dict)
+    loads: ExpertLoads | None = None
 
 
 @dataclass(frozen=True)

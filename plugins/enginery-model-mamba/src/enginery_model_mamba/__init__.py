@@ -24,6 +24,7 @@ def register_models() -> list[ModelSpec]:
             architectures=(architecture,),
             describe=family.describe,
             build=family.build,
+            lanes=True,
             ignored_weights=("mtp.*",) if name == "nemotron-h" else (),
             stacked_weights=hybrids.STACKED if name == "granite-hybrid" else {},
         )

@@ -6,7 +6,7 @@ T tokens, C hidden size, I inner size, H heads, G groups of heads, W taps of a c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -175,23 +175,37 @@ class Mamba2Mixer:
 
 
 class OneBlockLayer(DecoderLayer):
-    """A decoder layer that is one block on the norm of the residual stream, without an MLP behind it."""
+    """A decoder layer that is one block on the norm of the residual stream: a mixer, attention, or a feed-forward of all lanes."""
 
-    def __init__(self, context: ModelContext, norm: torch.Tensor, *, eps: float, block: AttentionBlock) -> None:
-        """norm: [C]. block: gives partial sums."""
-        self.norm, self.eps, self.attention = norm, eps, block
-        self.comm, self.rms_norm = context.comm, context.ops.rms_norm
+    def __init__(
+        self,
+        context: ModelContext,
+        norm: torch.Tensor,
+        *,
+        eps: float,
+        block: AttentionBlock | None = None,
+        mlp: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        behind_mlp: bool = False,
+    ) -> None:
+        """norm: [C]. block, mlp: the one that it is; gives partial sums. behind_mlp: whether the layer before is a feed-forward."""
+        self.norm, self.eps, self.attention, self._mlp = norm, eps, block or _as_it_is, mlp
+        self.comm, self.rms_norm, self._behind_mlp = context.comm, context.ops.rms_norm, behind_mlp
 
     def attention_input(self, delta: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """Adds `delta`, the last layer's output, to the residual stream in place and returns it normalised: all [T, C]."""
         if delta is None:
             return self.rms_norm(residual, self.norm, self.eps)
-        return self.add_mlp_output(delta, residual, self.norm)
+        return self.comm.add_rms_norm(delta, residual, self.norm, self.eps, of_all_lanes=self._behind_mlp)
 
     def add_mlp_output(self, delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Adds what `feed_forward` returned to the residual stream in place; its norm: [T, C]."""
-        return self.comm.add_rms_norm(delta, residual, weight, self.eps)
+        return self.comm.add_rms_norm(delta, residual, weight, self.eps, of_all_lanes=self._mlp is not None)
 
     def feed_forward(self, delta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """There is none: the block's output, [T, C]."""
-        return delta
+        """Of rows [T, C], of which this is all; behind a block there is none: its output, [T, C]."""
+        return delta if self._mlp is None else self._mlp(self.comm.all_rows(delta))
+
+
+def _as_it_is(x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """In place of attention, in a layer that has none."""
+    return x

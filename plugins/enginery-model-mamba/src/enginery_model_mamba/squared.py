@@ -5,30 +5,17 @@ T tokens, C hidden size, E experts, I an expert's inner size, L width of what ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from enginery.api import Cut, ForwardBatch, LinearShape, ModelContext, Routing, WeightSource
-
-
-class WithoutPositions:
-    """A block of a layer that has no memory."""
-
-    def __init__(self, block: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._block = block
-
-    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, C] -> [T, C]."""
-        return self._block(x)
+from enginery.api import Cut, LinearShape, ModelContext, Routing, WeightSource
 
 
 class SquaredMLP:
     """down(relu(up(x))^2)."""
 
     def __init__(self, context: ModelContext, weights: WeightSource, *, inner: int, bias: bool) -> None:
-        hidden = context.facts.hidden_size
+        hidden, weights = context.facts.hidden_size, weights.over_lanes()
         self.up = weights.linear(LinearShape(names=("up_proj",), rows=(inner,), columns=hidden, cut=Cut.ROWS, bias=bias))
         self.down = weights.linear(
             LinearShape(names=("down_proj",), rows=(hidden,), columns=inner, cut=Cut.COLUMNS, bias=bias, complete=False)
@@ -56,7 +43,7 @@ class SquaredExperts:
         routing: Routing,
     ) -> None:
         """latent: L, where experts are given a projection of x; None: x itself."""
-        hidden = context.facts.hidden_size
+        hidden, weights = context.facts.hidden_size, weights.over_lanes()
         width = latent or hidden
         self.router = weights.take("gate.weight", (count, hidden), dtype=torch.float32)
         self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)

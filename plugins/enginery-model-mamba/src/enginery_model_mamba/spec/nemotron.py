@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from enginery.api import (
@@ -20,6 +20,8 @@ from enginery.api import (
 from enginery_model_mamba.mixers import MixerKeys, layer_kinds, memory_of, read_mixer, with_memory
 
 if TYPE_CHECKING:
+    import torch
+
     from enginery.nn.decoder import AttentionBlock
     from enginery_model_mamba.blocks import OneBlockLayer
 
@@ -69,6 +71,7 @@ KINDS: Final = {
     "mlp": MLP,
     "moe": EXPERTS,
 }
+FEED_FORWARDS: Final = (MLP, EXPERTS)
 LETTERS: Final = {"M": MIXER, "*": ATTENTION, "-": MLP, "E": EXPERTS}
 ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "partial_rotary_factor", "hidden_act")  # nothing is rotated
 
@@ -134,27 +137,36 @@ def build(context: ModelContext) -> Model:
     config, each = _complete(context.config), kinds(context.config)
 
     def layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> OneBlockLayer:
-        block = _block(context, weights.scope("mixer"), shape=shape, config=config, kind=each[index], index=index)
-        return OneBlockLayer(context, take_norm(weights, "norm", shape.hidden_size), eps=shape.rms_eps, block=block)
+        norm, own = take_norm(weights, "norm", shape.hidden_size), weights.scope("mixer")
+        behind_mlp, eps = index > 0 and each[index - 1] in FEED_FORWARDS, shape.rms_eps
+        if each[index] in FEED_FORWARDS:
+            mlp = _feed_forward(context, own, shape=shape, config=config, kind=each[index])
+            return OneBlockLayer(context, norm, eps=eps, mlp=mlp, behind_mlp=behind_mlp)
+        block = _block(context, own, shape=shape, config=config, index=index, kind=each[index])
+        return OneBlockLayer(context, norm, eps=eps, block=block, behind_mlp=behind_mlp)
 
     return HybridDecoder(context, shape(context.config), layer=layer, names=NAMES, rotates=False)
 
 
 def _block(
-    context: ModelContext, weights: WeightSource, *, shape: DecoderShape, config: Mapping[str, Any], kind: str, index: int
+    context: ModelContext, weights: WeightSource, *, shape: DecoderShape, config: Mapping[str, Any], index: int, kind: str
 ) -> AttentionBlock:
     from enginery.nn.attention import SelfAttention
     from enginery_model_mamba.blocks import Mamba2Mixer
-    from enginery_model_mamba.squared import SquaredExperts, SquaredMLP, WithoutPositions
 
     if kind == MIXER:
         return Mamba2Mixer(context, weights, spec=context.stage.spec(index, scale=1.0), shape=read_mixer(config, KEYS))
-    if kind == ATTENTION:
-        spec, bias = context.stage.spec(index, scale=shape.head_dim**-0.5), shape.qkv_bias
-        return SelfAttention(context, weights, spec=spec, qkv_bias=bias, out_bias=bias, qk_norm_eps=None)
+    spec, bias = context.stage.spec(index, scale=shape.head_dim**-0.5), shape.qkv_bias
+    return SelfAttention(context, weights, spec=spec, qkv_bias=bias, out_bias=bias, qk_norm_eps=None)
+
+
+def _feed_forward(
+    context: ModelContext, weights: WeightSource, *, shape: DecoderShape, config: Mapping[str, Any], kind: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    from enginery_model_mamba.squared import SquaredExperts, SquaredMLP
+
     if kind == MLP:
-        mlp = SquaredMLP(context, weights, inner=shape.intermediate_size, bias=shape.mlp_bias)
-        return WithoutPositions(mlp)
+        return SquaredMLP(context, weights, inner=shape.intermediate_size, bias=shape.mlp_bias)
     experts = SquaredExperts(
         context,
         weights,
@@ -169,4 +181,4 @@ def _block(
         inner=whole_number(config, "moe_shared_expert_intermediate_size"),
         bias=shape.mlp_bias,
     )
-    return WithoutPositions(lambda x: experts(x).add_(shared(x)))
+    return lambda x: experts(x).add_(shared(x))

@@ -16,7 +16,7 @@ import torch
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
-from enginery.contracts.step import StepInput, pack, unpack
+from enginery.contracts.step import StepInput, StepOutput, pack, unpack
 from enginery.engine.build import BuiltParts, Place, build_parts, build_runner
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -49,6 +49,8 @@ class Meetings:
 
 class ThreadGroup:
     """In place of `enginery.worker.ranks.gloo.Group`."""
+
+    device = torch.device("cpu")
 
     def __init__(self, store: Meetings, name: str, *, rank: int, size: int, standing: Standing, host: str) -> None:
         self.rank, self.size = rank, size
@@ -146,6 +148,9 @@ class ThreadRanks:
     def share(self, running: RunningStep) -> None:
         if self.options.overlap:
             share_tokens(self._groups[0].tensor, running.step, running.sampled)
+
+    def wait(self, running: RunningStep) -> StepOutput:
+        return running.wait()
 
     def landed(self, step: StepInput) -> None: ...
 

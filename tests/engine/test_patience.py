@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 import pytest
 
+from enginery.engine.ranks.driver import ON_DEVICE, RankProcesses
 from enginery.engine.ranks.messages import Alive
 from enginery.engine.ranks.patience import Patience
+from enginery.errors import EngineDied
 from enginery.worker.ranks.gloo import Standing
 
 DEADLINE_S = 2.0
@@ -88,6 +91,54 @@ def test_ranks_that_wait_for_each_other_have_one_deadline(ranks: Ranks) -> None:
     told = ranks.until(99, waits_1="sum", waits_2="sum")
     assert told.startswith("the ranks wait for each other in step 7: rank 0 in the exchange 'of_all', rank 1 in the exchange 'sum'")
     assert ranks.now_s == 1 + DEADLINE_S + 1
+
+
+def test_ranks_whose_devices_wait_for_each_other_have_one_deadline(ranks: Ranks) -> None:
+    """On GPUs a rank has nothing left to do for a step that it has launched; the first waits for its tokens."""
+    ranks.works, ranks.standing.waits = False, ON_DEVICE
+    told = "the ranks wait for each other in step 7: rank 0 in the exchange 'step on the device', rank 1 in idle, rank 2 in idle"
+    assert ranks.until(99, phase="idle") == told
+    assert ranks.now_s <= 2 + DEADLINE_S
+
+
+@dataclasses.dataclass
+class Running:
+    """A step, on a device where `copied` is something. seen: what its rank said while it was waited for."""
+
+    standing: Standing
+    copied: object | None
+    seen: list[str] = dataclasses.field(default_factory=list)
+
+    def wait(self) -> str:
+        self.seen.append(self.standing.waits)
+        return "what it gave"
+
+
+@dataclasses.dataclass
+class Driver:
+    """What `RankProcesses.wait` needs of its object."""
+
+    _standing: Standing
+    cause: EngineDied | None = None
+
+    def check(self) -> None:
+        if self.cause is not None:
+            raise self.cause
+
+
+@pytest.mark.parametrize(("copied", "waits"), [(object(), ON_DEVICE), (None, "")])
+def test_who_waits_for_a_device_says_so(copied: object | None, waits: str) -> None:
+    driver = Driver(Standing())
+    running = Running(driver._standing, copied)
+    assert RankProcesses.wait(cast("Any", driver), cast("Any", running)) == "what it gave"
+    assert running.seen == [waits]
+    assert driver._standing.waits == ""
+
+
+def test_what_a_step_gave_whose_exchanges_were_ended_is_not_taken() -> None:
+    driver = Driver(Standing(), cause=EngineDied("rank 1 is gone"))
+    with pytest.raises(EngineDied, match="rank 1 is gone"):
+        RankProcesses.wait(cast("Any", driver), cast("Any", Running(driver._standing, object())))
 
 
 def test_idle_ranks_need_not_work(ranks: Ranks) -> None:

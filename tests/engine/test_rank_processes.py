@@ -302,15 +302,6 @@ def test_what_ranks_cannot_share_is_refused_by_name(registry: Registry, kept: Ke
         Engine.build(options(tp=3), registry)
 
 
-def test_ranks_on_another_device_are_refused() -> None:
-    from enginery.config.resolve import DeviceFacts
-    from enginery.worker.device import of_one_rank
-
-    device = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1, num_threads=1)
-    with pytest.raises(ConfigError, match="2 ranks were asked for on a GPU, but they run on CPUs only so far"):
-        of_one_rank(device, ParallelFacts(tensor_size=2))
-
-
 def test_a_rank_that_is_killed_amid_guesses_ends_the_engine(
     registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,18 @@ def test_stages_are_not_recorded_and_other_ranks_are(llama: Oracle, registry: Re
         assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == most
 
 
+def test_on_gpus_neither_stages_nor_lanes_are_captured(llama: Oracle, registry: Registry) -> None:
+    from enginery.config.resolve import resolve
+    from enginery.worker.choice import choose
+
+    chosen = choose(options(llama), registry)
+    gpu = dataclasses.replace(chosen.device_facts, kind="cuda", compute_capability=(9, 0))
+    for mesh, is_captured in (({"tp": 2}, True), ({"dp_attention": 2}, False), ({"pp": 2}, False)):
+        asked = EngineOptions(model=str(llama.folder), device="cuda", **mesh)
+        settings = resolve(asked, gpu, chosen.facts, config=chosen.checkpoint.config)
+        assert [settings.max_graph_requests > 0, settings.max_piece_tokens > 0] == 2 * [is_captured]
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, registry: Registry, logprobs: int | None) -> None:
     engine, told, ends = Engine.build(options(llama), registry), {"0": list[int](), "1": list[int]()}, dict[str, object]()

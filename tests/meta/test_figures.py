@@ -23,6 +23,7 @@ FILES = {
     "corpus": "plugins/enginery-weights-tiny/training/tiny/corpus.py",
     "decoding": "core/enginery/serve/schemas/body_decoding.py",
     "engine": "core/enginery/engine/engine.py",
+    "memory_plan": "core/enginery/worker/memory_plan.py",
     "grammar_budget": "core/enginery/engine/grammar_budget.py",
     "grammar_lanes": "core/enginery/engine/grammar_lanes.py",
     "grammar_queue": "core/enginery/engine/grammar_queue.py",
@@ -72,6 +73,7 @@ CLAIMS: dict[str, list[str]] = {
     ],
     "docs/tiny-model.md": ["One key in {corpus:HELD_OUT}, by a hash"],
     "docs/operations.md": [
+        "{memory_plan:NCCL_BYTES Mi} MiB of it are left for NCCL",
         "| {settings:ServeSettings.host}, {settings:ServeSettings.port plain} | The only port.",
         "`number, batch` for each of the last {publisher:MOST_KEPT} batches",
         "one after more than {publisher:MOST_WAITING} steps waited to be published",

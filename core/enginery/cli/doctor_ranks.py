@@ -23,14 +23,16 @@ def ranks(num_gpus: int, *, gloo: bool, nccl: str, apart: list[list[int]]) -> It
 
 
 def exchange(*, gloo: bool, nccl: str, several: bool) -> Check:
-    """Check the libraries through which ranks exchange tensors. nccl: its version, or nothing."""
+    """Check the libraries through which ranks exchange tensors, gloo for what is in host memory. nccl: its version, or nothing."""
     if not gloo:
         detail = "torch is built without gloo: --tp and --pp cannot run, one rank is not affected"
         return Check(name="ranks", status="warn", detail=detail, advice="Install a torch that has torch.distributed, as PyPI's.")
     if several and not nccl:
         detail = "gloo, but no NCCL: GPUs cannot exchange tensors, only ranks on CPUs can"
         return Check(name="ranks", status="warn", detail=detail, advice="Install a torch for CUDA, as PyPI's for Linux.")
-    return Check(name="ranks", status="ok", detail="gloo, for --tp and --pp on CPUs" + (f"; NCCL {nccl}" if nccl else ""))
+    return Check(
+        name="ranks", status="ok", detail="gloo, for ranks on CPUs" + (f"; NCCL {nccl}, for ranks on GPUs" if nccl else "")
+    )
 
 
 def shared_memory(*, several: bool) -> Check:

@@ -101,8 +101,12 @@ def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, to
     """The largest steps that are captured: requests that decode, and tokens of prefills and mixed steps; 0 captures none."""
     if not asked.graphs or asked.check_attention:
         return 0, 0
+    if asked.pp > 1:
+        return 0, 0
     if device.kind != "cuda":
-        return (min(requests, MAX_RECORDED_REQUESTS) if asked.pp == 1 else 0), 0
+        return min(requests, MAX_RECORDED_REQUESTS), 0
+    if asked.dp_attention > 1:
+        return 0, 0
     return min(requests, MAX_GRAPH_REQUESTS), min(tokens, MAX_PIECE_TOKENS)
 
 

@@ -211,6 +211,43 @@ class OpTable:
     sample_rows: Callable[[torch.Tensor, SamplingTensors], torch.Tensor]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PeerMemory:
+    """Memory on the devices of the R tensor ranks of a lane, of each rank as much, which kernels of all of them read and write.
+
+    rank: this one, of R. parts: [bytes] uint8 of each rank, by rank, zeros at the start; kernels of this rank's device reach all.
+    owner: has to live as long as they are used.
+    """
+
+    rank: int
+    parts: tuple[torch.Tensor, ...]
+    owner: object = None
+
+
+class SumNormFn(Protocol):
+    """Takes the sum over ranks within the norm that follows it, in one kernel. All ranks call it in the same order."""
+
+    def takes(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether it is to be called for these: it can, and is faster than a sum and a norm. The same answer on all ranks."""
+        ...
+
+    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`OpTable.add_rms_norm` of the sum of all ranks' partial [N, C]: the same bits on all of them. Runs inside of graphs."""
+        ...
+
+    def end(self) -> None:
+        """Have kernels end that wait for other ranks, whatever they give then. Called from another thread; nothing follows it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumNormSpec:
+    """`SumNormFn` on offer. num_bytes: of `PeerMemory`, of each rank. bind: imports what is heavy."""
+
+    num_bytes: int
+    bind: Callable[[PeerMemory], SumNormFn]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpNeeds:
     """Where the operations will run. dtype: of weights and activations."""
@@ -228,7 +265,8 @@ class OpSpec:
     weights may come; without an entry they come as plain numbers. record_calls: on CPUs; given a list, has each call that torch's
     operators do not make appended to it as (function, arguments), of this thread, until it is given None; `only_torch` where there
     are none; None: steps with its operations are not recorded. narrow_logits: `route` takes logits of the model's type and widens
-    them itself. docs/write-an-op.md has the rules.
+    them itself. sum_norm: for ranks on GPUs that reach each other's memory; None: sums are torch's. docs/write-an-op.md has the
+    rules.
     """
 
     name: str
@@ -240,3 +278,4 @@ class OpSpec:
     schemes: Mapping[str, frozenset[Scheme]] = field(default_factory=dict)
     record_calls: RecordCalls | None = None
     narrow_logits: bool = False
+    sum_norm: SumNormSpec | None = None

@@ -29,4 +29,7 @@ class HookGroup(StrEnum):
     EXECUTOR = "executor"
 
 
-CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (2, 0)) | {HookGroup.EXECUTOR: (2, 1)}
+CONTRACT_VERSIONS: Final[Mapping[HookGroup, ApiVersion]] = dict.fromkeys(HookGroup, (2, 0)) | {
+    HookGroup.EXECUTOR: (2, 1),
+    HookGroup.OP: (2, 1),
+}

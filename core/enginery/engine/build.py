@@ -44,7 +44,7 @@ from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
-from enginery.worker.memory_plan import SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
+from enginery.worker.memory_plan import NCCL_BYTES, SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables
@@ -150,7 +150,7 @@ def build_parts(
         socket = LayerSocket(relay)
         changeover = begin_changeover(asked, attention, socket)
     with phases("model"):
-        comm = met.collectives(ops, vocab_size=choice.facts.vocab_size)
+        comm = met.collectives(ops, choice)
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
@@ -248,7 +248,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
         + workspace_bytes(
             settings,
             facts,
-            backend_bytes=_backend_bytes(choice) + _kept_bytes(choice) + _recorded_bytes(choice),
+            backend_bytes=_backend_bytes(choice) + _kept_bytes(choice) + _recorded_bytes(choice) + exchange_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
             num_lanes=choice.parallel.num_lanes,
@@ -277,6 +277,13 @@ def _recorded_bytes(choice: Choice) -> int:
         return 0
     facts, rows = choice.facts, choice.parallel.num_lanes * sum(recorded_sizes(choice.settings.max_graph_requests))
     return rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
+
+
+def exchange_bytes(choice: Choice) -> int:
+    """What exchanges with other ranks take on a GPU: NCCL's buffers, and memory that ranks reach of each other."""
+    if choice.device.type == "cpu" or choice.parallel.num_ranks == 1:
+        return 0
+    return NCCL_BYTES + max((offer.spec.sum_norm.num_bytes for offer in choice.ops if offer.spec.sum_norm is not None), default=0)
 
 
 def _backend_bytes(choice: Choice) -> int:

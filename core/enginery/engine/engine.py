@@ -277,7 +277,7 @@ class Engine:
         """Wait for the step that was launched first of those in flight, and take its tokens in."""
         step, requests, running, (refused, cuts), at = self._in_flight[0]
         with self._naming(step):
-            output = running.wait()
+            output = self._ranks.wait(running)
         self._in_flight.popleft()
         self._ranks.landed(step)
         self.meter.arrived(step, output, at)

@@ -44,13 +44,37 @@ def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
 
 
 def of_one_rank(device: DeviceFacts, parallel: ParallelFacts, *, is_shared: bool = True) -> DeviceFacts:
-    """The part of a host that one of its ranks may take. is_shared: all are on one. Raises `ConfigError` for other devices."""
-    if parallel.num_ranks > 1 and device.kind != "cpu":
-        raise ConfigError(
-            f"{parallel.num_ranks} ranks were asked for on {device.name}, but they run on CPUs only so far; use --device cpu, or "
-            "leave --tp, --pp and --dp-attention out"
-        )
+    """The part of a host that one of its ranks may take, which has a GPU to itself. is_shared: all are on one."""
+    if device.kind != "cpu":
+        return device
     return dataclasses.replace(device, available_bytes=device.available_bytes // (parallel.num_ranks if is_shared else 1))
+
+
+def devices_of_ranks(asked: EngineOptions, *, joining: bool = False) -> tuple[str, ...]:
+    """The option `device` of each rank: on one host, each has its own GPU. Raises `ConfigError` where there are too few.
+
+    joining: ranks come from anywhere, and each takes the first GPU that it sees.
+    """
+    count = asked.num_ranks
+    device = "cuda" if asked.device == "auto" and torch.cuda.is_available() else asked.device
+    if joining or not (device.startswith("cuda") and torch.cuda.is_available()):
+        return (device,) * count
+    if device != "cuda":
+        raise ConfigError(
+            f"device is {asked.device!r}, one GPU, but {count} ranks need one each; write --device cuda, and say which they are by "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    if (present := torch.cuda.device_count()) < count:
+        raise ConfigError(
+            f"{_mesh_flags(asked)} needs {count} GPUs, one for each rank, and {present} can be seen; use fewer ranks, look at "
+            "CUDA_VISIBLE_DEVICES, have ranks of other hosts join (--executor join), or run on the CPU (--device cpu)"
+        )
+    return tuple(f"cuda:{rank}" for rank in range(count))
+
+
+def _mesh_flags(asked: EngineOptions) -> str:
+    flags = {"--tp": asked.tp, "--pp": asked.pp, "--dp-attention": asked.dp_attention}
+    return " ".join(f"{flag} {number}" for flag, number in flags.items() if number > 1)
 
 
 def torch_device(asked: str) -> torch.device:

@@ -42,7 +42,7 @@ from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.lanes import LanePath
-from enginery.worker.ranks.path import BestTokens
+from enginery.worker.ranks.path import BestTokens, GatheredLogits
 from enginery.worker.ranks.recorded import RankSteps, RecordedForwards
 from enginery.worker.sampling import mark_nan, sample
 from enginery.worker.token_feed import TokenFeed
@@ -99,7 +99,8 @@ class Runner:
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._draft_graphs, self._forced, self._pool, self._siblings = speculation or Speculation()
         self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
-        self._eager, self._whole = self._new_eager_path(), _whole_path(self.model, self.graphs, self.feed)
+        self._eager = self._new_eager_path()
+        self._whole, self._pieces = _captured_paths(self.model, Captured(self.graphs, self.pieces), self.feed)
         self._lane = model.lanes.lane if isinstance(model, JoinedHead) and model.lanes is not None else 0
 
     @property
@@ -118,7 +119,8 @@ class Runner:
         self.graphs = None if self.graphs is None else self.graphs.over(relay)
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._eager, self._whole = self._new_eager_path(), _whole_path(self.model, self.graphs, self.feed)
+        self._eager = self._new_eager_path()
+        self._whole, self._pieces = _captured_paths(self.model, Captured(self.graphs, self.pieces), self.feed)
 
     def _new_eager_path(self) -> ForwardPath:
         follower = self.draft_model
@@ -172,6 +174,7 @@ class Runner:
             step=step,
             sampling=step.sampling.tolist(),
             sampled=sampled,
+            marked=marked,
             accepted=told,
             guesses=guesses,
             copied=copied,
@@ -188,10 +191,11 @@ class Runner:
 
     def _path_of(self, step: StepInput) -> ForwardPath:
         """The way that the step is to be run in."""
-        ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self.pieces}
+        ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self._pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
-        if path is self.graphs and self.graphs is not None and not self.graphs.ready(step):
+        graphs = None if isinstance(self.graphs, RecordedForwards) else self.graphs  # the path of those looks itself
+        if graphs is not None and step.run.way is Way.GRAPH and not graphs.ready(step):
             return self._eager
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
             self.graphs.note_too_large(step.num_items)
@@ -356,8 +360,12 @@ def _draws(
     return GuessDraws(sampling, begins_of(step.sampled_rows), ops=ops, device=device, siblings=siblings, together=together)
 
 
-def _whole_path(model: Model, graphs: DecodeGraphs | None, feed: TokenFeed) -> ForwardPath | None:
-    """Of steps that are captured as a whole: of several ranks also the exchanges behind them."""
-    if isinstance(model, JoinedHead) and isinstance(graphs, RecordedForwards):
-        return BestTokens(RankSteps(graphs, model), model, feed)
-    return graphs
+def _captured_paths(model: Model, captured: Captured, feed: TokenFeed) -> tuple[ForwardPath | None, ForwardPath | None]:
+    """Of whole steps, and in pieces, with what several ranks do behind them."""
+    graphs, pieces = captured
+    if not isinstance(model, JoinedHead):
+        return graphs, pieces
+    whole: ForwardPath | None = None if graphs is None else GatheredLogits(graphs, model)
+    if isinstance(graphs, RecordedForwards):
+        whole = BestTokens(RankSteps(graphs, model), model, feed)
+    return whole, None if pieces is None else BestTokens(pieces, model, feed)

@@ -43,7 +43,7 @@ def test_what_this_torch_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_gpus_that_have_all_are_well(free: SimpleNamespace) -> None:
     found = checks()
     assert {name: check.status for name, check in found.items()} == {"ranks": "ok", "shared memory": "ok", "peers": "ok"}
-    assert found["ranks"].detail == "gloo, for --tp and --pp on CPUs; NCCL 2.27.3"
+    assert found["ranks"].detail == "gloo, for ranks on CPUs; NCCL 2.27.3, for ranks on GPUs"
     assert found["peers"].detail == "each of 2 GPUs reads the memory of the others"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -12,7 +13,7 @@ import zmq
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import Launch, ParallelFacts
-from enginery.contracts.step import StepInput, pack
+from enginery.contracts.step import StepInput, StepOutput, pack
 from enginery.engine.build import Place
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.watch import Watch
@@ -20,12 +21,14 @@ from enginery.engine.ranks.wires import Wires
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
+from enginery.worker.device import torch_device
 from enginery.worker.drafts.model_choice import find_draft_folder
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks.follower import share_tokens
 from enginery.worker.ranks.gloo import LostRank, Standing
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
 
+ON_DEVICE: Final = "step on the device"
 _BEATS: Final = 10  # in a deadline
 _SLOWEST_BEAT_S: Final = 0.5
 _END_S: Final = 2.0
@@ -36,8 +39,9 @@ _LOOK_MS: Final = 100
 class RankProcesses:
     """Implements `Ranks` by processes, which run from now on. options: as this rank is to be built with."""
 
-    def __init__(self, asked: EngineOptions, registry: Registry, *, launch: Launch, wires: Wires) -> None:
-        self.options = _of_one_rank(asked, wires)
+    def __init__(self, asked: EngineOptions, registry: Registry, *, launch: Launch, wires: Wires, devices: Sequence[str]) -> None:
+        """devices: the option `device` of each rank."""
+        self.options, self._devices = _of_one_rank(asked, wires, devices[0]), devices
         self._registry, self._standing, self._wires = registry, Standing(), wires
         self._groups: RankGroups | None = None
         layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
@@ -90,7 +94,16 @@ class RankProcesses:
     def share(self, running: RunningStep) -> None:
         assert self._groups is not None, "a step runs when all have met"
         if self.options.overlap:
-            share_tokens(self._groups.everyone, running.step, running.sampled)
+            share_tokens(self._groups.everyone, running.step, running.marked)
+
+    def wait(self, running: RunningStep) -> StepOutput:
+        if running.copied is None:
+            return running.wait()
+        self._standing.waits = ON_DEVICE
+        output = running.wait()
+        self._standing.waits = ""
+        self.check()  # if a rank is gone, the exchange was ended, not done
+        return output
 
     def landed(self, step: StepInput) -> None:
         if step.number == self._newest:
@@ -137,7 +150,7 @@ class RankProcesses:
         for rank in range(1, self._parallel.num_ranks):
             boot = messages.Boot(
                 parallel=choice.parallel.of_rank(rank),
-                options=options,
+                options=dataclasses.replace(options, device=self._devices[rank]),
                 manifest=self._registry.manifest,
                 steps=self._addresses[rank - 1],
                 reports=self._reports,
@@ -149,16 +162,22 @@ class RankProcesses:
             )
             running.boot(rank, messages.encode(boot))
         self._watch.wait_for(messages.Here)
-        self._groups = RankGroups(store, self._parallel, host=self._wires.host, standing=self._standing)
+        self._groups = RankGroups(store, self._parallel, host=self._wires.host, standing=self._standing, device=choice.device)
         self._groups.compare(choice)
         return self._groups
 
 
-def _of_one_rank(asked: EngineOptions, wires: Wires) -> EngineOptions:
-    """The processors of the host are divided among its ranks. listen: of ranks that may be on other hosts, with their own."""
+def _of_one_rank(asked: EngineOptions, wires: Wires, device: str) -> EngineOptions:
+    """The processors of the host are divided among its ranks. listen: of ranks that may be on other hosts, with their own.
+
+    Kernels are waited for: all ranks change to other backends in the same step, if any does.
+    """
     sharing = 1 if wires.address else asked.num_ranks
     threads = max(1, (asked.num_threads or torch.get_num_threads()) // sharing)
-    return dataclasses.replace(asked, num_threads=threads, overlap=bool(asked.overlap), listen=wires.address or None)
+    overlap = asked.pp == 1 and torch_device(device).type != "cpu" if asked.overlap is None else asked.overlap
+    return dataclasses.replace(
+        asked, num_threads=threads, overlap=overlap, listen=wires.address or None, device=device, wait_for_kernels=True
+    )
 
 
 def _with_found_draft_model(asked: EngineOptions, registry: Registry, choice: Choice) -> EngineOptions:

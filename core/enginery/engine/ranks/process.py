@@ -16,6 +16,7 @@ import time
 import traceback
 
 import msgspec
+import torch
 import zmq
 
 from enginery.contracts.engine import BuildProgress
@@ -27,6 +28,7 @@ from enginery.engine.ranks.keys import RankKey
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
+from enginery.worker.device import torch_device
 from enginery.worker.page_tables import PageTables
 from enginery.worker.ranks.follower import Follower
 from enginery.worker.ranks.gloo import LostRank, Standing, open_store
@@ -65,6 +67,8 @@ class Rank:
     def _build(self) -> Follower | EarlyStage:
         boot = self._boot
         registry = Registry.replay(boot.manifest)
+        if (device := torch_device(boot.options.device)).type != "cpu":
+            torch.cuda.set_device(device)  # kernels are launched on the current one
         parts = build_parts(boot.options, registry, self._report, place=Place(boot.parallel, self._meet))
         groups = self._groups
         assert groups is not None, "a rank has met the others"
@@ -89,7 +93,7 @@ class Rank:
         refuse_for_ranks(choice)
         self._tell(messages.Here(self._rank))
         store = open_store(self._boot.meeting, self._boot.parallel.num_ranks)
-        self._groups = RankGroups(store, self._boot.parallel, host=self._boot.host, standing=self._standing)
+        self._groups = RankGroups(store, self._boot.parallel, host=self._boot.host, standing=self._standing, device=choice.device)
         self._groups.compare(choice)
         return self._groups
 

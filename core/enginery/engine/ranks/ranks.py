@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
-from enginery.contracts.step import StepInput
+from enginery.contracts.step import StepInput, StepOutput
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
+from enginery.worker.device import devices_of_ranks
 from enginery.worker.paths.running_step import RunningStep
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ class Ranks(Protocol):
 
     def share(self, running: RunningStep) -> None:
         """Tell them what was sampled, where they need it."""
+        ...
+
+    def wait(self, running: RunningStep) -> StepOutput:
+        """What a step gave, when that has come. Raises `EngineDied` when a rank is gone."""
         ...
 
     def landed(self, step: StepInput) -> None:
@@ -54,6 +59,9 @@ class NoRanks:
 
     def share(self, running: RunningStep) -> None:
         pass
+
+    def wait(self, running: RunningStep) -> StepOutput:
+        return running.wait()
 
     def landed(self, step: StepInput) -> None:
         pass
@@ -84,9 +92,10 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
     from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without
     from enginery.engine.ranks.wires import wires_of
 
+    devices = devices_of_ranks(asked, joining=offer.spec.listen is not None)
     with inside(offer, "say where ranks join"):
         wires = wires_of(asked, offer.spec)
-    others = RankProcesses(asked, registry, launch=launch or launch_of(offer), wires=wires)
+    others = RankProcesses(asked, registry, launch=launch or launch_of(offer), wires=wires, devices=devices)
     try:
         yield others
         others.built()

@@ -71,6 +71,8 @@ def capture_steps(
         return CapturedSteps()
     if choice.device.type == "cpu":
         return CapturedSteps(None if draft_model is not None else _recorded_steps(choice, parts))
+    if choice.parallel.num_ranks > 1:
+        return _capture_on_ranks(phases, choice, parts)
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
@@ -81,6 +83,24 @@ def capture_steps(
             _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
     with phases("pieces"):
         return CapturedSteps(graphs, _piecewise_graphs(choice, parts, capture), drafts)
+
+
+def _capture_on_ranks(phases: _Enters, choice: Choice, parts: StepParts) -> CapturedSteps:
+    """On GPUs: all sizes, as each rank takes part in the exchanges of every capture; nothing where anything guesses."""
+    if choice.drafter is not None:
+        return CapturedSteps()
+    capture = CudaCapture(choice.device)
+    with phases("graphs"):
+        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)
+        if graphs is None:
+            return CapturedSteps()
+        for key in reversed(graphs.waiting):  # the others fit into the memory of the largest
+            graphs.capture(key)
+    with phases("pieces"):
+        pieces = _piecewise_graphs(choice, parts, capture)
+        for size in reversed(pieces.waiting):
+            pieces.capture(size)
+        return CapturedSteps(graphs, pieces)
 
 
 def _used(choice: Choice) -> list[Offer[OpSpec] | Offer[AttnBackendSpec]]:
@@ -123,7 +143,8 @@ def _decode_graphs(
 ) -> DecodeGraphs | None:
     """None: the backend cannot be captured."""
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
-    logits, hidden = empty(choice.facts.vocab_size), empty(choice.facts.hidden_size) if keeps_hidden else None
+    width = parts.model.width if isinstance(parts.model, JoinedHead) else choice.facts.vocab_size
+    logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
     return kind.build(
         parts.model,
         parts.relay,

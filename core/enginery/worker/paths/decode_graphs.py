@@ -39,6 +39,7 @@ from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.paths.captured_step import Capture, CapturedStep, Combs, Moved, Replayable, captured_moving, told_last
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
+from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
 from enginery.worker.token_feed import TokenFeed
 
@@ -93,9 +94,9 @@ class GraphKey(NamedTuple):
 
 
 class GraphBuffers(NamedTuple):
-    """What all graphs of decoding steps write. logits: [most rows, V]; hidden: [most rows, C], where a draft model takes the hidden
-    states. forced: for benchmarks, what writes over drafts, so that they are right by chance. combs: whose rows are moved where
-    they stand; None: drafts that branch are verified eagerly."""
+    """What all graphs of decoding steps write. logits: [most rows, V], of several ranks this one's columns; hidden: [most rows, C],
+    where a draft model takes the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance.
+    combs: whose rows are moved where they stand; None: drafts that branch are verified eagerly."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
@@ -105,6 +106,14 @@ class GraphBuffers(NamedTuple):
     def hidden_rows(self, count: int) -> torch.Tensor | None:
         """Where so many are kept, if a draft model takes them."""
         return None if self.hidden is None else self.hidden[:count]
+
+
+class _Best(NamedTuple):
+    """Tokens [rows] int64; logits and marked: of `CapturedStep`."""
+
+    best: torch.Tensor
+    logits: torch.Tensor
+    marked: torch.Tensor
 
 
 class DecodeGraphs:
@@ -225,9 +234,8 @@ class DecodeGraphs:
             self._fill(batch, packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
             hidden = self.results.hidden(self.model.forward(batch), batch)
-            logits = self._kept(self.results.logits(self.model.logits(hidden), hidden))
-            best = self.ops.greedy(logits)
-            found.append((logits, self._marked(logits, best)))
+            best, logits, marked = _best_of(self, hidden)
+            found.append((logits, marked))
             if accepted is None:
                 self.feed.keep(best, packed[-1])
             else:
@@ -314,6 +322,17 @@ class DecodeGraphs:
 def _placed(named: NamedTensors, batch: ForwardBatch, *, followed: bool) -> ForwardBatch:
     """With its named tensors where they stay; without those that a draft model takes, if none follows."""
     return named.placed(batch, leaves=() if followed else (FEATURES,))
+
+
+def _best_of(graphs: DecodeGraphs, hidden: torch.Tensor) -> _Best:
+    """Of all ranks, where there are several: each keeps its own columns of the logits."""
+    if isinstance(graphs.model, JoinedHead):
+        columns = graphs._kept(graphs.model.columns(hidden))
+        marked = graphs.best[: len(columns)].copy_(graphs.model.best_of(columns))
+        return _Best(marked.clamp(min=0), columns, marked)
+    logits = graphs._kept(graphs.results.logits(graphs.model.logits(hidden), hidden))
+    best = graphs.ops.greedy(logits)
+    return _Best(best, logits, graphs._marked(logits, best))
 
 
 def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:

@@ -25,7 +25,8 @@ NAN_ERROR: Final = "the model's logits for it are NaN"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunningStep:
-    """A step that the device may still be running. sampled: [R] on the host, valid after `copied`, of the items `sampling`.
+    """A step that the device may still be running. sampled: [R] on the host, valid after `copied`, of the items `sampling`. marked:
+    the same on the device, valid until the next step.
 
     accepted: [S] on the host, as valid, the drafts of these items that are among what was sampled; None: there were none. guesses:
     what a draft model guesses to come next, which may come later; None: there is none.
@@ -37,6 +38,7 @@ class RunningStep:
     step: StepInput
     sampling: Sequence[int]
     sampled: torch.Tensor
+    marked: torch.Tensor
     accepted: torch.Tensor | None
     guesses: Guesses | None
     copied: torch.cuda.Event | None

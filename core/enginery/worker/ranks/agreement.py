@@ -23,7 +23,7 @@ from enginery.worker.drafts.draws import Together
 from enginery.worker.ranks.collectives import JoinedHead, best_columns, gather_columns
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
-    from enginery.worker.ranks.gloo import Group
+    from enginery.worker.ranks.nccl import TensorGroup
 
 _FIRST: Final = 0
 
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 class Agreement:
     """Of the tensor ranks in `group`. vocab_size: V. draft_model: this rank's part of it; None where none follows."""
 
-    group: Group
+    group: TensorGroup
     vocab_size: int
     draft_model: DraftModel | None
 
@@ -58,7 +58,7 @@ class Agreement:
         if not is_followed and not (step.verifies and step.states):
             return None
         num_rows, num_items = int(step.sampled_rows.sum()), len(step.sampling)
-        told = torch.zeros(num_rows + num_items, dtype=torch.int64)
+        told = torch.zeros(num_rows + num_items, dtype=torch.int64, device=self.group.device)
         if tokens is not None:
             told[:num_rows] = tokens
             told[num_rows:] = 0 if accepted is None else accepted
@@ -78,7 +78,7 @@ class Agreement:
         if greedy:
             return best_columns(self.group, partial, self.vocab_size).clamp(min=0)
         logits = gather_columns(self.group, partial, self.vocab_size)
-        guesses = torch.empty(len(partial), dtype=torch.int64)
+        guesses = torch.empty(len(partial), dtype=torch.int64, device=partial.device)
         if self.group.rank == _FIRST:
             guesses.copy_(choose(logits))
         return self.group.from_first(guesses)

@@ -19,8 +19,10 @@ from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import NAN_TOKEN
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
+    from enginery.contracts.ops import SumNormFn
     from enginery.worker.ranks.gloo import Group
     from enginery.worker.ranks.lanes import LaneRows
+    from enginery.worker.ranks.nccl import TensorGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +30,15 @@ class RankCollectives:
     """Implements `enginery.contracts.parallel.Collectives`.
 
     group: the lane's tensor ranks. everyone: those of all lanes. across: of each lane the one in this one's place, by lane; None:
-    there is one.
+    there is one. sum_norm: takes sums within norms, of one lane; None: nobody does.
     """
 
-    group: Group
-    everyone: Group
-    across: Group | None
+    group: TensorGroup
+    everyone: TensorGroup
+    across: TensorGroup | None
     ops: OpTable
     vocab_size: int
+    sum_norm: SumNormFn | None = None
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, C], in place."""
@@ -52,7 +55,9 @@ class RankCollectives:
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
     ) -> torch.Tensor:
-        """The sum, then the operation."""
+        """In one kernel where one takes so much, or the sum, then the operation."""
+        if self.sum_norm is not None and self.sum_norm.takes(partial, residual, weight):
+            return self.sum_norm(partial, residual, weight, eps)
         total = self.own_rows_sum(partial) if of_all_lanes else self.group.sum(partial)
         return self.ops.add_rms_norm(total, residual, weight, eps)
 
@@ -65,7 +70,7 @@ class RankCollectives:
         return best_columns(self.everyone, partial, self.vocab_size)
 
 
-def gather_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gather_columns(group: TensorGroup, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """[N, V / R] of each rank -> [N, V] on the first, and zeros without memory on the others. Nothing is exchanged for no rows."""
     parts = group.at_first(partial) if len(partial) else []
     if not parts:
@@ -73,7 +78,7 @@ def gather_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torc
     return torch.cat(parts, dim=-1)[:, :vocab_size]
 
 
-def best_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def best_columns(group: TensorGroup, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """[N, V / R] of each rank -> [N] int64, of the largest; of equal ones the first rank's. `NAN_TOKEN` where a logit is NaN."""
     first = group.rank * partial.shape[-1]
     own = partial[:, : max(vocab_size - first, 0)]
@@ -90,11 +95,16 @@ def best_columns(group: Group, partial: torch.Tensor, vocab_size: int) -> torch.
 class JoinedHead:
     """Implements `Model` over one whose head has some of the columns, on each of several ranks. lanes: where there are several.
 
-    exchanges: what the model's forward exchanges by.
+    exchanges: what the model's forward exchanges by in host memory, whose calls can be recorded.
     """
 
     def __init__(
-        self, model: Model, group: Group, results: ModelResults, lanes: LaneRows | None = None, exchanges: Sequence[Group] = ()
+        self,
+        model: Model,
+        group: TensorGroup,
+        results: ModelResults,
+        lanes: LaneRows | None = None,
+        exchanges: Sequence[Group] = (),
     ) -> None:
         """group: all ranks of the stage. results: what is to come of all ranks together."""
         self.lanes, self.exchanges = lanes, exchanges
@@ -107,11 +117,25 @@ class JoinedHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V], on the first rank."""
-        return gather_columns(self.group, self._partial(hidden), self.vocab_size)
+        return self.gathered(self.columns(hidden))
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N] int64 on all ranks: the tokens of the largest logits, `NAN_TOKEN` where one is NaN."""
-        return best_columns(self.group, self._partial(hidden), self.vocab_size)
+        return self.best_of(self.columns(hidden))
 
-    def _partial(self, hidden: torch.Tensor) -> torch.Tensor:
+    def gathered(self, columns: torch.Tensor) -> torch.Tensor:
+        """[N, V / R] of each rank -> [N, V], on the first rank."""
+        return gather_columns(self.group, columns, self.vocab_size)
+
+    def best_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """[N, V / R] of each rank -> [N] int64 on all ranks: as `best`."""
+        return best_columns(self.group, columns, self.vocab_size)
+
+    @property
+    def width(self) -> int:
+        """V / R, of this rank's columns, those that pad included."""
+        return self._results.vocab_size
+
+    def columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, C] -> [N, V / R], this rank's columns of logits."""
         return self._results.logits(self._model.logits(hidden), hidden)

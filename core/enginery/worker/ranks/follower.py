@@ -9,27 +9,28 @@ import numpy as np
 import torch
 
 from enginery.contracts.step import StepInput
+from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, logits_of_items, sampled_seats
 from enginery.worker.logprobs import row_blocks
 from enginery.worker.paths.path import Launched
-from enginery.worker.ranks.gloo import Group
+from enginery.worker.ranks.nccl import TensorGroup
 from enginery.worker.runner import Runner
 
 
 class Follower:
     """Runs the steps of another rank. group: the ranks of the stage. tells_tokens: tokens are needed before the host knows them."""
 
-    def __init__(self, runner: Runner, group: Group, *, tells_tokens: bool) -> None:
+    def __init__(self, runner: Runner, group: TensorGroup, *, tells_tokens: bool) -> None:
         self._runner, self._group, self._tells_tokens = runner, group, tells_tokens
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> None:
-        """The next one; it returns when this rank's part of it is done."""
+        """The next one; it returns when this rank's part of it is done, on a device when it is launched."""
         launched = self._runner.launch(step)
         self._join_prompts(launched)
         self._speculate(launched)
         if self._tells_tokens and (tokens := share_tokens(self._group, step, None)) is not None:
-            self._runner.feed.keep(tokens, sampled_seats(step))
+            self._runner.feed.keep(tokens, to_device(sampled_seats(step), self._runner.device))
 
     def _speculate(self, launched: Launched) -> None:
         """Move states no further than the drafts that are right, and guess with the draft model, where there is one."""
@@ -53,12 +54,12 @@ class Follower:
                 self._runner.model.logits(rows[first : first + count])
 
 
-def share_tokens(group: Group, step: StepInput, tokens: torch.Tensor | None) -> torch.Tensor | None:
+def share_tokens(group: TensorGroup, step: StepInput, tokens: torch.Tensor | None) -> torch.Tensor | None:
     """What the first rank has sampled, [S] int64, on all ranks; None: they know it, or nobody waits for it.
 
-    tokens: of the first rank, with `NAN_TOKEN`; None on the others.
+    tokens: of the first rank, on its device, with `NAN_TOKEN`; None on the others.
     """
     if step.run.tokens_only or step.verifies or not len(step.sampling):
         return None
-    told = torch.empty(len(step.sampling), dtype=torch.int64) if tokens is None else tokens.clamp(min=0)
+    told = torch.empty(len(step.sampling), dtype=torch.int64, device=group.device) if tokens is None else tokens.clamp(min=0)
     return group.from_first(told)

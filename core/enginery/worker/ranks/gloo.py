@@ -1,4 +1,4 @@
-"""How processes exchange tensors in host memory: the one file that names functions of torch.distributed.
+"""How processes exchange tensors in host memory, and where they meet. Tensors of GPUs go another way: see `nccl`.
 
 Groups are objects here, not the process's default: one process may have several engines. They meet through a file, and talk over
 the loopback interface alone; over hosts, through a TCPStore, at the interface that leads to the first rank. Neither of these asks
@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias, cast
 
@@ -26,9 +27,9 @@ MeetingStore: TypeAlias = Store
 _DESCRIPTORS: Final = "/proc/self/fd"
 _TCP: Final = "tcp://"
 _MEETING_S: Final = 60.0
-_FOR_EVER: Final = datetime.timedelta(days=365)  # whether an exchange hangs is decided by those that watch the processes
-_FIRST: Final = 0
-_TAG: Final = 0
+FOR_EVER: Final = datetime.timedelta(days=365)  # whether an exchange hangs is decided by those that watch the processes
+FIRST: Final = 0
+TAG: Final = 0
 
 
 class LostRank(EnginError):
@@ -58,13 +59,20 @@ class Standing:
         self.phase = "start"
         self.number = -1
         self._connections: set[tuple[int, str]] = set()
+        self._enders: list[Callable[[], None]] = []
+
+    def on_sever(self, end: Callable[[], None]) -> None:
+        """Have exchanges of a device end too. end: called from another thread, and may take as long as it likes."""
+        self._enders.append(end)
 
     def connected(self, connections: set[tuple[int, str]]) -> None:
         """Groups have these, of `_sockets`."""
         self._connections |= connections
 
     def sever(self) -> None:
-        """Close them, from another thread: who waits in an exchange with a host that is gone would wait for ever."""
+        """End exchanges, from another thread: who waits in one with a rank that is gone would wait for ever."""
+        for end in self._enders:
+            threading.Thread(target=end, name="sever", daemon=True).start()
         for descriptor, _ in self._connections & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -72,6 +80,8 @@ class Standing:
 
 class Group:
     """Some ranks, counted from 0, of which each calls the same methods in the same order. All tensors are contiguous."""
+
+    device: Final = torch.device("cpu")
 
     def __init__(self, store: Store, name: str, *, rank: int, size: int, standing: Standing, host: str = LOOPBACK) -> None:
         """Wait until all have come. Raises `LostRank` after a minute. host: address of the first rank."""
@@ -88,7 +98,7 @@ class Group:
             raise LostRank(f"the ranks of {name} did not meet: {error}") from error
         standing.waits = ""
         standing.connected(_sockets() - before)
-        made._set_default_timeout(_FOR_EVER)
+        made._set_default_timeout(FOR_EVER)
         self._group = cast("ProcessGroup", made)  # it has its methods
 
     def record_calls(self, calls: HostCalls | None) -> None:
@@ -130,28 +140,28 @@ class Group:
 
     def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The same on the first rank; nothing on the others."""
-        found = [torch.empty_like(x) for _ in range(self.size)] if self.rank == _FIRST else []
+        found = [torch.empty_like(x) for _ in range(self.size)] if self.rank == FIRST else []
         options = dist.GatherOptions()
-        options.rootRank = _FIRST
+        options.rootRank = FIRST
         self._wait(self._group.gather([found] if found else [], [x.contiguous()], options), "at_first")
         return found
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
         """What the first rank has, in place."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = _FIRST, 0
+        options.rootRank, options.rootTensor = FIRST, 0
         self._wait(self._group.broadcast([x], options), "from_first")
         return x
 
     def send(self, x: torch.Tensor, rank: int) -> Sending:
         """To that rank, which receives what is sent in this order. Does not wait; `x` is not to be changed any more."""
         x = x.contiguous()
-        return Sending(x, self._group.send([x], rank, _TAG))
+        return Sending(x, self._group.send([x], rank, TAG))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The next that this rank sent."""
         x = torch.empty(*shape, dtype=dtype)
-        self._wait(self._group.recv([x], rank, _TAG), f"receive from rank {rank}")
+        self._wait(self._group.recv([x], rank, TAG), f"receive from rank {rank}")
         return x
 
     def texts(self, text: str) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -21,8 +21,10 @@ from enginery.errors import ConfigError, Unsupported
 from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.ranks.collectives import JoinedHead, RankCollectives
-from enginery.worker.ranks.gloo import Group, MeetingStore, Standing
+from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
+from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
+from enginery.worker.ranks.peers import Peers, bind_sum_norm
 from enginery.worker.ranks.stages import LastStage, StageLinks
 from enginery.worker.weights.shares import stage_of
 
@@ -32,21 +34,33 @@ _SOME_BYTES: Final = 4096
 class RankGroups:
     """Implements `Met`: the groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come.
 
-    tensor: the ranks of its lane that have a part of each layer. everyone: those of all lanes, of its stage.
+    tensor: the ranks of its lane that have a part of each layer. everyone: those of all lanes, of its stage. world: all, for what
+    is in host memory.
     """
 
-    def __init__(self, store: MeetingStore, parallel: ParallelFacts, *, host: str, standing: Standing) -> None:
-        """store: through which they find each other. host: address of the first rank."""
-        self.parallel = parallel
-        make = functools.partial(Group, store, standing=standing, host=host)
-        self.world = make("all", rank=parallel.rank, size=parallel.num_ranks)
+    def __init__(
+        self,
+        store: MeetingStore,
+        parallel: ParallelFacts,
+        *,
+        host: str,
+        standing: Standing,
+        device: torch.device = Group.device,
+    ) -> None:
+        """store: through which they find each other. host: address of the first rank. device: of this rank's tensors."""
+        self.parallel, self._store, self._standing, self._is_one_host = parallel, store, standing, host == LOOPBACK
+        of_host = functools.partial(Group, store, standing=standing, host=host)
+        self.world = of_host("all", rank=parallel.rank, size=parallel.num_ranks)
+        make: Callable[..., TensorGroup] = of_host
+        if device.type != "cpu":
+            make = functools.partial(DeviceGroup, store, standing=standing, device=device)
         stage, over_lanes = f"stage {parallel.stage}", parallel.over_lanes()
         self.everyone = self.tensor = make(stage, rank=over_lanes.tensor_rank, size=over_lanes.tensor_size)
-        self._across: Group | None = None
+        self._across: TensorGroup | None = None
         if parallel.num_lanes > 1:
             self._across = make(f"{stage}, tensor rank {parallel.tensor_rank}", rank=parallel.lane, size=parallel.num_lanes)
             self.tensor = make(f"{stage}, lane {parallel.lane}", rank=parallel.tensor_rank, size=parallel.tensor_size)
-        self._stages: Group | None = None
+        self._stages: TensorGroup | None = None
         if parallel.num_stages > 1:
             self._stages = make("stages", rank=parallel.rank, size=parallel.num_ranks)
 
@@ -69,14 +83,18 @@ class RankGroups:
         num_pages, window_pages, state_pages = (count % most for count in self.world.smallest(counts))
         return dataclasses.replace(memory, num_pages=num_pages, window_pages=window_pages, state_pages=state_pages)
 
-    def collectives(self, ops: OpTable, *, vocab_size: int) -> RankCollectives:
-        """Among the ranks of the stage."""
-        return RankCollectives(self.tensor, self.everyone, self._across, ops, vocab_size)
+    def collectives(self, ops: OpTable, choice: Choice) -> RankCollectives:
+        """Among the ranks of the stage. On GPUs of one host that reach each other's memory, with sums in the norms behind them."""
+        sum_norm = None
+        if self._is_one_host and self.tensor.device.type != "cpu" and self.parallel.num_lanes == 1:
+            peers = Peers(self._store, self.world, self.parallel, self.tensor.device)
+            sum_norm = bind_sum_norm(choice.ops, peers, self._standing)
+        return RankCollectives(self.tensor, self.everyone, self._across, ops, choice.facts.vocab_size, sum_norm)
 
     def links(self, choice: Choice) -> StageLinks:
         """Between this stage and its neighbours."""
         assert self._stages is not None, "there are several stages"
-        return StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype)
+        return StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype, host=self.world)
 
     def lanes(self, geometry: KVGeometry) -> LaneRows | None:
         """The rows of this lane and of the others; None: there is one."""
@@ -90,7 +108,7 @@ class RankGroups:
             model = LastStage(model, self.links(choice))
         if self.everyone.size == 1:
             return model
-        exchanges = [group for group in (self.tensor, self._across) if group is not None]
+        exchanges = [group for group in (self.tensor, self._across) if isinstance(group, Group)]
         return JoinedHead(model, self.everyone, choice.results, self.lanes(geometry), exchanges)
 
 
@@ -127,6 +145,7 @@ def _stated(choice: Choice) -> Mapping[str, str]:
         "vocabulary": str(choice.facts.vocab_size),
         "operations": ", ".join(offer.source for offer in choice.ops),
         "weight format": "plain" if choice.weight_format is None else choice.weight_format.source,
+        "device": choice.device_facts.kind,
         "drafter": "off" if choice.drafter is None else choice.drafter.source,
     }
     return chosen | settings

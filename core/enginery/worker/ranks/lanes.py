@@ -23,20 +23,21 @@ from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
+from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, places_within
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.token_feed import TokenFeed
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
-    from enginery.worker.ranks.gloo import Group
+    from enginery.worker.ranks.nccl import TensorGroup
 
 
 @dataclass(frozen=True, eq=False)
 class LaneRows:
     """Rows of this lane and of the others. across: of each lane the rank in this one's place. geometry: of its memory."""
 
-    across: Group
+    across: TensorGroup
     geometry: KVGeometry
 
     @property
@@ -58,14 +59,14 @@ class LaneRows:
 
     def of_all(self, step: StepInput, own: torch.Tensor) -> torch.Tensor:
         """[N, C] of each lane -> the rows that need logits, of all of the step's items in order."""
-        return torch.cat(self.across.of_all(own)).index_select(0, torch.from_numpy(rows_of_all(step)))
+        return torch.cat(self.across.of_all(own)).index_select(0, to_device(torch.from_numpy(rows_of_all(step)), own.device))
 
     def sampled(self, step: StepInput, own: torch.Tensor, planned_s: float) -> Forwarded:
         """[N, C] of each lane, brought together: what is sampled from of all."""
         of_all = last = self.of_all(step, own)
         if len(step.sampling) < len(of_all):
             ends = np.cumsum(step.columns().num_logits)[step.sampling]
-            last = of_all.index_select(0, torch.from_numpy(ends - 1))
+            last = of_all.index_select(0, to_device(torch.from_numpy(ends - 1), of_all.device))
         return Forwarded(planned_s=planned_s, rows=of_all, last=last)
 
 
@@ -94,7 +95,7 @@ class LanePath:
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Pad, upload, plan, run, and bring together what is sampled from."""
-        rows = self._lanes.own(step)
+        rows = to_device(self._lanes.own(step), self._feed.device)
         batch = self._lanes.pad(step, batch)
         # Outputs may be of rows that need no logits; where no lane has such rows, the model is told of none.
         all_of_them = bool(self._feed.named.outputs) or len(rows) == batch.num_tokens

@@ -24,7 +24,7 @@ class Met(Protocol):
         """As many pages of each kind as every rank has room for."""
         ...
 
-    def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
+    def collectives(self, ops: OpTable, choice: Choice) -> Collectives:
         """What the model exchanges."""
         ...
 
@@ -42,7 +42,7 @@ class Alone:
     def smallest(self, memory: MemoryPlan) -> MemoryPlan:
         return memory
 
-    def collectives(self, ops: OpTable, *, vocab_size: int) -> Collectives:
+    def collectives(self, ops: OpTable, choice: Choice) -> Collectives:
         return SingleRank(ops)
 
     def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:

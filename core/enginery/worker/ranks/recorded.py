@@ -17,7 +17,8 @@ from enginery.attention.axes import pad, token_fields
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.worker.layout import KNOWN, no_requests
-from enginery.worker.paths.decode_graphs import CapturedStep, GraphKey
+from enginery.worker.paths.captured_step import CapturedStep
+from enginery.worker.paths.decode_graphs import GraphKey
 from enginery.worker.paths.path import Forwarded, first_rows
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
@@ -34,7 +35,7 @@ class RecordedForwards(RecordedSteps):
         )
         nobody, known = torch.full((size,), self.feed.scratch_seat), torch.full((size,), KNOWN)
         packed = torch.stack([*token_fields(batch), known, nobody])
-        batch = self.relay.plan(self._placed(self.feed.unpack(batch, packed), followed=False), capture=True)
+        batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
         found: list[torch.Tensor] = []
 
         def run() -> None:
@@ -51,12 +52,13 @@ class RecordedForwards(RecordedSteps):
             followed=False,
             hidden=found[-1],
             accepted=None,
+            standing=None,
             moving=None,
         )
 
     def hidden(self, step: StepInput, batch: ForwardBatch) -> tuple[torch.Tensor, float]:
         """Of a step of one lane, [size, C], valid until the next, and when it was planned. There is a recording."""
-        captured = self._captured[self._key_of(step)]
+        captured = self._captured[GraphKey.of(step, serves_drafts=False)]
         self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()

@@ -3,7 +3,8 @@
     stage 0   | step 3 | step 4 |  ..           each tensor rank sends to the same one of the next stage:
     stage 1   | step 2 | step 3 | step 4 |      partial sums cross as they are, so no addition moves
 
-With lanes those of a feed-forward have the rows of all, and a rank sends its own to the same lane: how many is told before.
+With lanes those of a feed-forward have the rows of all, and a rank sends its own to the same lane: one host tells the other how
+many before.
 T tokens of a step, of this lane and with those that pad it.
 """
 
@@ -24,15 +25,18 @@ from enginery.worker.layout import lay_out
 from enginery.worker.page_tables import PageTables
 from enginery.worker.ranks.gloo import Group, Sending
 from enginery.worker.ranks.lanes import LaneRows
+from enginery.worker.ranks.nccl import TensorGroup
 from enginery.worker.token_feed import TokenFeed
 
 
 class StageLinks:
     """One rank's ways to the stages before and behind. boundary: what crosses, the same between all stages."""
 
-    def __init__(self, group: Group, parallel: ParallelFacts, boundary: tuple[Channel, ...], dtype: torch.dtype) -> None:
-        """group: all ranks, for nothing else. dtype: of channels that state none."""
-        self._group, self._dtype = group, dtype
+    def __init__(
+        self, group: TensorGroup, parallel: ParallelFacts, boundary: tuple[Channel, ...], dtype: torch.dtype, *, host: Group
+    ) -> None:
+        """group: all ranks, for nothing else. dtype: of channels that state none. host: all ranks, for numbers of rows."""
+        self._group, self._dtype, self._host = group, dtype, host
         self._boundary, self._num_lanes = boundary, parallel.num_lanes
         of_stage = parallel.num_lanes * parallel.tensor_size
         self._before, self._behind = parallel.rank + of_stage, parallel.rank - of_stage
@@ -42,7 +46,7 @@ class StageLinks:
         """What the stage before has computed of the next step, of so many tokens."""
         rows = [num_tokens] * len(self._boundary)
         if self._num_lanes > 1:
-            rows = self._group.receive((len(rows),), torch.int64, self._before).tolist()
+            rows = self._host.receive((len(rows),), torch.int64, self._before).tolist()
         return {
             channel.name: self._group.receive((count, channel.width), self._dtype_of(channel), self._before)
             for channel, count in zip(self._boundary, rows, strict=True)
@@ -51,9 +55,10 @@ class StageLinks:
     def pass_on(self, tensors: StageTensors, num_tokens: int) -> None:
         """Send it to the stage behind, without waiting. Raises `PluginError` for what the family has not said."""
         found = [self._checked(tensors.get(channel.name), channel, num_tokens) for channel in self._boundary]
-        if self._num_lanes > 1:
-            found.insert(0, torch.tensor([len(each) for each in found]))
-        sending = [self._group.send(each, self._behind) for each in found]
+        sending: list[Sending] = []
+        if self._num_lanes > 1:  # first: NCCL's first exchange of two ranks begins when both have called it
+            sending.append(self._host.send(torch.tensor([len(each) for each in found]), self._behind))
+        sending += [self._group.send(each, self._behind) for each in found]
         while self._sent and all(each.is_done for each in self._sent[0]):
             self._sent.popleft()
         self._sent.append(sending)

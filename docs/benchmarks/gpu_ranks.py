@@ -1,0 +1,181 @@
+"""Ranks on GPUs of one host: tokens checked against one rank's, goals of 2 and 4 GPUs, and sums within norms beside NCCL's.
+
+python docs/benchmarks/gpu_ranks.py --ranks 2 4 > gpu-ranks.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from enginery import LLM, SamplingParams
+from enginery.bench.offline import free_memory, run_workload
+from enginery.bench.workloads import Workload, find_workload, shapes
+from enginery.config.schema import EngineOptions
+from enginery.contracts.parallel import ParallelFacts
+from enginery.worker.paths.decode_graphs import CudaCapture
+from enginery.worker.ranks.gloo import Group, Standing, open_store
+from enginery.worker.ranks.nccl import DeviceGroup
+from enginery.worker.ranks.peers import Peers
+from enginery_ops_triton.ops import TritonOps
+from enginery_ops_triton.spec import TRITON
+
+BIG = {
+    **shapes()["llama-3.1-8b"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+GOALS = {  # output tokens a second by workload and number of GPUs; SGLang 0.5.12 on H200s of one host had 304, 400, 17,213, 24,565
+    ("W2", 2): 390,
+    ("W2", 4): 560,
+    ("W3", 2): 20_000,
+    ("W3", 4): 36_000,
+    ("70B, one stream", 2): 56,
+    ("70B, 64 streams", 2): 1_950,
+}
+ROWS, COLUMNS, EPS = (1, 8, 64, 256, 512, 4096), 8192, 1e-5
+REPEATS, SUMS_IN_A_GRAPH = 20, 16
+
+
+def tokens_of(options: EngineOptions) -> list[list[int]]:
+    """Greedy float32 tokens of the embedded model, of prompts of several lengths."""
+    prompts = [[5 + row, 6, 7 + row] * (1 + 9 * row) for row in range(7)]
+    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    small = dataclasses.replace(options, dtype="float32", max_batch_requests=16, num_pages=512)
+    with LLM(**vars(small)) as llm:
+        return [list(generation.token_ids) for generation in llm.generate(prompts, params, progress=False)]
+
+
+def measured(workload: Workload, config: dict[str, object], options: EngineOptions, *, repeats: int) -> dict[str, Any]:
+    """Seconds of each pass and tokens a second of the median one."""
+    free_memory()
+    longest = max(sum(lengths) for lengths in workload.lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        asked = dataclasses.replace(options, model=folder, load_format="dummy", max_model_len=longest + 1)
+        with LLM(**vars(asked)) as llm:
+            runs = run_workload(llm, workload, repeats=repeats)
+    middle = sorted(runs)[(len(runs) - 1) // 2]
+    return {
+        "runs_s": [run.total_s for run in runs],
+        "output_tokens_per_s": middle.output_tokens / middle.total_s,
+        "prompt_tokens_per_s": middle.prompt_tokens / middle.total_s,
+    }
+
+
+def workloads_of(ranks: int) -> list[tuple[str, Workload, dict[str, object], dict[str, int]]]:
+    """Name, lengths, config.json and mesh."""
+    small, tensor = shapes()["llama-3.1-8b"], {"tp": ranks}
+    found = [(name, find_workload(name), small, tensor) for name in ("W2", "W3")]
+    if ranks > 1:
+        found.append(("70B, one stream", find_workload("W2"), BIG, tensor))
+        found.append(("70B, 64 streams", find_workload("llama-3.1-8b:64"), BIG, tensor))
+    if ranks <= 2:
+        prompt = Workload(name="", shape="", summary="prompts of 32k in chunks of 8,192", lengths=((32768, 1),) * 4)
+        found.append(("32k prompts", prompt, small, {"pp": ranks, "max_batch_tokens": 8192}))
+    return found
+
+
+def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
+    """Microseconds of a sum with the add and norm behind it, in graphs, by NCCL and by the kernel; checked against float64."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store, standing = open_store(meeting, ranks), Standing()
+    host = Group(store, "host", rank=rank, size=ranks, standing=standing)
+    group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
+    assert TRITON.sum_norm is not None
+    peers = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device)
+    kernel = TRITON.sum_norm.bind(peers.memory(TRITON.sum_norm.num_bytes)) if peers.are_in_reach() else None
+    ops, capture = TritonOps(dependent_launch=True), CudaCapture(device)
+    weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
+    for rows in ROWS:
+        torch.manual_seed(rows)
+        partials = [torch.randn(rows, COLUMNS).bfloat16() for _ in range(ranks)]
+        own, residual = partials[rank].to(device), torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
+
+        def by_nccl(own: torch.Tensor = own, residual: torch.Tensor = residual) -> torch.Tensor:
+            return ops.add_rms_norm(group.sum(own.clone()), residual, weight, EPS)
+
+        ways: dict[str, Callable[[], torch.Tensor]] = {"NCCL": by_nccl}
+        if kernel is not None and kernel.takes(own, residual, weight):
+            ways["kernel"] = functools.partial(kernel, own, residual, weight, EPS)
+        total = sum(each.double() for each in partials)
+        wanted = (total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt()).to(device)
+        row: dict[str, Any] = {"ranks": ranks, "rows": rows, "bytes": own.nbytes}
+        for name, way in ways.items():
+            residual.zero_()
+            row[f"{name}: largest error"] = float((way().double() - wanted).abs().max())
+            graph = capture(lambda way=way: [way() for _ in range(SUMS_IN_A_GRAPH)] and None)
+            row[f"{name}, us"] = _replayed_us(graph.replay, group) / SUMS_IN_A_GRAPH
+        if rank == 0:
+            results.append(row)
+            print(row, file=sys.stderr, flush=True)
+
+
+def _replayed_us(replay: Callable[[], None], group: DeviceGroup) -> float:
+    """Median of replays that all ranks begin together."""
+    found = []
+    for _ in range(REPEATS):
+        group.sum(torch.zeros(1, device=group.device))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        found.append(1000 * begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def sums(ranks: int) -> list[dict[str, Any]]:
+    """A row for each size."""
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.list()
+        mp.spawn(sums_of_rank, (ranks, f"{folder}/meeting", results), nprocs=ranks)
+        return list(results)
+
+
+def main() -> None:
+    """Print the report as JSON; what is measured goes to stderr as it comes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--only", nargs="+", help="names of workloads; 'sums' for the kernels")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    present, options = torch.cuda.device_count(), EngineOptions(dtype="bfloat16", device="cuda")
+    if max(asked.ranks) > present:
+        parser.error(f"--ranks {max(asked.ranks)} needs as many GPUs, and there are {present}")
+    alone, tokens, rows, table = tokens_of(options), dict[int, bool](), [], []
+    for ranks in asked.ranks:
+        tokens[ranks] = ranks == 1 or tokens_of(dataclasses.replace(options, tp=ranks)) == alone
+        print(f"{ranks} ranks: greedy tokens are one rank's: {tokens[ranks]}", file=sys.stderr, flush=True)
+        if ranks > 1 and (not asked.only or "sums" in asked.only):
+            table += sums(ranks)
+        for name, workload, config, mesh in workloads_of(ranks):
+            if asked.only and name not in asked.only:
+                continue
+            began_s = time.perf_counter()
+            row = measured(workload, config, dataclasses.replace(options, **mesh), repeats=asked.repeats)
+            row |= {"ranks": ranks, "workload": name, "goal": GOALS.get((name, ranks))}
+            rows.append(row)
+            print(row, f"{time.perf_counter() - began_s:.0f} s with its start", file=sys.stderr, flush=True)
+    device = f"{present} x {torch.cuda.get_device_name()}"
+    report = {"device": device, "torch": torch.__version__, "tokens_are_one_ranks": tokens, "rows": rows, "sums": table}
+    json.dump(report, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Sums over ranks within norms: ranks are processes in the interpreter, and streams on a GPU, which has the parts of all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from enginery.api import PeerMemory
+from enginery_ops_triton.spec import SUM_NORM_BYTES
+from enginery_ops_triton.sum_norm import NUM_BYTES, SumNorm
+
+HERE = Path(__file__).parent
+EPS = 1e-5
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 6e-2}
+SIZES = [(1, 24), (3, 64), (70, 520), (1, 4096), (8, 4096), (9, 8192), (64, 4096), (64, 8192), (256, 4096), (256, 8192), (3, 5120)]
+
+
+def test_the_stated_size_is_what_parts_have() -> None:
+    assert SUM_NORM_BYTES == NUM_BYTES
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int) -> None:
+    """Rows of one shot and of two, of several types, in turns, over memory of processes that wait for each other."""
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "sum_norm_ranks.py"), str(num_ranks)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
+    assert done.stdout == f"{num_ranks} ranks agree\n", done.stderr
+
+
+def test_what_is_taken_follows_from_sizes_and_types() -> None:
+    """The same on all ranks: nothing else is looked at."""
+    bound = SumNorm(PeerMemory(rank=0, parts=(torch.zeros(NUM_BYTES, dtype=torch.uint8),) * 2), dependent_launch=False)
+
+    def takes(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, residual: torch.dtype | None = None) -> bool:
+        x, kept = torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns, dtype=residual or dtype)
+        return bound.takes(x, kept, torch.empty(columns, dtype=dtype))
+
+    assert takes(1, 4096)
+    assert takes(512, 4096)  # 4 MiB
+    assert not takes(513, 4096)
+    assert takes(256, 8192)
+    assert not takes(257, 8192)
+    assert not takes(256, 8192, torch.float32)
+    assert not takes(0, 4096)
+    assert not takes(1, 4100, torch.bfloat16)  # rows that begin anywhere
+    assert not takes(1, 4096, residual=torch.float32)
+    assert not takes(1, 4096, torch.float64)
+    assert not bound.takes(torch.empty(4096, 4, dtype=torch.bfloat16).t(), torch.empty(4, 4096), torch.empty(4096))
+
+
+class OneDevice:
+    """Ranks of one process, each with a stream and a part on the same GPU. Kernels are loaded before any waits for another."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.parts = tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8, device="cuda") for _ in range(num_ranks))
+        self.ranks = [SumNorm(PeerMemory(rank=rank, parts=self.parts), dependent_launch=True) for rank in range(num_ranks)]
+        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
+
+    def load(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        """A kernel that is loaded waits until the device has done all it was given, a kernel that waits for it included."""
+        for part in self.parts:
+            part[:4] = 1  # nobody waits
+        x, weight = torch.zeros(rows, columns, dtype=dtype, device="cuda"), torch.ones(columns, dtype=dtype, device="cuda")
+        torch.cuda.synchronize()
+        for rank, stream in zip(self.ranks, self.streams, strict=True):
+            with torch.cuda.stream(stream):  # which has memory for results then
+                rank(x, x.clone(), weight, EPS)
+        torch.cuda.synchronize()
+        for part in self.parts:
+            part.zero_()
+        torch.cuda.synchronize()
+
+    def run(self, partials: list[torch.Tensor], residuals: list[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
+        """One turn of all ranks at once: their norms."""
+        found = []
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                found.append(self.ranks[rank](partials[rank], residuals[rank], weight, EPS))
+        return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_streams_of_a_gpu_give_what_float64_gives(num_ranks: int, dtype: torch.dtype) -> None:
+    device = OneDevice(num_ranks)
+    for rows, columns in SIZES:
+        if rows * columns * dtype.itemsize > 4 << 20 or num_ranks * min(rows, 64) > 132:
+            continue  # not taken; more programs than run at once
+        device.load(rows, columns, dtype)
+        for turn in range(3):
+            torch.manual_seed(turn)
+            partials = [torch.randn(rows, columns, device="cuda").to(dtype) for _ in range(num_ranks)]
+            residual, weight = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((rows, columns), (columns,)))
+            residuals = [residual.clone() for _ in range(num_ranks)]
+            torch.cuda.synchronize()
+            normed = device.run(partials, residuals, weight)
+            torch.cuda.synchronize()
+            assert all(torch.equal(each, residuals[0]) for each in residuals)
+            assert all(torch.equal(each, normed[0]) for each in normed)
+            summed = residual.double() + sum(partial.double() for partial in partials)
+            wanted = summed * (summed.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * weight.double()
+            tolerance = TOLERANCES[dtype]
+            torch.testing.assert_close(residuals[0].double(), summed, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(normed[0].double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+def test_graphs_are_replayed_as_often_as_one_likes() -> None:
+    """Sums of two sizes in one graph of each rank, so that places are taken in turn within it and from replay to replay."""
+    num_ranks, dtype, columns = 2, torch.bfloat16, 4096
+    device = OneDevice(num_ranks)
+    for rows in (4, 64):
+        device.load(rows, columns, dtype)
+    weight = torch.ones(columns, dtype=dtype, device="cuda")
+    x = {rows: [torch.randn(rows, columns, device="cuda").to(dtype) for _ in range(num_ranks)] for rows in (4, 64)}
+    kept = {rows: [torch.zeros(rows, columns, device="cuda", dtype=dtype) for _ in range(num_ranks)] for rows in (4, 64)}
+    graphs = []
+    for rank, stream in enumerate(device.streams):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for rows in (4, 64, 4):
+                device.ranks[rank](x[rows][rank], kept[rows][rank], weight, EPS)
+        graphs.append(graph)
+    for replay in range(20):
+        for rows in (4, 64):
+            for rank in range(num_ranks):
+                kept[rows][rank].zero_()
+                x[rows][rank].copy_(torch.randn(rows, columns, device="cuda"))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, device.streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for rows, times in ((4, 2), (64, 1)):
+            total = sum(each.float() for each in x[rows]).to(dtype)
+            wanted = (total.float() * times).to(dtype)
+            assert all(torch.equal(each, wanted) for each in kept[rows]), f"replay {replay}, {rows} rows"
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_waits_for_nobody_any_more_ends() -> None:
+    device = OneDevice(2)
+    device.load(1, 4096, torch.bfloat16)
+    x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16, device="cuda"), torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(device.streams[0]):
+        device.ranks[0](x, x.clone(), weight, EPS)
+        ended = torch.cuda.Event()
+        ended.record()
+    time.sleep(0.2)
+    assert not ended.query(), "it waits for the other rank"
+    device.ranks[0].end()
+    began_s = time.monotonic()
+    while not ended.query():
+        assert time.monotonic() - began_s < 10
+        time.sleep(0.01)

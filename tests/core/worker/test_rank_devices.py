@@ -1,0 +1,83 @@
+"""Which device each rank has, and what is said where there are too few. There is no GPU here: torch is asked by stand-ins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from enginery.config.resolve import DeviceFacts
+from enginery.config.schema import EngineOptions
+from enginery.contracts.parallel import ParallelFacts
+from enginery.errors import ConfigError, Unsupported
+from enginery.worker.device import devices_of_ranks, of_one_rank, own_gpus
+from enginery.worker.ranks.gloo import Standing
+from enginery.worker.ranks.nccl import DeviceGroup
+
+GPU = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1000, num_threads=1)
+
+
+@pytest.fixture
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    count: int = request.param
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    return count
+
+
+def asked(**given: object) -> EngineOptions:
+    return EngineOptions(**{"device": "cuda", "tp": 2, **given})
+
+
+@pytest.mark.parametrize("gpus", [4], indirect=True)
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 1, "dp_attention": 4}])
+def test_each_rank_of_a_host_has_the_gpu_of_its_number(gpus: int, device: str, mesh: dict[str, int]) -> None:
+    assert devices_of_ranks(asked(device=device, **mesh)) == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, r"--tp 2 needs 2 GPUs, one for each rank, and 1 can be seen; .*CUDA_VISIBLE_DEVICES.*--device cpu"),
+        ({"pp": 2}, r"--tp 2 --pp 2 needs 4 GPUs"),
+        ({"device": "auto", "tp": 3}, r"--tp 3 needs 3 GPUs"),
+        ({"device": "cuda:0"}, r"device is 'cuda:0', one GPU, but 2 ranks need one each; write --device cuda"),
+    ],
+)
+def test_too_few_gpus_are_named_before_anything_starts(gpus: int, given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        devices_of_ranks(asked(**given))
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_ranks_that_join_have_the_gpu_that_they_see(gpus: int) -> None:
+    assert devices_of_ranks(asked(), joining=True) == ("cuda", "cuda")
+    assert devices_of_ranks(asked(device="auto"), joining=True) == ("cuda", "cuda")
+
+
+@pytest.mark.parametrize("gpus", [0, 1], indirect=True)
+def test_ranks_of_a_cpu_share_it(gpus: int) -> None:
+    assert devices_of_ranks(asked(device="cpu")) == ("cpu", "cpu")
+
+
+def test_a_rank_has_its_gpu_to_itself_and_a_part_of_the_hosts_memory() -> None:
+    two = ParallelFacts(tensor_size=2)
+    assert of_one_rank(GPU, two).available_bytes == 1000
+    assert of_one_rank(replace(GPU, kind="cpu"), two).available_bytes == 500
+
+
+def test_replicas_of_several_ranks_have_gpus_of_their_own() -> None:
+    from enginery.config.schema import HostShare
+
+    share = HostShare(index=1, count=2, host_bytes=0)
+    assert own_gpus(asked(), share, 4, "4,5,6,7") == ["6", "7"]
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_a_torch_without_nccl_is_named() -> None:
+    store = torch.distributed.HashStore()
+    with pytest.raises(Unsupported, match=r"torch .* is built without NCCL"):
+        DeviceGroup(store, "all", rank=0, size=1, standing=Standing(), device=torch.device("cuda", 0))

@@ -1,0 +1,168 @@
+"""Who takes a sum: the kernel that takes it within a norm, where there is one and it takes so much, or the group. By stand-ins."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from enginery.contracts.ops import OpSpec, PeerMemory, SumNormSpec
+from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.versions import HookGroup
+from enginery.nn.reference_ops import reference_ops
+from enginery.plugin.records import Offer
+from enginery.worker.ranks.collectives import RankCollectives
+from enginery.worker.ranks.gloo import Standing
+from enginery.worker.ranks.peers import CountedStore, Peers, bind_sum_norm
+
+MOST_BYTES = 1024
+
+
+@dataclass
+class Doubling:
+    """A group of two ranks that have the same."""
+
+    rank: int = 0
+    size: int = 2
+    calls: list[str] = field(default_factory=list)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("sum")
+        return 2 * x
+
+    def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("own part")
+        return 2 * x.chunk(self.size)[self.rank]
+
+
+@dataclass
+class Kernel:
+    """Takes little."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    num_calls: int = 0
+
+    def takes(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+        return partial.nbytes <= MOST_BYTES
+
+    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        self.num_calls += 1
+        return reference_ops().add_rms_norm(2 * partial, residual, weight, eps)
+
+    def end(self) -> None:
+        self.ended.set()
+
+
+def collectives(group: Doubling, **given: Any) -> RankCollectives:
+    groups = {"group": group, "everyone": group, "across": None, **given}
+    return RankCollectives(ops=reference_ops(), vocab_size=10, **groups)
+
+
+@pytest.mark.parametrize(("rows", "by_kernel"), [(1, True), (4, True), (5, False)])
+@pytest.mark.parametrize("of_all_lanes", [False, True])
+def test_bytes_decide_who_sums_before_a_norm(rows: int, by_kernel: bool, of_all_lanes: bool) -> None:
+    group, kernel = Doubling(), Kernel()
+    x, weight = torch.randn(rows, 64), torch.randn(64)
+    residual, wanted = (torch.arange(64.0).repeat(rows, 1) for _ in range(2))
+    normed = collectives(group, sum_norm=kernel).add_rms_norm(x, residual, weight, 1e-5, of_all_lanes=of_all_lanes)
+    assert (kernel.num_calls, group.calls) == ((1, []) if by_kernel else (0, ["sum"]))
+    assert torch.equal(normed, reference_ops().add_rms_norm(2 * x, wanted, weight, 1e-5))
+    assert torch.equal(residual, wanted)
+
+
+def test_without_a_kernel_the_group_sums() -> None:
+    group = Doubling()
+    collectives(group).add_rms_norm(torch.randn(1, 64), torch.zeros(1, 64), torch.ones(64), 1e-5)
+    assert group.calls == ["sum"]
+
+
+def test_of_lanes_each_takes_its_own_rows_and_sums_these_alone() -> None:
+    everyone, across, group, partial = Doubling(size=4), Doubling(rank=1), Doubling(), torch.randn(6, 64)
+    found = collectives(group, everyone=everyone, across=across).own_rows_sum(partial)
+    assert torch.equal(found, 4 * partial[3:])
+    assert (everyone.calls, across.calls, group.calls) == ([], ["own part"], ["sum"])
+
+
+@dataclass
+class World:
+    """All ranks, of which the others say the same as this one, but for their devices."""
+
+    devices: tuple[str, ...]
+
+    def texts(self, text: str) -> list[str]:
+        return list(self.devices)
+
+    def smallest(self, values: list[bool]) -> list[int]:
+        return [int(value) for value in values]
+
+
+def peers(*devices: str, rank: int = 0) -> Peers:
+    own = torch.device("cuda", int(devices[rank]))
+    return Peers(cast("Any", None), cast("Any", World(devices)), ParallelFacts(tensor_rank=rank, tensor_size=len(devices)), own)
+
+
+def offer(sum_norm: SumNormSpec | None) -> Offer[OpSpec]:
+    spec = OpSpec(
+        name="made", api=(2, 0), priority=1, provides=(), refuse=lambda needs: [], load=lambda needs: {}, sum_norm=sum_norm
+    )
+    return Offer(spec=spec, group=HookGroup.OP, name="made", plugin="made", distribution="made", version="1")
+
+
+def test_a_rank_asks_for_the_gpus_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def can(own: int, other: int) -> bool:
+        asked.append((own, other))
+        return True
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can)
+    assert peers("0", "1", "2", rank=1).are_in_reach()
+    assert sorted(asked) == [(1, 0), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("offered", "reach", "told"),
+    [(False, True, "no chosen operations offer sum_norm"), (True, False, "the GPUs do not reach each other's memory")],
+)
+def test_where_no_kernel_can_sum_the_log_says_why(
+    offered: bool, reach: bool, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reach)
+    spec = SumNormSpec(num_bytes=8, bind=lambda memory: Kernel())
+    with caplog.at_level(logging.INFO):
+        assert bind_sum_norm([offer(None), offer(spec if offered else None)], peers("0", "1"), Standing()) is None
+    assert told in caplog.text
+
+
+def test_ranks_find_each_other_that_had_other_exchanges_before() -> None:
+    """Torch numbers them by process: here one has had 3, the other none."""
+    shared = torch.distributed.HashStore()
+
+    def exchange(store: torch.distributed.Store, rank: int, number: int) -> list[str]:
+        keys = [f"NAME/{number}/{each}" for each in range(2)]
+        store.set(keys[rank], f"rank {rank}, {number}")
+        store.wait([keys[1 - rank]])
+        return [store.get(key).decode() for key in keys]
+
+    counted = [CountedStore(shared) for _ in range(2)]
+    stores = [torch.distributed.PrefixStore("a", store) for store in counted]
+    with ThreadPoolExecutor(2) as pool:
+        for turn in range(3):
+            found = [pool.submit(exchange, store, rank, turn + 3 * rank) for rank, store in enumerate(stores)]
+            assert [each.result(10) for each in found] == 2 * [[f"rank 0, {turn}", f"rank 1, {turn + 3}"]]
+
+
+def test_a_kernel_that_waits_is_ended_with_the_other_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: True)
+    kernel, standing, memory = Kernel(), Standing(), PeerMemory(rank=0, parts=())
+    monkeypatch.setattr(Peers, "memory", lambda self, num_bytes: memory if num_bytes == 8 else None)
+    bound = bind_sum_norm([offer(SumNormSpec(num_bytes=8, bind=lambda given: kernel))], peers("0", "1"), standing)
+    assert bound is kernel
+    assert not kernel.ended.is_set()
+    standing.sever()
+    assert kernel.ended.wait(5)

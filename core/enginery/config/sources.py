@@ -97,6 +97,8 @@ def _from_file(file: Path, kinds: Mapping[str, object], others: Collection[str])
 
 
 def _checked(value: object, kind: object, source: str, *, strict: bool) -> Any:
+    if kind is str and type(value) is int:
+        value = str(value)  # of a setting that is a number or a word
     try:
         return msgspec.convert(value, type=kind, strict=strict)
     except msgspec.ValidationError as error:

@@ -29,7 +29,9 @@ def engine_options(model: str | None, options: Mapping[str, object], *, owner: s
             )
         if name not in known:
             raise ConfigError(f"{owner} has no option {name!r}{did_you_mean(name, known) or f'; known are {known_names(known)}'}")
-    given = {"model": None if model is None else str(model), "max_queued_requests": _UNBOUNDED, **options}
+    given: dict[str, object] = {"model": None if model is None else str(model), "max_queued_requests": _UNBOUNDED, **options}
+    if type(length := given.get("draft_length")) is int:
+        given["draft_length"] = str(length)  # a number, or auto
     try:
         return msgspec.convert(given, EngineOptions)
     except msgspec.ValidationError as error:

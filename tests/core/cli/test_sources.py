@@ -7,6 +7,7 @@ import pytest
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import engine_options
 from enginery.errors import ConfigError
+from enginery.llm.keyword_options import engine_options as keyword_options
 
 
 @pytest.fixture
@@ -42,6 +43,13 @@ def test_the_environment_is_read_by_type():
     options = engine_options({}, environ)
     assert (options.model, options.prefix_cache, options.memory_fraction) == ("m", False, 0.5)
     assert options.blocked_plugins == ("a", "b")
+
+
+def test_what_is_a_number_or_a_word_may_be_a_number_in_files_and_in_python(toml):
+    assert engine_options({}, {}, toml("draft_length = 4\n")).draft_length == "4"
+    assert keyword_options("m", {"draft_length": 4}, owner="LLM").draft_length == "4"
+    with pytest.raises(ConfigError, match="draft_length"):
+        keyword_options("m", {"draft_length": True}, owner="LLM")
 
 
 def test_the_file_is_read_by_type(toml):

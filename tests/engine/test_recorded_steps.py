@@ -21,6 +21,7 @@ from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.errors import StalePlan, Unsupported
 from enginery.plugin.registry import Registry
+from enginery.speculate.length import DraftLength
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey
 from enginery.worker.paths.recorded_steps import RecordedSteps, recorded_sizes
 
@@ -53,6 +54,27 @@ def test_recorded_steps_give_the_references_tokens(
     assert answers == generate(Engine.build(options(llama, dtype=dtype, graphs=False), registry), llama.prompts[:count])
     assert engine.meter.stats().num_graph_steps >= len(answers[0]) - 2
     assert min(size for size in recorded_sizes(16) if size >= count) in sizes_recorded(engine), "five are padded to six"
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "standalone"])
+def test_steps_are_recorded_while_a_draft_model_guesses_nothing(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """As where there is none. Steps that it follows or that verify run eagerly, before and after."""
+    lengths = [0]
+    monkeypatch.setattr(DraftLength, "of", lambda self, num_requests: lengths[-1])
+    monkeypatch.setattr(DraftLength, "found", lambda self, num_requests: lengths[-1])
+    asked = EngineOptions(dtype="float32", device="cpu", max_batch_requests=16, num_pages=64)
+    plain, engine = (Engine.build(dataclasses.replace(asked, drafter=name), registry) for name in ("off", drafter))
+    for turn, wanted in enumerate((0, 2, 0)):
+        lengths.append(wanted)
+        prompts, before = [[10 + turn, 5 + at, 8] * 5 for at in range(3)], engine.meter.stats()
+        expected = generate(plain, prompts)
+        assert generate(engine, prompts) == expected
+        after = engine.meter.stats()
+        assert (after.num_graph_steps - before.num_graph_steps > len(expected[0]) - 3) is (wanted == 0)
+        assert (after.drafts.drafted > before.drafts.drafted) is (wanted > 0)
+    assert sizes_recorded(engine) == [3]
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "glm4"])

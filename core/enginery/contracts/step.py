@@ -51,13 +51,14 @@ class RunSizes(NamedTuple):
     """The sizes that a worker has graphs and pieces of, the smallest first; it captures one when that is first needed.
 
     verified_rows: of a captured step that verifies drafts, at the most; 0: such steps run eagerly. combs: whether drafts that
-    branch are combs, and captured as well.
+    branch are combs, and captured as well. followed: whether graphs are also of steps that a draft model follows.
     """
 
     graphs: tuple[int, ...] = ()
     pieces: tuple[int, ...] = ()
     verified_rows: int = 0
     combs: bool = False
+    followed: bool = True
 
 
 NO_SIZES: Final = RunSizes()  # every step runs eagerly

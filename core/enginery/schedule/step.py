@@ -165,13 +165,20 @@ class StepBuilder:
 def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
     """How a step of these lanes runs, those without work too, and what each is padded to: requests and tokens of the largest."""
     length = max([built.decode_len for built in lanes])
-    if length > 1:
-        eagerly = any(built.branches for built in lanes) and not sizes.combs
-        most = 0 if eagerly else sizes.verified_rows
-        sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
+    if length > 1 or not sizes.followed:
+        sizes = _with_drafts(lanes, length, sizes)
     num_requests, num_tokens = max([len(built.requests) for built in lanes]), max([built.num_tokens for built in lanes])
     run = _run(lanes, num_requests, num_tokens, sizes=sizes)
     return run, _padded(run, num_requests, num_tokens, length=length)
+
+
+def _with_drafts(lanes: Sequence[StepBuilder], length: int, sizes: RunSizes) -> RunSizes:
+    """Of a step that verifies drafts, `length` rows of a request, or that may be followed by a draft model."""
+    if length == 1:
+        return RunSizes(pieces=sizes.pieces) if any(built.draft_len for built in lanes) else sizes
+    eagerly = any(built.branches for built in lanes) and not sizes.combs
+    most = 0 if eagerly else sizes.verified_rows
+    return RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
 
 
 def _run(lanes: Sequence[StepBuilder], num_requests: int, num_tokens: int, *, sizes: RunSizes) -> Run:

@@ -111,6 +111,7 @@ class Runner:
             pieces=() if self.pieces is None else self.pieces.sizes,
             verified_rows=0 if self.graphs is None else self.graphs.verified_rows,
             combs=self.graphs is not None and self.graphs.buffers.combs is not None,
+            followed=self.graphs is None or self.graphs.follows,
         )
 
     def change_backend(self, relay: BackendRelay) -> None:

@@ -70,7 +70,7 @@ def capture_steps(
     if not choice.settings.max_graph_requests:
         return CapturedSteps()
     if choice.device.type == "cpu":
-        return CapturedSteps(None if draft_model is not None else _recorded_steps(choice, parts))
+        return CapturedSteps(_recorded_steps(choice, parts, guesses=draft_model is not None))
     if choice.parallel.num_ranks > 1:
         return _capture_on_ranks(phases, choice, parts)
     capture = CudaCapture(choice.device)
@@ -109,15 +109,22 @@ def _used(choice: Choice) -> list[Offer[OpSpec] | Offer[AttnBackendSpec]]:
     return [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
 
 
-def _recorded_steps(choice: Choice, parts: StepParts) -> DecodeGraphs | None:
-    """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
-    used = _used(choice)
+def _why_not_recorded(choice: Choice, parts: StepParts, *, guesses: bool) -> str | None:
+    """None: steps can be recorded, as far as can be known before."""
+    if guesses and isinstance(parts.model, JoinedHead):
+        return "a draft model guesses on several ranks"
     if choice.coordinator is not None:
-        log.debug("decoding runs eagerly: the sparse coordinator is asked in each layer")
+        return "the sparse coordinator is asked in each layer"
+    silent = [f"{offer.name}, from {offer.source}" for offer in _used(choice) if offer.spec.record_calls is None]
+    return f"{'; '.join(dict.fromkeys(silent))}, states no record_calls" if silent else None
+
+
+def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> DecodeGraphs | None:
+    """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
+    if (why := _why_not_recorded(choice, parts, guesses=guesses)) is not None:
+        log.debug("decoding runs eagerly: %s", why)
         return None
-    if silent := [f"{offer.name}, from {offer.source}" for offer in used if offer.spec.record_calls is None]:
-        log.debug("decoding runs eagerly: %s, states no record_calls", "; ".join(dict.fromkeys(silent)))
-        return None
+    used = _used(choice)
     tellers, kind = [tell for offer in used if (tell := offer.spec.record_calls) is not None], RecordedSteps
     if isinstance(parts.model, JoinedHead):
         tellers, kind = [*tellers, *(group.record_calls for group in parts.model.exchanges)], RecordedForwards

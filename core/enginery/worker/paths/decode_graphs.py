@@ -120,9 +120,10 @@ class DecodeGraphs:
     """Implements `ForwardPath` for decoding steps whose hidden states nobody asks for, and for those that verify drafts.
 
     A step of these is captured for a number of requests and of rows of each. verified_rows: the most of one; 0: none is captured.
+    follows: whether a draft model finds what it takes behind these steps.
     """
 
-    captured = True
+    captured = follows = True
 
     def __init__(
         self,

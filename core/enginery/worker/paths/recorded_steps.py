@@ -29,9 +29,13 @@ def recorded_sizes(max_requests: int) -> tuple[int, ...]:
 
 
 class RecordedSteps(DecodeGraphs):
-    """Steps that verify are not recorded. A size that could not be is left out of `sizes`; all are when one more is refused for the
-    same reason, which is the model's then, and steps run eagerly."""
+    """Steps that verify are not recorded, nor those that a draft model follows.
 
+    A size that could not be is left out of `sizes`; all are when one more is refused for the same reason, which is the model's
+    then, and steps run eagerly.
+    """
+
+    follows = False
     _reasons: set[str]  # why sizes were refused
     _firsts: torch.Tensor  # of each row, among all logits
     _largest: dict[int, torch.Tensor]  # by number of rows, the logits of their best tokens

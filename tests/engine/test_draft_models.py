@@ -238,7 +238,7 @@ def test_a_head_of_noise_changes_no_token(
     registry: Registry, requests: list[GenerationRequest], plainly: dict[str, Told], tmp_path: Path
 ) -> None:
     changed_head(tmp_path, lambda tensors: {name: torch.randn_like(each) for name, each in tensors.items()})
-    engine = Engine.build(embedded(drafter="eagle", draft_model=str(tmp_path)), registry)
+    engine = Engine.build(embedded(drafter="eagle", draft_model=str(tmp_path), draft_length="3"), registry)
     assert_told(answers_of(engine, requests[::3]), {each.request_id: plainly[each.request_id] for each in requests[::3]})
     assert counts_of(engine).accepted < 0.05 * counts_of(engine).drafted
 
@@ -247,7 +247,7 @@ def test_a_strange_model_with_the_same_vocabulary_changes_no_token(
     write_oracle: Callable[..., Oracle], registry: Registry, requests: list[GenerationRequest], plainly: dict[str, Told]
 ) -> None:
     strange = write_oracle("strange", LlamaConfig(**shape(vocab_size=4096, num_hidden_layers=2)))
-    engine = Engine.build(embedded(drafter="standalone", draft_model=str(strange.folder)), registry)
+    engine = Engine.build(embedded(drafter="standalone", draft_model=str(strange.folder), draft_length="3"), registry)
     assert_told(answers_of(engine, requests[1::3]), {each.request_id: plainly[each.request_id] for each in requests[1::3]})
     assert counts_of(engine).accepted < 0.1 * counts_of(engine).drafted
 

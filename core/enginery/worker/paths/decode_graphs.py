@@ -224,7 +224,7 @@ class DecodeGraphs:
         """Capture a graph. Takes as long as two or three eager steps."""
         size, length, followed, depth = key
         combs, forced, memory = self.buffers.combs, self.buffers.forced, Moved(self.buffers.combs, self.geometry, self._capture)
-        batch, packed = _padding_alone(self.feed, self.geometry, key)
+        batch, packed = padding_alone(self.feed, self.geometry, key)
         batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
         kept = self.buffers.hidden_rows(size * length) if followed else None
@@ -336,7 +336,7 @@ def _best_of(graphs: DecodeGraphs, hidden: torch.Tensor) -> _Best:
     return _Best(best, logits, graphs._marked(logits, best))
 
 
-def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:
+def padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:
     """A batch of so many requests that nobody made, and its token fields with what is beside them, see `CapturedStep`."""
     num_rows = key.size * key.length
     batch = feed.named.with_inputs(no_requests(geometry, key.length, trees=key.depth > 0))

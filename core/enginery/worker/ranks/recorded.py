@@ -13,12 +13,12 @@ import time
 import numpy as np
 import torch
 
-from enginery.attention.axes import pad, token_fields
+from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
-from enginery.worker.layout import KNOWN, no_requests
+from enginery.worker.layout import no_requests
 from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_graphs import GraphKey
+from enginery.worker.paths.decode_graphs import GraphKey, padding_alone
 from enginery.worker.paths.path import Forwarded, first_rows
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
@@ -29,13 +29,8 @@ class RecordedForwards(RecordedSteps):
 
     @torch.inference_mode()
     def record(self, key: GraphKey) -> None:
-        size = key.size
-        batch = pad(
-            self.feed.named.with_inputs(no_requests(self.geometry)), num_requests=size, num_tokens=size, geometry=self.geometry
-        )
-        nobody, known = torch.full((size,), self.feed.scratch_seat), torch.full((size,), KNOWN)
-        packed = torch.stack([*token_fields(batch), known, nobody])
-        batch = self.relay.plan(self.feed.named.placed(self.feed.unpack(batch, packed)), capture=True)
+        batch, packed = padding_alone(self.feed, self.geometry, key)
+        batch = self.relay.plan(self.feed.named.placed(batch), capture=True)
         found: list[torch.Tensor] = []
 
         def run() -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.engine.engine import Engine
 from enginery.errors import QueueFull
+
+
+def evict_everything(engine: Engine) -> None:
+    """All that the prefix cache may give up."""
+    kv = engine._scheduler._kv
+    for point in list(kv.cache.points or ()):
+        kv.cache.points.drop(point)  # type: ignore[union-attr]
+    kv.cache.evict(kv.cache.num_evictable)
 
 
 @dataclass
@@ -49,6 +57,28 @@ class RandomUse:
         for output in self.engine.step():
             self._take(output)
         self.counts["steps"] += 1
+
+    def turns(
+        self, count: int, *, arrivals: float, aborts: float, evict_each: int
+    ) -> Collection[tuple[GenerationRequest, list[int]]]:
+        """So many steps, then until nothing is left. All requests that came, with what they were told, aborted ones as far.
+
+        arrivals, aborts: how probable one is before a step. evict_each: so seldom the prefix cache is emptied before one.
+        """
+        told: dict[str, tuple[GenerationRequest, list[int]]] = {}
+        for turn in range(count):
+            if self.chance.random() < arrivals:
+                self.submit()
+            if self.alive and self.chance.random() < aborts:
+                self.abort_one()
+            if turn % evict_each == evict_each - 1:
+                evict_everything(self.engine)
+            told |= self.alive
+            self.step()
+            self.engine._scheduler.check_integrity()
+        told |= self.alive
+        self.drain()
+        return told.values()
 
     def drain(self) -> None:
         """Step until nothing is left to do."""

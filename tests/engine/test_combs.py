@@ -15,7 +15,7 @@ from engine.test_device_drafts import captured, unread
 from engine.test_draft_models import SAID, SELVES, asking, assert_told, by_itself, come_and_go, counts_of, embedded, prompt_of
 from engine.test_frozen_keys import EPS, with_reader
 from engine.test_frozen_keys import write as write_reader
-from engine.test_kinds_at_random import WINDOWS, evict_everything
+from engine.test_kinds_at_random import WINDOWS
 from engine.test_model_heads import Module, chain_of, module_of
 from engine.test_model_heads import options as head_options
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
@@ -196,20 +196,8 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
         return asking(name, chance.choice(prompts), max_tokens=chance.randint(1, 25), temperature=0.7, seed=1)
 
     use, moved = RandomUse(engine, chance, ask), moves_of(monkeypatch)
-    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
-    for turn in range(120):
-        if chance.random() < 0.5:
-            use.submit()
-        if use.alive and chance.random() < 0.08:
-            use.abort_one()
-        if turn % 30 == 29:
-            evict_everything(engine)
-        told |= use.alive
-        use.step()
-        engine._scheduler.check_integrity()
-    told |= use.alive
-    use.drain()
-    for request, tokens in told.values():
+    told = use.turns(120, arrivals=0.5, aborts=0.08, evict_each=30)
+    for request, tokens in told:
         assert tokens == expected[request.prompt_token_ids][: len(tokens)]
     assert engine.meter.stats().num_preempted > 0
     assert use.counts["finished"] > 15

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.random_use import RandomUse
-from engine.test_kinds_at_random import WINDOWS, evict_everything, small_memory
+from engine.test_kinds_at_random import WINDOWS, small_memory
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
 from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
@@ -276,20 +276,8 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
         return asking(name, chance.choice(prompts), max_tokens=chance.randint(1, 25), temperature=0.7, seed=1)
 
     use = RandomUse(engine, chance, ask)
-    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
-    for turn in range(80):
-        if chance.random() < 0.5:
-            use.submit()
-        if use.alive and chance.random() < 0.08:
-            use.abort_one()
-        if turn % 30 == 29:
-            evict_everything(engine)
-        told |= use.alive
-        use.step()
-        engine._scheduler.check_integrity()
-    told |= use.alive
-    use.drain()
-    for request, tokens in told.values():
+    told = use.turns(80, arrivals=0.5, aborts=0.08, evict_each=30)
+    for request, tokens in told:
         assert tokens == expected[request.prompt_token_ids][: len(tokens)]
     assert engine.meter.stats().num_preempted > 0
     assert use.counts["finished"] > 15

@@ -71,14 +71,6 @@ def alone(registry: Registry, oracle: Oracle) -> Answers:
     return answers
 
 
-def evict_everything(engine: Engine) -> None:
-    """All that the prefix cache may give up."""
-    kv = engine._scheduler._kv
-    for point in list(kv.cache.points or ()):
-        kv.cache.points.drop(point)  # type: ignore[union-attr]
-    kv.cache.evict(kv.cache.num_evictable)
-
-
 def assert_whatever_happens(engine: Engine, chance: random.Random, expected: Answers, *, turns: int) -> None:
     """Each request is told what it is told alone, whoever else comes, is aborted or makes it wait, and whatever is evicted."""
 
@@ -87,21 +79,9 @@ def assert_whatever_happens(engine: Engine, chance: random.Random, expected: Ans
         return greedy(name, list(prompt), max_tokens=chance.randint(1, LONGEST))
 
     use = RandomUse(engine, chance, ask)
-    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
-    for turn in range(turns):
-        if chance.random() < 0.3:
-            use.submit()
-        if use.alive and chance.random() < 0.06:
-            use.abort_one()
-        if turn % 30 == 29:
-            evict_everything(engine)
-        told |= use.alive
-        use.step()
-        engine._scheduler.check_integrity()
-    told |= use.alive
-    use.drain()
+    told = use.turns(turns, arrivals=0.3, aborts=0.06, evict_each=30)
     finished = 0
-    for request, tokens in told.values():
+    for request, tokens in told:
         assert tokens == expected[request.prompt_token_ids][: len(tokens)], "of an aborted one as far as it came"
         finished += len(tokens) == request.params.max_tokens
     stats = engine.meter.stats()

@@ -18,8 +18,8 @@ import msgspec
 import noise
 import pytest
 import zmq
-from engine.random_use import RandomUse
-from engine.test_kinds_at_random import evict_everything, small_memory
+from engine.random_use import RandomUse, evict_everything
+from engine.test_kinds_at_random import small_memory
 from engine.test_ranks import CONFIGS
 from pairwise import EVERYTHING, spread
 

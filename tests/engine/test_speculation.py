@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from engine.random_use import RandomUse
-from engine.test_kinds_at_random import evict_everything, prompts_of, small_memory
+from engine.test_kinds_at_random import prompts_of, small_memory
 from pairwise import EVERYTHING, in_turn, spread
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
@@ -329,20 +329,8 @@ def used_at_random(
         return GenerationRequest(request_id=name, prompt_token_ids=chance.choice(prompts), params=params)
 
     use = RandomUse(engine, chance, ask)
-    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
-    for turn in range(turns):
-        if chance.random() < 0.4:
-            use.submit()
-        if use.alive and chance.random() < 0.08:
-            use.abort_one()
-        if turn % 40 == 39:
-            evict_everything(engine)
-        told |= use.alive
-        use.step()
-        engine._scheduler.check_integrity()
-    told |= use.alive
-    use.drain()
-    for request, tokens in told.values():
+    told = use.turns(turns, arrivals=0.4, aborts=0.08, evict_each=40)
+    for request, tokens in told:
         assert tokens == expected[request.prompt_token_ids][: len(tokens)]
     engine._scheduler.check_idle()
     assert len(scripted.known) <= 4, "all are forgotten but for those of the last step"

@@ -19,7 +19,6 @@ from engine.rank_threads import Guesses, noted, on_threads
 from engine.test_draft_models import SAID, assert_always_right, assert_told, by_itself, changed_head, embedded, prompt_of
 from engine.test_hybrid_speculation import MODELS, ForgivingGrammars
 from engine.test_hybrid_speculation import told as told_alone
-from engine.test_kinds_at_random import evict_everything
 from engine.test_model_heads import asking
 from engine.test_speculation import ASKS, Scripted, Told, answers_of, with_drafter
 from pairwise import EVERYTHING, spread
@@ -159,24 +158,12 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
     def ask(name: str) -> GenerationRequest:
         return asking(name, chance.choice(prompts), max_tokens=chance.randint(1, 25), temperature=0.7, seed=1)
 
-    told: dict[str, tuple[GenerationRequest, list[int]]] = {}
     with on_threads(embedded(drafter="eagle", draft_length="3", tp=2, **small), registry) as (engine, _):
         use = RandomUse(engine, chance, ask)
-        for turn in range(50):
-            if chance.random() < 0.5:
-                use.submit()
-            if use.alive and chance.random() < 0.08:
-                use.abort_one()
-            if turn == 35:
-                evict_everything(engine)
-            told |= use.alive
-            use.step()
-            engine._scheduler.check_integrity()
-        told |= use.alive
-        use.drain()
+        told = use.turns(50, arrivals=0.5, aborts=0.08, evict_each=36)
         engine._scheduler.check_idle()
         stats = engine.meter.stats()
-    for request, tokens in told.values():
+    for request, tokens in told:
         assert tokens == expected[request.prompt_token_ids][: len(tokens)]
     assert stats.num_preempted > 0
     assert stats.drafts.accepted > 30

@@ -103,28 +103,31 @@ def _capture_on_ranks(phases: _Enters, choice: Choice, parts: StepParts) -> Capt
         return CapturedSteps(graphs, pieces)
 
 
-def _used(choice: Choice) -> list[Offer[OpSpec] | Offer[AttnBackendSpec]]:
+_Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]
+
+
+def _used(choice: Choice) -> _Used:
     """Everything chosen that may be called in a step."""
     attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
     return [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
 
 
-def _why_not_recorded(choice: Choice, parts: StepParts, *, guesses: bool) -> str | None:
+def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
     """None: steps can be recorded, as far as can be known before."""
     if guesses and isinstance(parts.model, JoinedHead):
         return "a draft model guesses on several ranks"
     if choice.coordinator is not None:
         return "the sparse coordinator is asked in each layer"
-    silent = [f"{offer.name}, from {offer.source}" for offer in _used(choice) if offer.spec.record_calls is None]
+    silent = [f"{offer.name}, from {offer.source}" for offer in used if offer.spec.record_calls is None]
     return f"{'; '.join(dict.fromkeys(silent))}, states no record_calls" if silent else None
 
 
 def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> DecodeGraphs | None:
     """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
-    if (why := _why_not_recorded(choice, parts, guesses=guesses)) is not None:
+    used = _used(choice)
+    if (why := _why_not_recorded(choice, parts, used, guesses=guesses)) is not None:
         log.debug("decoding runs eagerly: %s", why)
         return None
-    used = _used(choice)
     tellers, kind = [tell for offer in used if (tell := offer.spec.record_calls) is not None], RecordedSteps
     if isinstance(parts.model, JoinedHead):
         tellers, kind = [*tellers, *(group.record_calls for group in parts.model.exchanges)], RecordedForwards

@@ -20,6 +20,7 @@ from enginery.bench.offline import BenchRun, free_memory, with_room
 from enginery.bench.report import Report, Row, facts_details, make_report
 from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.checkpoint.folder import read_config
+from enginery.config.installed import registry_for
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.engine.engine import Engine
@@ -63,7 +64,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 def bench_forced(workloads: Sequence[Workload], options: EngineOptions, rates: tuple[float, ...], *, repeats: int) -> Report:
     """Run each workload in all five ways, one engine after the other."""
-    registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
+    registry = registry_for(options)
     if options.drafter in ("off", "auto"):
         raise ConfigError(f"--force-acceptance needs a draft model, and --drafter is {options.drafter}; name one, as eagle")
     if options.draft_length not in ("auto", str(len(rates))):

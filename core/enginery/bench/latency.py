@@ -12,12 +12,12 @@ from enginery.bench.offline import floor_and_fraction, free_memory, with_room
 from enginery.bench.report import Report, Row, facts_details, make_report, percentiles
 from enginery.bench.sizes import engine_sizes
 from enginery.bench.workloads import Workload, checkpoint_folder
+from enginery.config.installed import registry_for
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError
-from enginery.plugin.registry import Registry
 from enginery.worker.device import torch_device
 
 
@@ -26,7 +26,7 @@ def bench_latency(options: EngineOptions, batches: Sequence[Workload], *, repeat
     device = torch_device(options.device)
     with checkpoint_folder(options) as named:
         asked = with_room(named, batches[0])
-        registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+        registry = registry_for(asked)
         engine = Engine.build(asked, registry)
         facts = engine.facts
         measured = [measure_latencies(engine, batch, repeats=repeats) for batch in batches]

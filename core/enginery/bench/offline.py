@@ -15,10 +15,10 @@ from enginery.bench.floor import DeviceLimits, floor_s
 from enginery.bench.report import Report, Row, facts_details, make_report
 from enginery.bench.sizes import ModelSizes, engine_sizes
 from enginery.bench.workloads import Workload, checkpoint_folder
+from enginery.config.installed import registry_for
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.llm.llm import LLM
-from enginery.plugin.registry import Registry
 from enginery.worker.device import torch_device
 
 
@@ -63,7 +63,7 @@ def run_workload(llm: LLM, workload: Workload, *, repeats: int) -> list[BenchRun
 def bench_offline(workloads: Sequence[Workload], options: EngineOptions, *, repeats: int) -> Report:
     """Run the workloads one after the other, each on its shape with random weights."""
     device = torch_device(options.device)
-    registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
+    registry = registry_for(options)
     limits: dict[str, DeviceLimits] = {}
     rows = []
     for workload in workloads:

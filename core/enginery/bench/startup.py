@@ -59,12 +59,12 @@ def start_once(options: EngineOptions, *, input_len: int) -> Start:
 
 def main(started: str, options: str, input_len: str) -> None:
     """Build an engine, generate two tokens, and print when what had been done, as JSON."""
+    from enginery.config.installed import registry_for
     from enginery.engine.engine import Engine
-    from enginery.plugin.registry import Registry
 
     times = [float(started), time.monotonic()]
     asked = msgspec.json.decode(options, type=EngineOptions)
-    registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+    registry = registry_for(asked)
     times.append(time.monotonic())
     engine = Engine.build(asked, registry)
     times.append(time.monotonic())

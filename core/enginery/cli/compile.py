@@ -31,13 +31,13 @@ def compile_model(
     On a machine with the device everything is compiled; without one, given --compute-capability, what nvcc compiles. Triton's
     kernels take a device, and some 20 s at the first start.
     """
+    from enginery.config.installed import registry_for
     from enginery.engine.compile_process import compile_kernels
     from enginery.engine.engine import Engine
-    from enginery.plugin.registry import Registry
     from enginery.worker.choice import choose
 
     console = Console(highlight=False)
-    registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
+    registry = registry_for(options)
     device = None if compute_capability is None else _device_of(compute_capability)
     options = dataclasses.replace(options, load_format="dummy", device="cuda" if device else options.device)
     choice = choose(options, registry, device)

@@ -48,12 +48,12 @@ def generate(
 
 def build_engine(options: EngineOptions) -> EngineLike:
     """An engine in this process; says on standard error what must be said about it, and what its start took."""
+    from enginery.config.installed import registry_for
     from enginery.engine.engine import Engine
     from enginery.engine.process_age import phases_text, process_age_s
-    from enginery.plugin.registry import Registry
 
     imports_s = process_age_s()
-    registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
+    registry = registry_for(options)
     plugins_s = process_age_s() - imports_s
     engine = Engine.build(options, registry)
     note = f" ({engine.facts.note})" if engine.facts.note else ""

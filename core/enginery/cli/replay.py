@@ -46,13 +46,13 @@ def _agree(
     file: Path, backends: tuple[str | None, str | None], *, model: str | None, device: str | None, tolerance: float | None
 ) -> bool:
     """Replay, and print what was found."""
+    from enginery.config.installed import registry_for
     from enginery.engine.recording import read_recording
     from enginery.engine.replay import build_replica, compare_replicas, compare_tokens, replay_options
-    from enginery.plugin.registry import Registry
 
     recording, (backend, against) = read_recording(file), backends
     asked = recording.head.options
-    registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+    registry = registry_for(asked)
     first = build_replica(replay_options(recording, backend, model=model, device=device), registry, recording)
     if against is None:
         other, outcome = "the recorded tokens", compare_tokens(recording, first, tolerance=tolerance)

@@ -29,8 +29,8 @@ def serve(
             raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
         options = dataclasses.replace(options, model=named)
     with StartDisplay() as display:
-        from enginery.plugin.registry import Registry
+        from enginery.config.installed import registry_for
         from enginery.serve.server import serve as run
 
-        registry = Registry.load(blocked=options.blocked_plugins, no_plugins=options.no_plugins, options=options.plugin_options)
+        registry = registry_for(options)
         run(options, registry, checked, display)

@@ -1,4 +1,4 @@
-"""Settings: what was asked for (flags, environment, file) and what was resolved from it, with reasons.
+"""Settings: what was asked for (flags, environment, file), the plugins that it leaves in, and what was resolved, with reasons.
 
-Pure functions of values. Nothing here looks at a device or reads a checkpoint.
+Nothing here looks at a device or reads a checkpoint.
 """

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
 
+from enginery.config.installed import registry_for
 from enginery.contracts.request import FinishReason, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
@@ -17,7 +18,6 @@ from enginery.llm.engine_thread import EngineThread
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import OpenRequests
 from enginery.llm.prompts import Messages, Prompt, PromptEncoder
-from enginery.plugin.registry import Registry
 from enginery.text.tokenizer import Tokenizer
 
 
@@ -34,7 +34,7 @@ class AsyncLLM:
         prompts: list[PromptEncoder] = []
 
         def build() -> OpenRequests:
-            registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+            registry = registry_for(asked)
             engine = Engine.build(asked, registry)
             prompts.append(PromptEncoder.load(engine.facts, asked))
             return OpenRequests(engine, prompts[0].tokenizer)

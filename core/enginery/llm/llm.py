@@ -10,6 +10,7 @@ from types import TracebackType
 
 from rich.progress import Progress
 
+from enginery.config.installed import registry_for
 from enginery.contracts.request import SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
@@ -17,7 +18,6 @@ from enginery.llm.answers import Generation, GenerationDelta, GrowingCompletion,
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import OpenRequests
 from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch
-from enginery.plugin.registry import Registry
 from enginery.text.tokenizer import Tokenizer
 
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
@@ -34,7 +34,7 @@ class LLM:
         asked = engine_options(model, options, owner="LLM")
         if asked.prefill_fraction is None:  # nobody watches tokens come, so prompts go first
             asked = dataclasses.replace(asked, prefill_fraction=1.0)
-        registry = Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+        registry = registry_for(asked)
         self._engine: Engine | None = Engine.build(asked, registry)
         self.facts = self._engine.facts
         self._prompts = PromptEncoder.load(self.facts, asked)

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,7 +150,7 @@ def test_a_start_is_timed_part_by_part(monkeypatch: pytest.MonkeyPatch, capsys: 
             return SlowEngine()
 
     monkeypatch.setattr("enginery.engine.engine.Engine", Late)
-    monkeypatch.setattr("enginery.plugin.registry.Registry", SimpleNamespace(load=lambda **wanted: None))
+    monkeypatch.setattr("enginery.config.installed.registry_for", lambda asked: None)
     options = json.dumps(vars(EngineOptions(blocked_plugins=("x",))))
     startup.main(str(time.monotonic() - 5), options, "4")
     printed = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Padding, slicing and splitting of a batch, generated from what each of its fields states.
+"""Padding and slicing of a batch, generated from what each of its fields states.
 
     tokens    [ request 0 ....... | request 1 | request 2 .. | padding ]        num_tokens
     requests  [ 0 | 1 | 2 | padding ]                                          num_requests
@@ -135,21 +135,6 @@ def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase
         for some, part, phase in zip(requests, rows, phases, strict=True)
         if some.start < some.stop
     ]
-
-
-def slice_requests(batch: ForwardBatch, first: int, last: int) -> ForwardBatch:
-    """Requests [first, last) with their tokens, as views; unplanned."""
-    start = int(batch.q_lens_cpu[:first].sum())
-    rows = slice(start, start + int(batch.q_lens_cpu[first:last].sum()))
-    return _sliced(batch, slice(first, last), rows, batch.phase)
-
-
-def split_requests(batch: ForwardBatch, *sizes: int) -> list[ForwardBatch]:
-    """Consecutive parts of so many requests each, together the whole batch; unplanned."""
-    if sum(sizes) != batch.num_requests:
-        raise ValueError(f"parts of {sizes} requests are not the {batch.num_requests} of the batch")
-    firsts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [slice_requests(batch, first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 
 
 def num_decoding(batch: ForwardBatch) -> int:

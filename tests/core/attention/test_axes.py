@@ -12,7 +12,7 @@ from core.attention.batches import Planner, make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginery.attention.axes import pad, slice_requests, split_requests, token_fields, with_token_fields
+from enginery.attention.axes import cut_at, pad, token_fields, with_token_fields
 from enginery.attention.layer_kinds import of_kind
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
@@ -34,6 +34,12 @@ from enginery.contracts.batch import (
 GEOMETRY = KVGeometry(pages={FULL: 9, STATE: 7}, page_size=16, layers=(), dtype="float32", num_seats=5)
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 GROWING = (Axis.TOKEN, Axis.REQUEST)
+
+
+def parts(batch: ForwardBatch, first: int) -> list[ForwardBatch]:
+    """The first so many requests, and the rest."""
+    num_tokens = int(batch.q_lens_cpu[:first].sum())
+    return [cut.batch for cut in cut_at(batch, first, num_tokens, (batch.phase, batch.phase))]
 
 
 def tensors(batch: ForwardBatch) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,7 +89,7 @@ def test_a_batch_is_frozen_and_a_changed_copy_is_another_batch() -> None:
     batch = make_batch([1, 2])
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.kv_lens_cpu = batch.q_lens_cpu  # type: ignore[misc]
-    copies = [dataclasses.replace(batch), *split_requests(batch, 1, 1), of_kind(batch, FULL)]
+    copies = [dataclasses.replace(batch), *parts(batch, 1), of_kind(batch, FULL)]
     copies.append(pad(batch, num_requests=2, num_tokens=3, geometry=GEOMETRY))
     assert len({batch.identity, *(copy.identity for copy in copies)}) == 1 + len(copies)
     assert len(dataclasses.fields(ForwardBatch)) <= 18
@@ -93,10 +99,10 @@ def test_a_batch_is_frozen_and_a_changed_copy_is_another_batch() -> None:
 def test_parts_put_together_are_the_whole(q_lens: list[int], data: st.DataObject) -> None:
     batch = make_batch(q_lens)
     first = data.draw(st.integers(0, len(q_lens)))
-    parts = split_requests(batch, first, len(q_lens) - first)
-    for (name, whole), *cuts in zip(tensors(batch), *map(tensors, parts), strict=True):
+    cut = parts(batch, first)
+    for (name, whole), *cuts in zip(tensors(batch), *map(tensors, cut), strict=True):
         assert torch.equal(torch.cat([value for _, value in cuts]), whole), name
-    for part in parts:
+    for part in cut:
         assert part.num_tokens == int(part.q_lens_cpu.sum())
 
 
@@ -105,7 +111,7 @@ def test_padding_keeps_every_real_row_and_sends_the_others_to_the_scratch_page(q
     batch = make_batch(q_lens)
     padded = pad(batch, num_requests=batch.num_requests + more, num_tokens=batch.num_tokens + tokens, geometry=GEOMETRY)
     assert (padded.num_requests, padded.num_tokens) == (batch.num_requests + more, batch.num_tokens + tokens)
-    real = slice_requests(padded, 0, batch.num_requests)
+    real = cut_at(padded, batch.num_requests, batch.num_tokens, (batch.phase, batch.phase))[0].batch
     for (name, mine), (_, theirs) in zip(tensors(real), tensors(batch), strict=True):
         assert torch.equal(mine, theirs), name
     assert set(padded.pages.slots[batch.num_tokens :].tolist()) <= {9 * 16}
@@ -129,7 +135,7 @@ def test_what_is_none_stays_none_and_what_does_not_grow_is_kept_or_dropped_as_it
     plain, rows = make_batch([1, 2]), torch.tensor([0, 2])
     for batch in (plain, dataclasses.replace(plain, logits_rows=rows, kv_lens=torch.tensor([4, 5]), decode_len=2)):
         padded = pad(batch, num_requests=3, num_tokens=5, geometry=GEOMETRY)
-        (part, _) = split_requests(batch, 1, 1)
+        (part, _) = parts(batch, 1)
         assert padded.logits_rows is batch.logits_rows
         assert part.logits_rows is None
         assert (padded.decode_len, part.decode_len) == (batch.decode_len,) * 2
@@ -147,7 +153,7 @@ def test_named_inputs_are_padded_and_split_as_they_state() -> None:
         "gone": Named(torch.tensor([1, 2]), gone),
     }
     batch = dataclasses.replace(make_batch([1, 2]), inputs=inputs)
-    part, padded = split_requests(batch, 1, 1)[1], pad(batch, num_requests=2, num_tokens=4, geometry=GEOMETRY)
+    part, padded = parts(batch, 1)[1], pad(batch, num_requests=2, num_tokens=4, geometry=GEOMETRY)
     assert {name: named.values.tolist() for name, named in part.inputs.items()} == {"rows": [5, 6], "table": [1.0, 1.0]}
     assert padded.inputs["rows"].values.tolist()[:3] == [4, 5, 6]
     assert padded.inputs["table"].values is inputs["table"].values
@@ -166,17 +172,15 @@ def test_a_leaf_is_given_the_one_view_of_its_memory() -> None:
         _ = of_kind(batch, STATE).page_table_cpu
 
 
-def test_a_batch_cannot_shrink_by_padding_and_parts_must_be_the_whole() -> None:
+def test_a_batch_cannot_shrink_by_padding() -> None:
     batch = make_batch([1, 2])
     with pytest.raises(ValueError, match="num_requests=1"):
         pad(batch, num_requests=1, num_tokens=3, geometry=GEOMETRY)
-    with pytest.raises(ValueError, match="not the 2"):
-        split_requests(batch, 1, 2)
 
 
 def test_what_is_cut_or_padded_is_unplanned() -> None:
     relay = BackendRelay(Planner(), "a test")
     batch = relay.plan(make_batch([1, 1, 2]))
-    parts = [*split_requests(batch, 1, 2), pad(batch, num_requests=4, num_tokens=5, geometry=GEOMETRY)]
-    assert [part.plan for part in parts] == [None] * 3
+    changed = [*parts(batch, 1), pad(batch, num_requests=4, num_tokens=5, geometry=GEOMETRY)]
+    assert [other.plan for other in changed] == [None] * 3
     assert batch.plan is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from core.attention.batches import Planner, make_batch
 
-from enginery.attention.axes import slice_requests
+from enginery.attention.axes import cut_at
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.attention.watch import Watch
@@ -100,7 +100,7 @@ def test_two_batches_planned_before_either_runs_keep_their_own(planner: Planner,
 
 def test_a_split_leaves_its_parts_unplanned(planner: Planner, relay: BackendRelay) -> None:
     batch = relay.plan(make_batch([1, 2]))
-    part = slice_requests(batch, 0, 1)
+    part = cut_at(batch, 1, 1, (batch.phase, batch.phase))[0].batch
     assert part.plan is None
     with pytest.raises(StalePlan, match="None is no plan"):
         covering_plan(None, part, ForwardPlan, backend=planner.backend_id)  # type: ignore[arg-type]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import json
 import random
 import re
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from enginery.api import Grammar, GrammarKind, GrammarNeeds, GrammarTokens, Over
 from enginery_grammar_llguidance import compiler as compiler_module
 from enginery_grammar_llguidance.compiler import MAX_CHOICES, Compiled, Compiler, State
 from enginery_grammar_llguidance.spec import LLGUIDANCE
-from enginery_grammar_llguidance.trial import End, Outcome, Trials
 from enginery_grammar_llguidance.vocabulary import Vocabulary
 
 EOS = 0
@@ -371,48 +368,3 @@ def test_a_long_text_without_a_choice_is_written_as_it_is() -> None:
         assert state.accept(token)
         written += tokens.tokens[token]
     assert written.decode() == text
-
-
-def test_a_process_of_trials_that_dies_is_started_again() -> None:
-    made = Compiler(vocabulary([]))
-    grammar = Grammar(kind=GrammarKind.REGEX, source="ab")
-    made.compile(grammar)
-    died = made._trials._server.process
-    died.kill()
-    died.wait()
-    found = made.compile(grammar)
-    assert isinstance(found.finish() if isinstance(found, UnfinishedGrammar) else found, Compiled)
-    assert made._trials._server.process is not died
-
-
-def test_a_trial_that_is_late_by_the_clock_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Compiler(vocabulary([]))
-    monkeypatch.setattr(Trials, "attempt", lambda *asked: Outcome(End.LATE))
-    found = made.compile(Grammar(kind=GrammarKind.REGEX, source="ab"))
-    assert isinstance(found, UnfinishedGrammar)
-    with pytest.raises(Overloaded, match="too busy"):
-        found.finish()
-
-
-def test_the_process_of_trials_ends_with_its_compiler() -> None:
-    made = Compiler(vocabulary([]))
-    process = made._trials._server.process
-    made.compile(Grammar(kind=GrammarKind.REGEX, source="ab"))
-    assert process.poll() is None
-    del made
-    gc.collect()
-    assert process.poll() == 0
-
-
-def test_a_trial_whose_parent_is_killed_answers_all_the_same() -> None:
-    made = Compiler(vocabulary([]))
-    process = made._trials._server.process
-    hard = Grammar(kind=GrammarKind.JSON_SCHEMA, source='{"type": "integer", "multipleOf": 1000003}')
-    worker = threading.Thread(target=made.compile, args=[hard])
-    worker.start()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while worker.is_alive() and not children.read_text():
-        time.sleep(0.005)
-    process.kill()
-    worker.join(50)
-    assert not worker.is_alive(), "the connection stays open until the trial ends, which its limits see to"

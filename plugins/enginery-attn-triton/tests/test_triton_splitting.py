@@ -1,0 +1,262 @@
+"""How requests and prompts are cut into items and tiles, and which steps a cut serves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginery.api import AttnLayerFacts, LatentFacts
+from enginery.kv.shared_prefixes import SharedPrefix
+from enginery_attn_triton.plan import tiles_of
+from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
+from enginery_attn_triton.splitting import MIN_TILE_KEYS, RECUT_KEYS, RecentCut, split_decoding, split_tiles, split_verifying
+from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
+
+H200 = Device(num_units=132, shared_bytes=227 << 10)
+LLAMA = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
+DEEPSEEK = AttnLayerFacts(
+    num_heads=128, num_kv_heads=1, head_dim=576, latent=LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+)
+
+
+def lens(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@given(
+    kv_lens=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    window=st.none() | st.integers(1, 600),
+    tile_keys=st.sampled_from([16, 64]),
+    extra=st.integers(0, 50),
+)
+def test_items_cover_what_each_row_sees_once_and_are_no_more_than_allowed(kv_lens, window, tile_keys, extra) -> None:
+    cut = DecodeCut(window=window, tile_keys=tile_keys, programs=2, wave=max(1, extra // 3), extra=extra, parts=2 * extra)
+    items, splits, num_tall = split_decoding(lens(*kv_lens), cut, columns=7)
+    assert num_tall == 0
+    assert len(items) - len(kv_lens) <= extra
+    parts = []
+    for row, kv_len in enumerate(kv_lens):
+        mine = items[items[:, 0] == row]
+        mine = mine[np.argsort(mine[:, 2])]
+        assert (mine[:, 1] == row * 7).all()
+        assert mine[0, 2] == max(0, kv_len - (window or kv_len))
+        assert mine[-1, 3] == kv_len
+        assert (mine[1:, 2] == mine[:-1, 3]).all()
+        assert (mine[:, 2] < mine[:, 3]).all()
+        first, count = splits[row]
+        assert (mine[:, 5] == 1).all()
+        assert mine[:, 4].tolist() == ([-1] if count == 0 else list(range(count)))
+        parts += range(first, first + count)
+    assert parts == list(range(len(parts)))
+    assert len(parts) <= 2 * extra
+
+
+@given(
+    kv_lens=st.lists(st.integers(8, 3000), min_size=1, max_size=20),
+    window=st.none() | st.integers(1, 600),
+    length=st.integers(2, 8),
+    together=st.integers(1, 8),
+    extra=st.integers(0, 50),
+)
+def test_items_of_drafts_cover_what_their_rows_see_once(kv_lens, window, length, together, extra) -> None:
+    together = min(together, length)
+    cut = DecodeCut(
+        window=window, tile_keys=16, programs=2, wave=max(1, extra // 3), extra=extra, parts=999, length=length, together=together
+    )
+    items, splits, num_tall = split_verifying(lens(*kv_lens), cut, columns=7)
+    assert (num_tall, len(splits)) == (0, length * len(kv_lens))
+    parts = []
+    for row in range(length * len(kv_lens)):
+        request, inside = divmod(row, length)
+        mine = items[(items[:, 0] <= row) & (row < items[:, 0] + items[:, 5])]
+        mine = mine[np.argsort(mine[:, 2])]
+        assert (mine[:, 1] == request * 7).all()
+        assert (mine[:, 0] == request * length + inside // together * together).all()
+        position = kv_lens[request] - length + inside
+        assert (mine[:, 6] + row - mine[:, 0] == position).all()
+        assert mine[0, 2] <= (0 if window is None else max(0, position + 1 - window))
+        assert mine[-1, 3] > position
+        assert mine[-1, 3] <= kv_lens[request]
+        assert (mine[1:, 2] == mine[:-1, 3]).all()
+        first, count = splits[row]
+        assert mine[:, 4].tolist() == ([-1] if count == 0 else list(range(count)))
+        parts += range(first, first + count)
+    assert parts == list(range(len(parts)))
+    assert len(parts) <= 2 * extra * together
+
+
+def test_drafts_of_a_few_requests_are_split_over_the_whole_device() -> None:
+    """As tiles of a prefill, one request has eight programs."""
+    for facts in (LLAMA, DEEPSEEK):
+        layer = LayerCut.of(facts, itemsize=2, device=H200, length=4)
+        items, *_ = split_verifying(lens(4096), layer.decode, columns=256)
+        assert len(items) * layer.decode.programs > 100
+        assert layer.workspace_bytes <= WORKSPACE_BYTES
+
+
+def test_one_long_request_is_split_over_the_whole_device_and_many_short_ones_are_not() -> None:
+    layer = LayerCut.of(LLAMA, itemsize=2, device=H200)
+    cut = layer.decode
+    items, *_ = split_decoding(lens(32768), cut, columns=2048)
+    assert 3.5 * H200.num_units <= len(items) * cut.programs <= 4 * H200.num_units
+    sizes = items[:, 3] - items[:, 2]
+    assert sizes.max() - sizes.min() <= cut.tile_keys
+    items, splits, _ = split_decoding(lens(*[60] * 300), cut, columns=4)
+    assert len(items) == 300
+    assert not splits.any()
+
+
+@pytest.mark.parametrize("count", [32, 64])
+def test_requests_that_fill_a_wave_are_not_cut_into_a_second(count) -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    items, *_ = split_decoding(lens(*[300] * count), cut, columns=20)
+    assert len(items) == 64 <= cut.wave
+    uneven, *_ = split_decoding(lens(*[300] * count, 100_000), cut, columns=20)
+    assert len(uneven) > cut.wave
+
+
+def test_the_longest_items_come_first() -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    items, *_ = split_decoding(lens(*range(100, 1600, 12)), cut, columns=100)
+    assert (np.diff(-(-(items[:, 3] - items[:, 2]) // cut.tile_keys)) <= 0).all()
+
+
+def test_a_long_request_among_short_ones_is_split() -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    items, *_ = split_decoding(lens(*[200] * 255, 100_000), cut, columns=6250)
+    assert (items[:, 3] - items[:, 2]).max() < 4000
+
+
+@pytest.mark.parametrize("facts", [LLAMA, DEEPSEEK, dataclasses.replace(LLAMA, num_heads=256, num_kv_heads=1, head_dim=256)])
+def test_the_workspace_is_within_what_capabilities_state(facts) -> None:
+    cut = LayerCut.of(facts, itemsize=2, device=H200)
+    assert 0 < cut.workspace_bytes <= WORKSPACE_BYTES < make_spec().capabilities.workspace_bytes
+    assert 2 * cut.decode.extra <= cut.decode.parts == cut.workspace_bytes // part_bytes(cut.dims)
+
+
+@given(requests=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), min_size=1, max_size=12), tokens=st.integers(1, 33))
+def test_tiles_cover_each_token_once_the_longest_first(requests, tokens) -> None:
+    q_lens, kv_lens = (lens(*values) for values in zip(*[(new, cached + new) for new, cached in requests], strict=True))
+    table = tiles_of(q_lens, kv_lens, np.arange(len(q_lens), dtype=np.int32), first_row=5, tokens=tokens)
+    covered = sorted(row + token for row, first, end, *_ in table.tolist() for token in range(first, min(first + tokens, end)))
+    assert [first + token for first, token in ((5, row) for row in range(int(q_lens.sum())))] == covered
+    ends = table[:, 3] - table[:, 2] + table[:, 1]
+    assert (ends[:-1] >= ends[1:]).all()
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 3000)), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 900),
+    most=st.integers(2, 9),
+    parts=st.sampled_from([40, 4000]),
+)
+def test_split_tiles_see_all_keys_once_and_have_parts_of_their_own(requests, window, most, parts) -> None:
+    q_lens, kv_lens = (lens(*values) for values in zip(*[(new, cached + new) for new, cached in requests], strict=True))
+    tile = dataclasses.replace(prefill_tile(LayerCut.of(LLAMA, itemsize=2, device=H200).dims, H200, max_rows=16), keys=16)
+    cut = DecodeCut(window=window, tile_keys=16, programs=2, wave=4, extra=0, parts=parts)
+    tiles = tiles_of(q_lens, kv_lens, np.arange(len(q_lens), dtype=np.int32), first_row=3, tokens=tile.tokens)
+    found = split_tiles(tiles, cut, tile, most=most)
+    if found is None:
+        seen = kv_lens if window is None else np.minimum(kv_lens, window + tile.tokens + tile.keys)
+        assert (seen < 2 * MIN_TILE_KEYS).all() or parts == 40
+        return
+    used = []
+    for row in tiles.tolist():
+        mine = found.items[(found.items[:, :5] == row[:5]).all(1)]
+        last = row[3] - row[2] + min(row[1] + tile.tokens, row[2])
+        assert mine[0, 5] <= max(0, row[3] - row[2] + row[1] + 1 - (window or last))
+        assert mine[-1, 6] >= last
+        assert (mine[1:, 5] == mine[:-1, 6]).all()
+        assert (mine[:, 5:7] % tile.keys == 0).all()
+        assert len(mine) <= most
+        for first, count in found.splits[row[0] + row[1] : row[0] + min(row[1] + tile.tokens, row[2])]:
+            assert mine[:, 7].tolist() == ([-1] if count == 0 else list(range(count)))
+            used += range(first, first + count)
+    assert sorted(used) == list(range(len(used)))
+    assert len(used) <= parts
+
+
+def test_a_prompt_whose_prefix_is_known_is_split_over_the_whole_device() -> None:
+    gpt_oss = LayerCut.of(AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=64), itemsize=2, device=H200)
+    tile = prefill_tile(gpt_oss.dims, H200, max_rows=16 * 8)
+    tiles = tiles_of(lens(16), lens(8192), lens(0), first_row=0, tokens=tile.tokens)
+    found = split_tiles(tiles, gpt_oss.decode, tile, most=132 // 8)
+    assert found is not None
+    assert len(found.items) == 16
+    assert split_tiles(tiles, gpt_oss.decode, tile, most=1) is None
+
+
+def test_tiles_fit_into_shared_memory() -> None:
+    for facts in (LLAMA, DEEPSEEK, dataclasses.replace(LLAMA, head_dim=256), dataclasses.replace(LLAMA, head_dim=64)):
+        for itemsize in (2, 4):
+            for device in (H200, dataclasses.replace(H200, shared_bytes=99 << 10)):
+                dims = LayerCut.of(facts, itemsize=itemsize, device=device).dims
+                tile = prefill_tile(dims, device, max_rows=4096)
+                main, rope, _ = dims.blocks
+                needed = (
+                    tile.rows * (main + (rope if dims.rope else 0)) * itemsize
+                    + (tile.stages + 1) // 2 * tile.keys * dims.token_bytes
+                )
+                assert needed <= device.shared_bytes
+
+
+@given(
+    kv_lens=st.lists(st.integers(300, 2000), min_size=2, max_size=80),
+    steps=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+)
+def test_a_recent_cut_serves_requests_that_have_grown_a_little(kv_lens, steps) -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
+    recent = RecentCut(lens(*kv_lens), cut, columns=200, page_size=16, shared=[SharedPrefix(0, 2, 16)])
+    for grown in steps:
+        now = lens(*(length + grown * (place % 2) for place, length in enumerate(kv_lens)))
+        assert recent.followed_by(now, columns=200 + grown, shared=[SharedPrefix(0, 2, 16)])
+        items, splits, _ = recent.cutting
+        assert (items[:, 1] == items[:, 0] * (200 + grown)).all()
+        for row, kv_len in enumerate(now):
+            mine = items[(items[:, 0] <= row) & (row < items[:, 0] + items[:, 5])]
+            mine = mine[np.argsort(mine[:, 2])]
+            assert (mine[0, 2], mine[-1, 3]) == (0, kv_len)
+            assert (mine[1:, 2] == mine[:-1, 3]).all()
+            assert mine[:, 4].tolist() == (list(range(splits[row, 1])) or [-1])
+
+
+@given(
+    kv_lens=st.lists(st.integers(60, 3000), min_size=1, max_size=64),
+    steps=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    length=st.sampled_from((2, 4, 8)),
+)
+def test_a_recent_cut_serves_verifications_that_have_grown_unequally(kv_lens, steps, length) -> None:
+    cut = LayerCut.of(LLAMA, itemsize=2, device=H200, length=length).decode
+    recent, now = RecentCut(lens(*kv_lens), cut, columns=200, page_size=16, shared=[]), lens(*kv_lens)
+    for grown in steps:
+        now = lens(*(kv_len + grown * place % 9 for place, kv_len in enumerate(now.tolist())))
+        if not recent.followed_by(now, columns=200 + grown, shared=[]):
+            assert max(now - lens(*kv_lens)) > RECUT_KEYS
+            return
+        items, splits, _ = recent.cutting
+        assert (items[:, 1] == items[:, 0] // length * (200 + grown)).all()
+        assert (items[:, 6] == now[items[:, 0] // length] - length + items[:, 0] % length).all()
+        for row in range(len(now) * length):
+            mine = items[(items[:, 0] <= row) & (row < items[:, 0] + items[:, 5])]
+            mine = mine[np.argsort(mine[:, 2])]
+            assert mine[0, 2] == 0
+            assert mine[-1, 3] == mine[-1, 6] + mine[-1, 5]  # up to its own key, and those of the rows that it shares the item with
+            assert (mine[1:, 2] == mine[:-1, 3]).all()
+            assert mine[:, 4].tolist() == (list(range(splits[row, 1])) or [-1])
+
+
+def test_a_recent_cut_does_not_serve_other_lengths_or_prefixes() -> None:
+    cut, shared = LayerCut.of(LLAMA, itemsize=2, device=H200).decode, [SharedPrefix(0, 2, 16)]
+    recent = RecentCut(lens(500, 600), cut, columns=200, page_size=16, shared=shared)
+    assert recent.followed_by(lens(501, 632), columns=200, shared=shared)
+    assert not recent.followed_by(lens(501, 633), columns=200, shared=shared)
+    assert not recent.followed_by(lens(499, 600), columns=200, shared=shared)
+    assert not recent.followed_by(lens(500, 600, 1), columns=200, shared=shared)
+    assert not recent.followed_by(lens(501, 601), columns=200, shared=[])
+    windowed = LayerCut.of(dataclasses.replace(LLAMA, sliding_window=100), itemsize=2, device=H200).decode
+    recent = RecentCut(lens(500, 600), windowed, columns=200, page_size=16, shared=shared)
+    assert not recent.followed_by(lens(501, 601), columns=200, shared=shared)

@@ -24,7 +24,7 @@ from enginery.contracts.schedule import LaneCounts, PageCounts
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
 from enginery.serve.engine.messages import Flush, Profile
-from enginery.serve.engine.progress import watch
+from enginery.serve.engine.progress import stalled_s, watch
 from enginery.serve.engine.replica_options import replica_options
 from enginery.serve.engine.sent_prefixes import block_hashes
 from enginery.serve.engine.totals import total
@@ -178,20 +178,21 @@ def test_one_that_is_stuck_is_ended_while_another_serves(with_server, restarts):
 
 
 def test_where_all_are_stuck_none_is_ended_and_the_server_says_so(with_server):
+    """Watched while all of them are: the first to go on serves, so the others would be ended if they go on a moment later."""
+
     async def scenario(live):
-        pids = [client.child.pid for client in live.service.engine.clients]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        replicas = live.service.engine.replicas
+        for replica in replicas:
+            os.kill(replica.client.child.pid, signal.SIGSTOP)
+        asked = [asyncio.create_task(live.complete([number] * 90, max_tokens=2)) for number in range(2, 4)]
+        await live.until(lambda: sent(live) == [1, 1] and all(stalled_s(replica) > 0.5 for replica in replicas))
         async with watched(live, 0.5):
-            asked = [asyncio.create_task(live.complete([number] * 90, max_tokens=2)) for number in range(2, 4)]
-            await live.until(lambda: sent(live) == [1, 1])
-            while (progress := await live.http.get("/health/progress")).status_code == 200:
-                await asyncio.sleep(0.02)
-            assert progress.json()["status"] == "stuck"
-            await asyncio.sleep(1.5)  # it has been looked at several times
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
-            assert [(await task).status_code for task in asked] == [200, 200]
+            await asyncio.sleep(1.5)  # each is looked at several times
+            progress = await live.http.get("/health/progress")
+            assert (progress.status_code, progress.json()["status"]) == (503, "stuck")
+        for replica in replicas:
+            os.kill(replica.client.child.pid, signal.SIGCONT)
+        assert [(await task).status_code for task in asked] == [200, 200]
 
     with_server(scenario, dp=2)
 

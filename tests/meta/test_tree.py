@@ -81,6 +81,12 @@ def test_a_plugin_is_complete(folder: Path) -> None:
     assert project_offences((folder / "pyproject.toml").read_text(), folder.name) == []
 
 
+def test_copies_of_the_header_that_tells_calls_are_alike() -> None:
+    copies = [path.read_text().partition("#pragma once")[2] for path in ROOT.glob("plugins/*/src/*/native/told.h")]
+    assert len(copies) == 2
+    assert len(set(copies)) == 1
+
+
 def test_tox_knows_every_plugin() -> None:
     assert unlisted([folder.name for folder in PLUGINS], (ROOT / "tox.ini").read_text()) == []
 

@@ -1,4 +1,5 @@
 // Tells the calls of a thread to whoever records a step and makes them again: `AttnBackendSpec.record_calls`, docs/write-a-backend.md.
+// Copied in enginery-ops-cpu: a plugin is compiled from its own files alone, with no header of the core or of another plugin.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,5 @@
 // Tells the calls of a thread to whoever records a step and makes them again: `OpSpec.record_calls`, docs/write-an-op.md.
+// Copied in enginery-attn-cpu: a plugin is compiled from its own files alone, with no header of the core or of another plugin.
 #pragma once
 
 #include <Python.h>

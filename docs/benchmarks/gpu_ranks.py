@@ -30,7 +30,7 @@ from enginery.worker.ranks.gloo import Group, Standing, open_store
 from enginery.worker.ranks.nccl import DeviceGroup
 from enginery.worker.ranks.peers import Peers
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.spec import TRITON
+from enginery_ops_triton.sum_norm import FEW_BYTES, NUM_BYTES, SumNorm
 
 BIG = {
     **shapes()["llama-3.1-8b"],
@@ -47,7 +47,12 @@ GOALS = {  # output tokens a second by workload and number of GPUs; SGLang 0.5.1
     ("70B, one stream", 2): 56,
     ("70B, 64 streams", 2): 1_950,
 }
-ROWS, COLUMNS, EPS = (1, 8, 64, 256, 512, 4096), 8192, 1e-5
+KERNELS = {
+    "kernel": FEW_BYTES,
+    "sent to all": 1 << 20,
+    "by shares": 0,
+}  # `few_bytes`; 64 rows and more are always added up by shares
+ROWS, COLUMNS, EPS = (1, 8, 16, 32, 64, 256, 512, 4096), 8192, 1e-5
 REPEATS, SUMS_IN_A_GRAPH = 20, 16
 
 
@@ -97,9 +102,9 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
     store, standing = open_store(meeting, ranks), Standing()
     host = Group(store, "host", rank=rank, size=ranks, standing=standing)
     group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
-    assert TRITON.sum_norm is not None
-    peers = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device)
-    kernel = TRITON.sum_norm.bind(peers.memory(TRITON.sum_norm.num_bytes)) if peers.are_in_reach() else None
+    peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, SumNorm]()
+    if peers.are_in_reach():  # 0: whatever is taken, by shares
+        kernels = {name: SumNorm(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few) for name, few in KERNELS.items()}
     ops, capture = TritonOps(dependent_launch=True), CudaCapture(device)
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
     for rows in ROWS:
@@ -111,8 +116,9 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
             return ops.add_rms_norm(group.sum(own.clone()), residual, weight, EPS)
 
         ways: dict[str, Callable[[], torch.Tensor]] = {"NCCL": by_nccl}
-        if kernel is not None and kernel.takes(own, residual, weight):
-            ways["kernel"] = functools.partial(kernel, own, residual, weight, EPS)
+        for name, kernel in kernels.items():
+            if kernel.takes(own, residual, weight):
+                ways[name] = functools.partial(kernel, own, residual, weight, EPS)
         total = sum(each.double() for each in partials)
         wanted = (total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt()).to(device)
         row: dict[str, Any] = {"ranks": ranks, "rows": rows, "bytes": own.nbytes}

@@ -27,11 +27,20 @@ def test_the_stated_size_is_what_parts_have() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int) -> None:
-    """Rows of one shot and of two, of several types, in turns, over memory of processes that wait for each other."""
+    """Few rows and more, of several types, in turns, over memory of processes that wait for each other."""
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "sum_norm_ranks.py"), str(num_ranks)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
     assert done.stdout == f"{num_ranks} ranks agree\n", done.stderr
+
+
+def test_kernels_compile_for_hopper_without_a_gpu() -> None:
+    """In a process of its own, where triton is imported for the compiler."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, str(HERE / "hopper_sums.py")]
+    made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    assert made.stdout == "compiled\n", made.stderr
 
 
 def test_what_is_taken_follows_from_sizes_and_types() -> None:

@@ -1,6 +1,6 @@
-"""Sums over ranks within the norm behind them, as the core calls them: what is taken, in one shot or two, and where it lies.
+"""Sums over ranks within the norm behind them, as the core calls them: what is taken, by which kernel, and where it lies.
 
-    a part    [ end | turns | flags of both meetings | rows, twice | sums ]
+    a part    [ end | turns | flags of both meetings | rows | sums | words of few rows, twice ]
 
 N rows, C columns, R ranks.
 """
@@ -18,13 +18,17 @@ from enginery_ops_triton.kernels.launch import next_power_of_2
 MOST_PROGRAMS: Final = 64  # fewer than multiprocessors: all run at once
 MOST_RANKS: Final = 16
 REGION_BYTES: Final = 64 << 10  # of a program's rows
-ONE_SHOT_BYTES: Final = 64 << 10  # above, each rank reads a share of the others' numbers, not all; docs/benchmarks/gpu_ranks.py
+FEW_BYTES: Final = 128 << 10  # of rows that every rank sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
+FEW_ROW_BYTES: Final = 16 << 10
+FEW_SLOTS: Final = 64  # programs times ranks
 MOST_COLUMNS: Final = 16384
 _TURNS: Final = 64  # words; the first is not 0 at the end
 _FLAGS: Final = _TURNS + MOST_PROGRAMS
 _ROWS: Final = 4 * (_FLAGS + 2 * MOST_PROGRAMS * MOST_RANKS)
-_SUMS: Final = _ROWS + 2 * MOST_PROGRAMS * REGION_BYTES
-NUM_BYTES: Final = _SUMS + MOST_PROGRAMS * REGION_BYTES
+_SUMS: Final = _ROWS + MOST_PROGRAMS * REGION_BYTES
+_WORDS: Final = _SUMS + MOST_PROGRAMS * REGION_BYTES
+_SLOT_WORDS: Final = FEW_ROW_BYTES // 4  # of 8 bytes, 4 of them a row's
+NUM_BYTES: Final = _WORDS + 2 * FEW_SLOTS * 8 * _SLOT_WORDS
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,9 +42,9 @@ def bind_sum_norm(memory: PeerMemory, *, dependent_launch_from: tuple[int, int])
 class SumNorm:
     """Implements `SumNormFn`."""
 
-    def __init__(self, memory: PeerMemory, *, dependent_launch: bool) -> None:
-        """memory: of `NUM_BYTES`."""
-        self._memory, self._dependent_launch = memory, dependent_launch
+    def __init__(self, memory: PeerMemory, *, dependent_launch: bool, few_bytes: int = FEW_BYTES) -> None:
+        """memory: of `NUM_BYTES`. few_bytes: up to which all ranks send their rows to all."""
+        self._memory, self._dependent_launch, self._few_bytes = memory, dependent_launch, few_bytes
         own = memory.parts[memory.rank]
         self._addresses = torch.tensor([part.data_ptr() for part in memory.parts], dtype=torch.int64, device=own.device)
         self._over = own[:4].view(torch.int32)
@@ -60,38 +64,57 @@ class SumNorm:
     def __call__(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[N, C] -> [N, C]."""
         num_rows, columns = partial.shape
-        num_ranks, size = len(self._memory.parts), partial.element_size()
         out = torch.empty((num_rows, columns), dtype=torch.promote_types(residual.dtype, weight.dtype), device=partial.device)
-        block = next_power_of_2(columns)
-        share = 0 if num_rows * columns * size <= ONE_SHOT_BYTES else _rounded(-(-columns // num_ranks), 16 // size)
+        given = (partial, residual, weight.contiguous(), out, self._addresses)
+        block, num_ranks, size = next_power_of_2(columns), len(self._memory.parts), partial.element_size()
+        alike: dict[str, object] = {
+            "RANK": self._memory.rank,
+            "RANKS": num_ranks,
+            "COLUMNS": columns,
+            "TURNS": _TURNS,
+            "CHAINED": self._dependent_launch,
+            "num_warps": min(max(block // 512, 1), 16),
+            "launch_pdl": self._dependent_launch,
+        }
+        if self._are_few(num_rows, columns * size):
+            sums.sum_norm_few[(num_rows,)](
+                *given,
+                partial.stride(0),
+                residual.stride(0),
+                eps,
+                BLOCK_RANKS=next_power_of_2(num_ranks),
+                BLOCK=block * size // 4,
+                PACKED=4 // size,
+                SLOTS=FEW_SLOTS,
+                REGION=_SLOT_WORDS,
+                WORDS=_WORDS,
+                **alike,
+            )
+            return out
+        share = _rounded(-(-columns // num_ranks), 16 // size)
         sums.sum_norm[(min(num_rows, MOST_PROGRAMS),)](
-            partial,
-            residual,
-            weight.contiguous(),
-            out,
-            self._addresses,
+            *given,
             num_rows,
             partial.stride(0),
             residual.stride(0),
             eps,
-            RANK=self._memory.rank,
-            RANKS=num_ranks,
-            COLUMNS=columns,
             BLOCK=block,
             EACH=next_power_of_2(-(-num_rows // MOST_PROGRAMS)),
             SHARE=share,
-            BLOCK_SHARE=next_power_of_2(max(share, 1)),
+            BLOCK_SHARE=next_power_of_2(share),
             MOST_PROGRAMS=MOST_PROGRAMS,
             REGION=REGION_BYTES // size,
-            TURNS=_TURNS,
             FLAGS=_FLAGS,
             ROWS=_ROWS,
             SUMS=_SUMS,
-            CHAINED=self._dependent_launch,
-            num_warps=min(max(block // 512, 1), 16),
-            launch_pdl=self._dependent_launch,
+            **alike,
         )
         return out
+
+    def _are_few(self, num_rows: int, row_bytes: int) -> bool:
+        """Whether they are sent to all ranks."""
+        fits = row_bytes <= FEW_ROW_BYTES and num_rows * len(self._memory.parts) <= FEW_SLOTS
+        return fits and num_rows * row_bytes <= self._few_bytes
 
     def end(self) -> None:
         """Past everything that the device still has to do: it may be what waits."""

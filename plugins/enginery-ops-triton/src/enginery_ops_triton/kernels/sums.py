@@ -1,11 +1,15 @@
 """Sums over ranks within the norm behind them: each rank's kernel reads and writes the memory of the others.
 
-    one shot    own rows -> own part | meet | add up all parts, add to the residual, norm
-    two shots   own rows -> own part | meet | add up a share of the columns, to all parts | meet | add to the residual, norm
+    few rows    own rows, each word with its turn -> all parts | wait for the words of all | add up, add to the residual, norm
+    more        own rows -> own part | meet | add up a share of the columns, to all parts | meet | add to the residual, norm
 
-A program has the same rows on every rank, and meets the programs of its number there. It counts its turns; rows lie at a place of
-its own in its part, of two that it takes in turn: when it writes to one again, every rank has begun its kernel of the turn between,
-and so ended the one that read it. No two programs of a rank wait for each other, so that it does not matter which run first.
+A program has the same rows on every rank, and meets the programs of its number there. It counts its turns. No two programs of a
+rank wait for each other, so that it does not matter which run first. What was written is read before it is overwritten: rows and
+sums, as a program comes to a meeting behind what it read; words, as they lie at two places in turn, and whoever writes to one again
+has had the words of the turn between, whose kernel began where the one before it had ended.
+
+Words of 64 bits arrive whole, so that one with the number of the turn in its upper half needs no flag behind it and no fence: it
+takes twice the bytes and one way over NVLink where a meeting takes more (NCCL's protocol LL does the same).
 """
 
 from __future__ import annotations
@@ -51,21 +55,84 @@ def _meet(
 
 
 @kernel
-def _total(
-    addresses: tl.tensor,
-    at: tl.tensor,
+def _added_normed(
+    values: tl.tensor,
+    before: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
     inside: tl.tensor,
-    BLOCK: tl.constexpr,
+    eps: float,
+    COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
+) -> None:
+    """A row's sum and what its residual was, both of DTYPE, to the residual, and its norm to out.
+
+    inside: the columns that are there.
+    """
+    values = round_to(before.to(tl.float32) + values.to(tl.float32), DTYPE)
+    tl.store(residual, values, mask=inside)
+    wide = values.to(tl.float32)
+    normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps), DTYPE)
+    tl.store(out, round_to(normed.to(tl.float32) * scale, out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def sum_norm_few(
+    partial: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    partial_stride: int,
+    residual_stride: int,
+    eps: float,
+    RANK: tl.constexpr,
     RANKS: tl.constexpr,
-) -> tl.tensor:
-    """The numbers at these places of all ranks' rows, added up in the order of ranks: [BLOCK] float32."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for rank in tl.static_range(RANKS):
-        values = tl.load(_rows(addresses, rank, DTYPE, ROWS) + at, mask=inside, other=0.0, cache_modifier=".cg")
-        total += values.to(tl.float32)
-    return total
+    BLOCK_RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    REGION: tl.constexpr,
+    TURNS: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """As `sum_norm`, a row for each program.
+
+    PACKED: numbers in a word, 1 or 2. SLOTS: of a turn, one for each program and rank, of REGION words. WORDS: where they begin in
+    a part, in bytes.
+    """
+    release_successor(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = partial.dtype.element_ty
+    column = tl.arange(0, BLOCK * PACKED)
+    scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    own, word, rank = _words(addresses, RANK), tl.arange(0, BLOCK), tl.arange(0, BLOCK_RANKS)[:, None]
+    there = (rank < RANKS) & (word < COLUMNS // PACKED)[None, :]
+    parts = (tl.load(addresses + rank, mask=rank < RANKS, other=0) + WORDS).to(tl.pointer_type(tl.int64))
+    arriving = _rows(addresses, RANK, tl.int64, WORDS) + rank * REGION + word[None, :]
+    wait_for_predecessor(CHAINED)
+    turn = tl.load(own + TURNS + row) + 1
+    first = ((turn & 1) * SLOTS + row * RANKS) * REGION
+    bits = tl.load((partial + row * partial_stride).to(tl.pointer_type(tl.int32)) + word, mask=word < COLUMNS // PACKED, other=0)
+    sent = (turn.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(tl.multiple_of(parts, [16, 16]) + (first + RANK * REGION + word)[None, :], sent[None, :], mask=there)
+    arriving += first
+    kept = residual + row * residual_stride + column
+    before = tl.load(kept, mask=column < COLUMNS, other=0.0)
+    found = tl.load(arriving, mask=there, other=0, volatile=True)
+    while (tl.max(((found >> 32 != turn) & there).to(tl.int32)) != 0) & (tl.load(own, volatile=True) == 0):
+        found = tl.load(arriving, mask=there, other=0, volatile=True)
+    if PACKED == 2:
+        lower = tl.sum((found & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), axis=0)
+        upper = tl.sum((found >> 16 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), axis=0)
+        total = tl.interleave(lower, upper)
+    else:
+        total = tl.sum(found.to(tl.int32).to(DTYPE, bitcast=True), axis=0)
+    _added_normed(round_to(total, DTYPE), before, kept, out + row * COLUMNS + column, scale, column < COLUMNS, eps, COLUMNS, DTYPE)
+    tl.store(own + TURNS + row, turn)
 
 
 @kernel
@@ -96,8 +163,8 @@ def sum_norm(
 ) -> None:
     """partial, residual: [N, COLUMNS] with their row strides; out: [N, COLUMNS] contiguous; addresses: [RANKS] int64, of parts.
 
-    EACH: rows of a program, at most. SHARE: columns that each rank adds up for all; 0: in one shot. REGION: elements that a
-    program's rows have room for. TURNS, FLAGS: where they begin in a part, in words; ROWS, SUMS: in bytes. The sum is rounded
+    EACH: rows of a program, at most. SHARE: columns that each rank adds up for all. REGION: elements that a program's rows have
+    room for. TURNS, FLAGS: where they begin in a part, in words; ROWS, SUMS: in bytes. The sum is rounded
     before it is added, as it is where NCCL takes it.
     """
     release_successor(CHAINED)
@@ -108,37 +175,31 @@ def sum_norm(
     turns = _words(addresses, RANK) + TURNS + program
     wait_for_predecessor(CHAINED)
     turn = tl.load(turns) + 1
-    region = ((turn & 1) * MOST_PROGRAMS + program) * REGION
+    region = program * REGION
     for place in range(EACH):
         row = program + place * programs
         inside = (column < COLUMNS) & (row < num_rows)
         values = tl.load(partial + row * partial_stride + column, mask=inside, other=0.0)
         tl.store(_rows(addresses, RANK, DTYPE, ROWS) + region + place * COLUMNS + column, values, mask=inside)
     _meet(addresses, program, turn, FLAGS, RANK, RANKS)
-    if SHARE:
-        lane = tl.arange(0, BLOCK_SHARE)
-        shared = RANK * SHARE + lane
-        for place in range(EACH):
-            within = (lane < SHARE) & (shared < COLUMNS) & (program + place * programs < num_rows)
-            at = region + place * COLUMNS + shared
-            total = round_to(_total(addresses, at, within, BLOCK_SHARE, DTYPE, ROWS, RANKS), DTYPE)
-            for rank in tl.static_range(RANKS):
-                tl.store(_rows(addresses, rank, DTYPE, SUMS) + program * REGION + place * COLUMNS + shared, total, mask=within)
-        _meet(addresses, program, turn, FLAGS + MOST_PROGRAMS * RANKS, RANK, RANKS)
+    lane = tl.arange(0, BLOCK_SHARE)
+    shared = RANK * SHARE + lane
+    for place in range(EACH):
+        within = (lane < SHARE) & (shared < COLUMNS) & (program + place * programs < num_rows)
+        total = tl.zeros((BLOCK_SHARE,), tl.float32)
+        for rank in tl.static_range(RANKS):
+            at = _rows(addresses, rank, DTYPE, ROWS) + region + place * COLUMNS + shared
+            total += tl.load(at, mask=within, other=0.0, cache_modifier=".cg").to(tl.float32)
+        values = round_to(total, DTYPE)
+        for rank in tl.static_range(RANKS):
+            tl.store(_rows(addresses, rank, DTYPE, SUMS) + region + place * COLUMNS + shared, values, mask=within)
+    _meet(addresses, program, turn, FLAGS + MOST_PROGRAMS * RANKS, RANK, RANKS)
     for place in range(EACH):
         row = program + place * programs
         inside = (column < COLUMNS) & (row < num_rows)
-        if SHARE:
-            at = _rows(addresses, RANK, DTYPE, SUMS) + program * REGION + place * COLUMNS + column
-            values = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
-        else:
-            at = region + place * COLUMNS + column
-            values = round_to(_total(addresses, at, inside, BLOCK, DTYPE, ROWS, RANKS), DTYPE)
+        at = _rows(addresses, RANK, DTYPE, SUMS) + region + place * COLUMNS + column
+        values = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
         kept = residual + row * residual_stride + column
-        added = tl.load(kept, mask=inside, other=0.0).to(tl.float32) + values.to(tl.float32)
-        values = round_to(added, DTYPE)
-        tl.store(kept, values, mask=inside)
-        wide = values.to(tl.float32)
-        normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps), DTYPE)
-        tl.store(out + row * COLUMNS + column, round_to(normed.to(tl.float32) * scale, out.dtype.element_ty), mask=inside)
+        before = tl.load(kept, mask=inside, other=0.0)
+        _added_normed(values, before, kept, out + row * COLUMNS + column, scale, inside, eps, COLUMNS, DTYPE)
     tl.store(turns, turn)

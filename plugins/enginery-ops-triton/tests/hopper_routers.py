@@ -23,7 +23,8 @@ KINDS = (
 def main() -> None:
     for kind in KINDS:
         for logits in ("*bf16", "*fp32"):
-            types, constants = {"logits": logits, **TYPES}, {**SIZES, **kind}
+            packed = logits == "*bf16" and not kind["BIAS"] and kind["NUM_GROUPS"] == 1
+            types, constants = {"logits": logits, **TYPES}, {**SIZES, **kind, "PACKED": packed}
             signature = {name: types.get(name, "constexpr") for name in route.arg_names}
             source = ASTSource(fn=route, signature=signature, constexprs=constants)
             made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=1, launch_pdl=True))

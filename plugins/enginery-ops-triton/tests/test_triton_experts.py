@@ -104,10 +104,24 @@ def test_of_equal_scores_the_first_experts_are_taken_and_of_equal_groups_the_fir
     assert found.ids.tolist() == [[0, 1, 2, 3], [9, 14, 8, 10], [0, 1, 2, 3]]
 
 
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_two_bytes_are_ranked_by_size_and_of_equal_ones_the_first_expert(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(2)
+    logits = torch.randint(-3, 4, (5, 512)).to(dtype) / 2  # each number some 70 times, also negative
+    routing = Routing(top_k=100, renormalise=True)
+    expected = logits.float().sort(dim=1, descending=True, stable=True).indices[:, :100]
+    found = route(logits.to(device), None, routing, dependent_launch=chained(device))
+    assert torch.equal(found.ids.cpu().long(), expected)
+    shares = logits.double().softmax(1).gather(1, expected)
+    torch.testing.assert_close(found.weights.cpu().double(), shares / shares.sum(1, keepdim=True), atol=1e-7, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @on_devices
-def test_logits_that_are_not_numbers_still_give_experts_that_exist_and_are_different(device: str) -> None:
-    logits = torch.randn(4, 24, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_not_numbers_still_give_experts_that_exist_and_are_different(dtype: torch.dtype, device: str) -> None:
+    logits = torch.randn(4, 24, device=device).to(dtype)
     logits[0] = float("nan")
     logits[1, ::2] = float("nan")
     logits[2] = float("-inf")

@@ -56,6 +56,7 @@ def _route(
         TOP_GROUPS=routing.top_groups,
         TOP2=routing.group_score == "top2",
         SIGMOID=routing.scoring == "sigmoid",
+        PACKED=bias is None and routing.num_groups == 1 and logits.dtype.itemsize == 2,
         RENORMALISE=routing.renormalise,
         BIAS=bias is not None,
         GATED=logits.shape[1] > num_experts,

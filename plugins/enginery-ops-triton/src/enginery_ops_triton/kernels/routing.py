@@ -1,7 +1,8 @@
 """The experts of a token, one program a token: scores, groups, the best few, weights.
 
 Scores are compared by integer keys in their order, and of equal ones the lower index is taken, so that any bits in the logits, also
-NaN, give experts that exist. A warp has one instruction for the largest or smallest of its integers of 32 bits.
+NaN, give experts that exist. A warp has one instruction for the largest or smallest of its integers of 32 bits. Logits of two bytes
+that rank as their scores do leave room for the index in the key, so that one such instruction finds an expert, and not two.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
 
 LEAST_KEY = tl.constexpr(-(1 << 31))  # less than any other
-BEHIND_ALL = tl.constexpr((1 << 31) - 1)  # no expert's index
+BEHIND_ALL = tl.constexpr((1 << 31) - 1)  # no expert's index, and no packed key
+LAST_INDEX = tl.constexpr(0xFFFE)  # that a packed key has room for
 
 
 @kernel
@@ -20,6 +22,14 @@ def ranking_key(value: tl.tensor, inside: tl.tensor) -> tl.tensor:
     bits = value.to(tl.int32, bitcast=True)
     ordered = tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LEAST_KEY + 1)
     return tl.where(inside, ordered, LEAST_KEY)
+
+
+@kernel
+def packed_key(logit: tl.tensor, index: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Of logits of two bytes, int32, no two alike: the larger first, of equal ones the lower index."""
+    bits = logit.to(tl.int16, bitcast=True).to(tl.int32)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    return tl.where(inside, (ordered << 16) | (LAST_INDEX - index), LEAST_KEY)
 
 
 @kernel
@@ -51,6 +61,7 @@ def route(
     TOP_GROUPS: tl.constexpr,
     TOP2: tl.constexpr,
     SIGMOID: tl.constexpr,
+    PACKED: tl.constexpr,
     RENORMALISE: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -61,7 +72,7 @@ def route(
 ) -> None:
     """logits: [T, NUM_EXPERTS] with its row stride; ids, weights: [T, NUM_COLUMNS] contiguous, the shared experts last.
 
-    GATED: behind a row's logits is the gate of its shared experts.
+    PACKED: logits are of two bytes, and rank as scores do. GATED: behind a row's logits is the gate of its shared experts.
     """
     release_successor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -73,7 +84,8 @@ def route(
     correction = tl.load(bias + expert, mask=inside, other=0.0) if BIAS else 0.0
     wait_for_predecessor(CHAINED)
     at = logits + row * row_stride
-    logit = tl.load(at + expert, mask=inside, other=float("-inf")).to(tl.float32)  # [groups, members]
+    given = tl.load(at + expert, mask=inside, other=float("-inf"))  # [groups, members]
+    logit = given.to(tl.float32)
     behind = tl.load(at + NUM_EXPERTS).to(tl.float32) if GATED else 0.0
     peak = tl.max(tl.max(logit, axis=1), axis=0)
     mass = tl.sum(tl.sum(tl.exp(logit - peak), axis=1), axis=0)
@@ -92,21 +104,24 @@ def route(
             chosen = chosen | now
             group_key = tl.where(now, LEAST_KEY, group_key)
         ranked = tl.where(chosen[:, None], ranked, float("-inf"))
-    key = ranking_key(ranked, inside)
     place = tl.arange(0, BLOCK_TOP)
     picked = tl.zeros((BLOCK_TOP,), dtype=tl.int32)
-    value = tl.zeros((BLOCK_TOP,), dtype=tl.int32)
-    for step in range(TOP_K):
-        top = tl.max(tl.max(key, axis=1), axis=0)
-        first = tl.min(first_of(key, expert, top), axis=0)
-        picked = tl.where(place == step, first, picked)
-        value = tl.where(place == step, top, value)
-        key = tl.where(expert == first, LEAST_KEY, key)
+    if PACKED:
+        key = packed_key(given, expert, inside)
+        top = BEHIND_ALL
+        for step in range(TOP_K):
+            below = tl.max((key - top).to(tl.uint32, bitcast=True), axis=1)  # the next below: of others it is less
+            top += tl.max(below, axis=0).to(tl.int32, bitcast=True)
+            picked = tl.where(place == step, LAST_INDEX - (top & 0xFFFF), picked)
+    else:
+        key = ranking_key(ranked, inside)
+        for step in range(TOP_K):
+            top = tl.max(tl.max(key, axis=1), axis=0)
+            first = tl.min(first_of(key, expert, top), axis=0)
+            picked = tl.where(place == step, first, picked)
+            key = tl.where(expert == first, LEAST_KEY, key)
     wanted = place < TOP_K
-    if BIAS or NUM_GROUPS > 1:
-        weight = score_of(tl.load(at + picked, mask=wanted, other=0.0).to(tl.float32), peak, mass, SIGMOID)
-    else:  # a key is its score
-        weight = tl.where(value < 0, value ^ 0x7FFFFFFF, value).to(tl.float32, bitcast=True)
+    weight = score_of(tl.load(at + picked, mask=wanted, other=0.0).to(tl.float32), peak, mass, SIGMOID)
     if RENORMALISE:
         weight /= tl.sum(tl.where(wanted, weight, 0.0), axis=0) + 1e-20
     columns = row * NUM_COLUMNS + place

@@ -80,10 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workload")
     parser.add_argument("--steps", nargs="+", default=["4:6", "60:10"], metavar="FIRST:COUNT")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, of which the first is profiled")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     workload = find_workload(asked.workload)
-    options = dataclasses.replace(with_room(EngineOptions(dtype="bfloat16"), workload), model=workload.shape, load_format="dummy")
+    asked_options = EngineOptions(dtype="bfloat16", tp=asked.tp)
+    options = dataclasses.replace(with_room(asked_options, workload), model=workload.shape, load_format="dummy")
     windows = []
     with checkpoint_folder(options) as named, LLM(**vars(named)) as llm:
         step = llm._engine.step

@@ -26,11 +26,12 @@ from enginery.bench.workloads import Workload, find_workload, shapes
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
 from enginery.worker.paths.decode_graphs import CudaCapture
+from enginery.worker.ranks.collectives import HeadColumns
 from enginery.worker.ranks.gloo import Group, Standing, open_store
 from enginery.worker.ranks.nccl import DeviceGroup
 from enginery.worker.ranks.peers import Peers
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.sum_norm import FEW_BYTES, NUM_BYTES, SumNorm
+from enginery_ops_triton.peer_ops import FEW_BYTES, NUM_BYTES, TritonPeerOps
 
 BIG = {
     **shapes()["llama-3.1-8b"],
@@ -53,6 +54,7 @@ KERNELS = {
     "by shares": 0,
 }  # `few_bytes`; 64 rows and more are always added up by shares
 ROWS, COLUMNS, EPS = (1, 8, 16, 32, 64, 256, 512, 4096), 8192, 1e-5
+BEST_ROWS, VOCABULARY = (1, 8, 64, 256), 128_256
 REPEATS, SUMS_IN_A_GRAPH = 20, 16
 
 
@@ -102,9 +104,11 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
     store, standing = open_store(meeting, ranks), Standing()
     host = Group(store, "host", rank=rank, size=ranks, standing=standing)
     group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
-    peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, SumNorm]()
+    peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, TritonPeerOps]()
     if peers.are_in_reach():  # 0: whatever is taken, by shares
-        kernels = {name: SumNorm(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few) for name, few in KERNELS.items()}
+        kernels = {
+            name: TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few) for name, few in KERNELS.items()
+        }
     ops, capture = TritonOps(dependent_launch=True), CudaCapture(device)
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
     for rows in ROWS:
@@ -117,8 +121,8 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
 
         ways: dict[str, Callable[[], torch.Tensor]] = {"NCCL": by_nccl}
         for name, kernel in kernels.items():
-            if kernel.takes(own, residual, weight):
-                ways[name] = functools.partial(kernel, own, residual, weight, EPS)
+            if kernel.takes_sum(own, residual, weight):
+                ways[name] = functools.partial(kernel.add_rms_norm, own, residual, weight, EPS)
         total = sum(each.double() for each in partials)
         wanted = (total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt()).to(device)
         row: dict[str, Any] = {"ranks": ranks, "rows": rows, "bytes": own.nbytes}
@@ -126,6 +130,19 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
             residual.zero_()
             row[f"{name}: largest error"] = float((way().double() - wanted).abs().max())
             graph = capture(lambda way=way: [way() for _ in range(SUMS_IN_A_GRAPH)] and None)
+            row[f"{name}, us"] = _replayed_us(graph.replay, group) / SUMS_IN_A_GRAPH
+        if rank == 0:
+            results.append(row)
+            print(row, file=sys.stderr, flush=True)
+    for rows in BEST_ROWS if kernels else ():
+        torch.manual_seed(rows)
+        logits, width = torch.randn(rows, VOCABULARY, device=device).bfloat16(), VOCABULARY // ranks
+        group.from_first(logits)
+        own, row = logits[:, rank * width :][:, :width].contiguous(), {"ranks": ranks, "rows": rows, "best of columns": VOCABULARY}
+        for name, peer_ops in (("NCCL", None), ("kernel", kernels["kernel"])):
+            best = functools.partial(HeadColumns(group, VOCABULARY, peer_ops).best, own)
+            row[f"{name}: finds the best"] = bool((best() == logits.argmax(-1)).all())
+            graph = capture(lambda best=best: [best() for _ in range(SUMS_IN_A_GRAPH)] and None)
             row[f"{name}, us"] = _replayed_us(graph.replay, group) / SUMS_IN_A_GRAPH
         if rank == 0:
             results.append(row)

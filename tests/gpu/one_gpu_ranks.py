@@ -37,13 +37,13 @@ class OneGpuGroup:
 
     def __init__(self, store: MeetingStore, name: str, *, rank: int, size: int, standing: Standing, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        assert TRITON.sum_norm is not None
+        assert TRITON.peer_ops is not None
         beside = Group(store, f"{name}, on the host", rank=rank, size=size, standing=standing)
         peers = Peers(store, beside, ParallelFacts(tensor_rank=rank, tensor_size=size), device)
-        memory: PeerMemory = peers.memory(TRITON.sum_norm.num_bytes)
-        self._sum_norm = TRITON.sum_norm.bind(memory)
+        memory: PeerMemory = peers.memory(TRITON.peer_ops.num_bytes)
+        self.peer_ops = TRITON.peer_ops.bind(memory)
         self._weight = torch.ones(WIDTH, device=device)
-        standing.on_sever(self._sum_norm.end)
+        standing.on_sever(self.peer_ops.end)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         count = x.numel()
@@ -51,8 +51,8 @@ class OneGpuGroup:
         rows.view(-1)[:count] = x.reshape(-1)
         for block in rows.split(1024):
             total = torch.zeros_like(block)
-            assert self._sum_norm.takes(block, total, self._weight)
-            self._sum_norm(block, total, self._weight, 1.0)
+            assert self.peer_ops.takes_sum(block, total, self._weight)
+            self.peer_ops.add_rms_norm(block, total, self._weight, 1.0)
             block.copy_(total)
         return rows.view(-1)[:count].view(x.shape).to(x.dtype)
 

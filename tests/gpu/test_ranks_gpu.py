@@ -110,7 +110,7 @@ def test_two_ranks_on_one_gpu_tell_what_transformers_tells(
     oracle = write_oracle(family, ALL_FAMILIES[family])
     alone = sampled(Engine.build(asked(oracle, graphs=graphs), registry), oracle)
     engine = one_gpu(asked(oracle, tp=2, graphs=graphs), registry)
-    assert comm_of(engine).sum_norm is not None
+    assert comm_of(engine).peer_ops is not None
     assert engine._runner.sizes.graphs == ((1, 2, 4) if graphs else ())
     assert generate(engine, prompts_of(oracle), max_tokens=NUM_TOKENS) == expected_tokens(oracle)
     assert sampled(engine, oracle) == alone
@@ -168,7 +168,7 @@ def test_two_gpus_tell_what_transformers_tells(
     oracle = write_oracle(family, ALL_FAMILIES[family])
     alone = sampled(Engine.build(asked(oracle, graphs=graphs), registry), oracle)
     engine = Engine.build(asked(oracle, tp=2, graphs=graphs), registry)
-    assert (comm_of(engine).sum_norm is not None) == torch.cuda.can_device_access_peer(0, 1)
+    assert (comm_of(engine).peer_ops is not None) == torch.cuda.can_device_access_peer(0, 1)
     try:
         assert generate(engine, prompts_of(oracle), max_tokens=NUM_TOKENS) == expected_tokens(oracle)
         assert sampled(engine, oracle) == alone

@@ -224,15 +224,29 @@ class PeerMemory:
     owner: object = None
 
 
-class SumNormFn(Protocol):
-    """Takes the sum over ranks within the norm that follows it, in one kernel. All ranks call it in the same order."""
+class PeerOps(Protocol):
+    """What kernels of R ranks do together: each writes to the memory of all. All ranks call it in the same order.
 
-    def takes(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether it is to be called for these: it can, and is faster than a sum and a norm. The same answer on all ranks."""
+    They run inside of graphs. What is taken follows from sizes and types alone, so that it is the same on all ranks.
+    """
+
+    def takes_sum(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether `add_rms_norm` is to be called for these: it can, and is faster than a sum and a norm."""
         ...
 
-    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`OpTable.add_rms_norm` of the sum of all ranks' partial [N, C]: the same bits on all of them. Runs inside of graphs."""
+    def add_rms_norm(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`OpTable.add_rms_norm` of the sum of all ranks' partial [N, C]: the same bits on all of them."""
+        ...
+
+    def takes_best(self, columns: torch.Tensor) -> bool:
+        """Whether `best` is to be called for these."""
+        ...
+
+    def best(self, columns: torch.Tensor, first: int) -> torch.Tensor:
+        """Each rank's [N, V / R] of the logits -> [N] int64 on all ranks: the largest's index, of equal ones the lowest.
+
+        first: index of this rank's first column; it may have none, [N, 0]. -1 where the largest is NaN, which counts as infinite.
+        """
         ...
 
     def end(self) -> None:
@@ -241,11 +255,11 @@ class SumNormFn(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumNormSpec:
-    """`SumNormFn` on offer. num_bytes: of `PeerMemory`, of each rank. bind: imports what is heavy."""
+class PeerOpsSpec:
+    """`PeerOps` on offer. num_bytes: of `PeerMemory`, of each rank. bind: imports what is heavy."""
 
     num_bytes: int
-    bind: Callable[[PeerMemory], SumNormFn]
+    bind: Callable[[PeerMemory], PeerOps]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +279,7 @@ class OpSpec:
     weights may come; without an entry they come as plain numbers. record_calls: on CPUs; given a list, has each call that torch's
     operators do not make appended to it as (function, arguments), of this thread, until it is given None; `only_torch` where there
     are none; None: steps with its operations are not recorded. narrow_logits: `route` takes logits of the model's type and widens
-    them itself. sum_norm: for ranks on GPUs that reach each other's memory; None: sums are torch's. docs/write-an-op.md has the
+    them itself. peer_ops: for ranks on GPUs that reach each other's memory; None: NCCL. docs/write-an-op.md has the
     rules.
     """
 
@@ -278,4 +292,4 @@ class OpSpec:
     schemes: Mapping[str, frozenset[Scheme]] = field(default_factory=dict)
     record_calls: RecordCalls | None = None
     narrow_logits: bool = False
-    sum_norm: SumNormSpec | None = None
+    peer_ops: PeerOpsSpec | None = None

@@ -154,7 +154,7 @@ def build_parts(
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
-        model = met.joined(model, choice, geometry)
+        model = met.joined(model, choice, geometry, comm)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
     with phases("warm up"):
         run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
@@ -283,7 +283,7 @@ def exchange_bytes(choice: Choice) -> int:
     """What exchanges with other ranks take on a GPU: NCCL's buffers, and memory that ranks reach of each other."""
     if choice.device.type == "cpu" or choice.parallel.num_ranks == 1:
         return 0
-    return NCCL_BYTES + max((offer.spec.sum_norm.num_bytes for offer in choice.ops if offer.spec.sum_norm is not None), default=0)
+    return NCCL_BYTES + max((offer.spec.peer_ops.num_bytes for offer in choice.ops if offer.spec.peer_ops is not None), default=0)
 
 
 def _backend_bytes(choice: Choice) -> int:

@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from enginery.contracts.ops import OpSpec, PeerMemory, SumNormSpec
+from enginery.contracts.ops import OpSpec, PeerMemory, PeerOpsSpec
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.versions import HookGroup
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.records import Offer
-from enginery.worker.ranks.collectives import RankCollectives
+from enginery.worker.ranks.collectives import HeadColumns, RankCollectives
 from enginery.worker.ranks.gloo import Standing
-from enginery.worker.ranks.peers import CountedStore, Peers, bind_sum_norm
+from enginery.worker.ranks.peers import CountedStore, Peers, bind_peer_ops
 
 MOST_BYTES = 1024
 
@@ -35,6 +35,10 @@ class Doubling:
         self.calls.append("sum")
         return 2 * x
 
+    def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.calls.append("of all")
+        return [x] * self.size
+
     def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.append("own part")
         return 2 * x.chunk(self.size)[self.rank]
@@ -47,20 +51,27 @@ class Kernel:
     ended: threading.Event = field(default_factory=threading.Event)
     num_calls: int = 0
 
-    def takes(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    def takes_sum(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
         return partial.nbytes <= MOST_BYTES
 
-    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_rms_norm(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         self.num_calls += 1
         return reference_ops().add_rms_norm(2 * partial, residual, weight, eps)
+
+    def takes_best(self, columns: torch.Tensor) -> bool:
+        return columns.nbytes <= MOST_BYTES
+
+    def best(self, columns: torch.Tensor, first: int) -> torch.Tensor:
+        self.num_calls += 1
+        return columns.argmax(-1) + first
 
     def end(self) -> None:
         self.ended.set()
 
 
 def collectives(group: Doubling, **given: Any) -> RankCollectives:
-    groups = {"group": group, "everyone": group, "across": None, **given}
-    return RankCollectives(ops=reference_ops(), vocab_size=10, **groups)
+    made = {"group": group, "across": None, "head": HeadColumns(cast("Any", group), 10), **given}
+    return RankCollectives(ops=reference_ops(), **made)
 
 
 @pytest.mark.parametrize(("rows", "by_kernel"), [(1, True), (4, True), (5, False)])
@@ -69,7 +80,7 @@ def test_bytes_decide_who_sums_before_a_norm(rows: int, by_kernel: bool, of_all_
     group, kernel = Doubling(), Kernel()
     x, weight = torch.randn(rows, 64), torch.randn(64)
     residual, wanted = (torch.arange(64.0).repeat(rows, 1) for _ in range(2))
-    normed = collectives(group, sum_norm=kernel).add_rms_norm(x, residual, weight, 1e-5, of_all_lanes=of_all_lanes)
+    normed = collectives(group, peer_ops=kernel).add_rms_norm(x, residual, weight, 1e-5, of_all_lanes=of_all_lanes)
     assert (kernel.num_calls, group.calls) == ((1, []) if by_kernel else (0, ["sum"]))
     assert torch.equal(normed, reference_ops().add_rms_norm(2 * x, wanted, weight, 1e-5))
     assert torch.equal(residual, wanted)
@@ -81,9 +92,19 @@ def test_without_a_kernel_the_group_sums() -> None:
     assert group.calls == ["sum"]
 
 
+@pytest.mark.parametrize(("rows", "by_kernel"), [(1, True), (100, False)])
+def test_bytes_decide_who_finds_the_best_of_columns(rows: int, by_kernel: bool) -> None:
+    """Of 7 tokens the second of two ranks has the last three, and a column that only pads."""
+    group, kernel = Doubling(rank=1), Kernel()
+    logits = torch.arange(4.0).repeat(rows, 1)
+    found = HeadColumns(cast("Any", group), 7, kernel).best(logits)
+    assert torch.equal(found, torch.full((rows,), 6))
+    assert (kernel.num_calls, group.calls) == ((1, []) if by_kernel else (0, ["of all"]))
+
+
 def test_of_lanes_each_takes_its_own_rows_and_sums_these_alone() -> None:
     everyone, across, group, partial = Doubling(size=4), Doubling(rank=1), Doubling(), torch.randn(6, 64)
-    found = collectives(group, everyone=everyone, across=across).own_rows_sum(partial)
+    found = collectives(group, head=HeadColumns(cast("Any", everyone), 10), across=across).own_rows_sum(partial)
     assert torch.equal(found, 4 * partial[3:])
     assert (everyone.calls, across.calls, group.calls) == ([], ["own part"], ["sum"])
 
@@ -106,9 +127,9 @@ def peers(*devices: str, rank: int = 0) -> Peers:
     return Peers(cast("Any", None), cast("Any", World(devices)), ParallelFacts(tensor_rank=rank, tensor_size=len(devices)), own)
 
 
-def offer(sum_norm: SumNormSpec | None) -> Offer[OpSpec]:
+def offer(peer_ops: PeerOpsSpec | None) -> Offer[OpSpec]:
     spec = OpSpec(
-        name="made", api=(2, 0), priority=1, provides=(), refuse=lambda needs: [], load=lambda needs: {}, sum_norm=sum_norm
+        name="made", api=(2, 0), priority=1, provides=(), refuse=lambda needs: [], load=lambda needs: {}, peer_ops=peer_ops
     )
     return Offer(spec=spec, group=HookGroup.OP, name="made", plugin="made", distribution="made", version="1")
 
@@ -127,15 +148,15 @@ def test_a_rank_asks_for_the_gpus_of_all_others(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("offered", "reach", "told"),
-    [(False, True, "no chosen operations offer sum_norm"), (True, False, "the GPUs do not reach each other's memory")],
+    [(False, True, "no chosen operations offer peer_ops"), (True, False, "the GPUs do not reach each other's memory")],
 )
 def test_where_no_kernel_can_sum_the_log_says_why(
     offered: bool, reach: bool, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reach)
-    spec = SumNormSpec(num_bytes=8, bind=lambda memory: Kernel())
+    spec = PeerOpsSpec(num_bytes=8, bind=lambda memory: Kernel())
     with caplog.at_level(logging.INFO):
-        assert bind_sum_norm([offer(None), offer(spec if offered else None)], peers("0", "1"), Standing()) is None
+        assert bind_peer_ops([offer(None), offer(spec if offered else None)], peers("0", "1"), Standing()) is None
     assert told in caplog.text
 
 
@@ -161,7 +182,7 @@ def test_a_kernel_that_waits_is_ended_with_the_other_exchanges(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: True)
     kernel, standing, memory = Kernel(), Standing(), PeerMemory(rank=0, parts=())
     monkeypatch.setattr(Peers, "memory", lambda self, num_bytes: memory if num_bytes == 8 else None)
-    bound = bind_sum_norm([offer(SumNormSpec(num_bytes=8, bind=lambda given: kernel))], peers("0", "1"), standing)
+    bound = bind_peer_ops([offer(PeerOpsSpec(num_bytes=8, bind=lambda given: kernel))], peers("0", "1"), standing)
     assert bound is kernel
     assert not kernel.ended.is_set()
     standing.sever()

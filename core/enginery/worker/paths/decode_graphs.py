@@ -329,7 +329,7 @@ def _best_of(graphs: DecodeGraphs, hidden: torch.Tensor) -> _Best:
     """Of all ranks, where there are several: each keeps its own columns of the logits."""
     if isinstance(graphs.model, JoinedHead):
         columns = graphs._kept(graphs.model.columns(hidden))
-        marked = graphs.best[: len(columns)].copy_(graphs.model.best_of(columns))
+        marked = graphs.best[: len(columns)].copy_(graphs.model.shared.best(columns))
         return _Best(marked.clamp(min=0), columns, marked)
     logits = graphs._kept(graphs.results.logits(graphs.model.logits(hidden), hidden))
     best = graphs.ops.greedy(logits)

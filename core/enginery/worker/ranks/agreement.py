@@ -10,20 +10,18 @@ S items that sample, R sampled rows, V tokens that a guess is chosen from, N ten
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from enginery.contracts.step import StepInput
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import Together
-from enginery.worker.ranks.collectives import JoinedHead, best_columns, gather_columns
-
-if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
-    from enginery.worker.ranks.nccl import TensorGroup
+from enginery.worker.ranks.collectives import HeadColumns, JoinedHead
 
 _FIRST: Final = 0
 
@@ -37,17 +35,16 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Of the tensor ranks in `group`. vocab_size: V. draft_model: this rank's part of it; None where none follows."""
+    """Of the tensor ranks of `head`, of what guesses. draft_model: this rank's part of it; None where none follows."""
 
-    group: TensorGroup
-    vocab_size: int
+    head: HeadColumns
     draft_model: DraftModel | None
 
     @classmethod
-    def of(cls, head: JoinedHead, draft_model: DraftModel | None) -> Agreement:
-        """head: of the target, whose ranks these are, and whose vocabulary it is unless the draft model has one of its own."""
+    def of(cls, joined: JoinedHead, draft_model: DraftModel | None) -> Agreement:
+        """joined: of the target, whose ranks these are, and whose vocabulary it is unless the draft model has one of its own."""
         own = None if draft_model is None else draft_model.vocab_size
-        return cls(head.group, head.vocab_size if own is None else own, draft_model)
+        return cls(joined.shared if own is None else dataclasses.replace(joined.shared, vocab_size=own), draft_model)
 
     def outcome(self, step: StepInput, tokens: torch.Tensor | None = None, accepted: torch.Tensor | None = None) -> Outcome | None:
         """Of the step, on all ranks; None: none goes on from it. tokens, accepted: the first rank's; None on the others.
@@ -58,12 +55,12 @@ class Agreement:
         if not is_followed and not (step.verifies and step.states):
             return None
         num_rows, num_items = int(step.sampled_rows.sum()), len(step.sampling)
-        told = torch.zeros(num_rows + num_items, dtype=torch.int64, device=self.group.device)
+        told = torch.zeros(num_rows + num_items, dtype=torch.int64, device=self.head.group.device)
         if tokens is not None:
             told[:num_rows] = tokens
             told[num_rows:] = 0 if accepted is None else accepted
         if num_rows:
-            self.group.from_first(told)
+            self.head.group.from_first(told)
         return Outcome(told[:num_rows], told[num_rows:])
 
     def of_guesses(self, step: StepInput) -> Together:
@@ -76,9 +73,9 @@ class Agreement:
         choose: how the first rank does it, from [S, V]. greedy: it takes the likeliest, so nobody needs all columns.
         """
         if greedy:
-            return best_columns(self.group, partial, self.vocab_size).clamp(min=0)
-        logits = gather_columns(self.group, partial, self.vocab_size)
+            return self.head.best(partial).clamp(min=0)
+        logits = self.head.gather(partial)
         guesses = torch.empty(len(partial), dtype=torch.int64, device=partial.device)
-        if self.group.rank == _FIRST:
+        if self.head.group.rank == _FIRST:
             guesses.copy_(choose(logits))
-        return self.group.from_first(guesses)
+        return self.head.group.from_first(guesses)

@@ -13,32 +13,64 @@ import torch
 
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable
+from enginery.contracts.ops import OpTable, PeerOps
 from enginery.contracts.parallel import StageTensors
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import NAN_TOKEN
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
-    from enginery.contracts.ops import SumNormFn
     from enginery.worker.ranks.gloo import Group
     from enginery.worker.ranks.lanes import LaneRows
     from enginery.worker.ranks.nccl import TensorGroup
 
 
 @dataclass(frozen=True, eq=False)
-class RankCollectives:
-    """Implements `enginery.contracts.parallel.Collectives`.
+class HeadColumns:
+    """Logits of which several ranks have some columns each, V / R, the last ones filled up: brought together, or the best of them.
 
-    group: the lane's tensor ranks. everyone: those of all lanes. across: of each lane the one in this one's place, by lane; None:
-    there is one. sum_norm: takes sums within norms, of one lane; None: nobody does.
+    group: these ranks. peer_ops: finds the best of so many; None: the group exchanges what each has found.
     """
 
     group: TensorGroup
-    everyone: TensorGroup
+    vocab_size: int
+    peer_ops: PeerOps | None = None
+
+    def gather(self, partial: torch.Tensor) -> torch.Tensor:
+        """[N, V / R] of each rank -> [N, V] on the first, zeros without memory on the others. Nothing is exchanged for no rows."""
+        parts = self.group.at_first(partial) if len(partial) else []
+        if not parts:
+            return partial.new_zeros(()).expand(len(partial), self.vocab_size)
+        return torch.cat(parts, dim=-1)[:, : self.vocab_size]
+
+    def best(self, partial: torch.Tensor) -> torch.Tensor:
+        """[N, V / R] of each rank -> [N] int64: the largest's index, of equal ones the lowest. `NAN_TOKEN` where it is NaN."""
+        first = self.group.rank * partial.shape[-1]
+        own = partial[:, : max(self.vocab_size - first, 0)]
+        if self.peer_ops is not None and self.peer_ops.takes_best(own):
+            return self.peer_ops.best(own, first)
+        if not own.shape[1]:  # a rank whose columns only pad
+            own = partial.new_full((len(partial), 1), -torch.inf)
+        values, columns = own.max(dim=-1)
+        found = self.group.of_all(torch.stack((values.double(), (columns + first).double())))  # exact: there are fewer than 2^53
+        values, columns = torch.stack(found, dim=1)  # [R, N] each
+        values, winner = values.max(dim=0)
+        best = columns.gather(0, winner[None])[0].long()
+        return torch.where(values.isnan(), NAN_TOKEN, best)
+
+
+@dataclass(frozen=True, eq=False)
+class RankCollectives:
+    """Implements `enginery.contracts.parallel.Collectives`.
+
+    group: the lane's tensor ranks. across: of each lane the one in this one's place, by lane; None: there is one. head: of the
+    ranks of all lanes. peer_ops: of one lane, takes sums within norms; None: nobody does.
+    """
+
+    group: TensorGroup
     across: TensorGroup | None
     ops: OpTable
-    vocab_size: int
-    sum_norm: SumNormFn | None = None
+    head: HeadColumns
+    peer_ops: PeerOps | None = None
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, C], in place."""
@@ -56,40 +88,18 @@ class RankCollectives:
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
     ) -> torch.Tensor:
         """In one kernel where one takes so much, or the sum, then the operation."""
-        if self.sum_norm is not None and self.sum_norm.takes(partial, residual, weight):
-            return self.sum_norm(partial, residual, weight, eps)
+        if self.peer_ops is not None and self.peer_ops.takes_sum(partial, residual, weight):
+            return self.peer_ops.add_rms_norm(partial, residual, weight, eps)
         total = self.own_rows_sum(partial) if of_all_lanes else self.group.sum(partial)
         return self.ops.add_rms_norm(total, residual, weight, eps)
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
-        """[N, V] on the first rank, which samples; zeros without memory on the others. Rows are of all lanes."""
-        return gather_columns(self.everyone, partial, self.vocab_size)
+        """On the first rank, which samples. Rows are of all lanes."""
+        return self.head.gather(partial)
 
     def best(self, partial: torch.Tensor) -> torch.Tensor:
-        """[N] int64; `NAN_TOKEN` where a logit is NaN. Rows are of all lanes."""
-        return best_columns(self.everyone, partial, self.vocab_size)
-
-
-def gather_columns(group: TensorGroup, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[N, V / R] of each rank -> [N, V] on the first, and zeros without memory on the others. Nothing is exchanged for no rows."""
-    parts = group.at_first(partial) if len(partial) else []
-    if not parts:
-        return partial.new_zeros(()).expand(len(partial), vocab_size)
-    return torch.cat(parts, dim=-1)[:, :vocab_size]
-
-
-def best_columns(group: TensorGroup, partial: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[N, V / R] of each rank -> [N] int64, of the largest; of equal ones the first rank's. `NAN_TOKEN` where a logit is NaN."""
-    first = group.rank * partial.shape[-1]
-    own = partial[:, : max(vocab_size - first, 0)]
-    if not own.shape[1]:  # a rank whose columns only pad
-        own = partial.new_full((len(partial), 1), -torch.inf)
-    values, columns = own.max(dim=-1)
-    found = group.of_all(torch.stack((values.double(), (columns + first).double())))  # exact: there are fewer than 2^53
-    values, columns = torch.stack(found, dim=1)  # [R, N] each
-    values, winner = values.max(dim=0)
-    best = columns.gather(0, winner[None])[0].long()
-    return torch.where(values.isnan(), NAN_TOKEN, best)
+        """Rows are of all lanes."""
+        return self.head.best(partial)
 
 
 class JoinedHead:
@@ -101,15 +111,14 @@ class JoinedHead:
     def __init__(
         self,
         model: Model,
-        group: TensorGroup,
+        shared: HeadColumns,
         results: ModelResults,
         lanes: LaneRows | None = None,
         exchanges: Sequence[Group] = (),
     ) -> None:
-        """group: all ranks of the stage. results: what is to come of all ranks together."""
-        self.lanes, self.exchanges = lanes, exchanges
-        self._model, self.group, self.vocab_size = model, group, results.vocab_size
-        self._results = results._replace(vocab_size=-(-results.vocab_size // group.size))
+        """shared: of all ranks of the stage. results: what is to come of all ranks together."""
+        self.shared, self.lanes, self.exchanges, self._model = shared, lanes, exchanges, model
+        self._results = results._replace(vocab_size=-(-results.vocab_size // shared.group.size))
 
     def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
         """As the model does."""
@@ -117,19 +126,11 @@ class JoinedHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V], on the first rank."""
-        return self.gathered(self.columns(hidden))
+        return self.shared.gather(self.columns(hidden))
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N] int64 on all ranks: the tokens of the largest logits, `NAN_TOKEN` where one is NaN."""
-        return self.best_of(self.columns(hidden))
-
-    def gathered(self, columns: torch.Tensor) -> torch.Tensor:
-        """[N, V / R] of each rank -> [N, V], on the first rank."""
-        return gather_columns(self.group, columns, self.vocab_size)
-
-    def best_of(self, columns: torch.Tensor) -> torch.Tensor:
-        """[N, V / R] of each rank -> [N] int64 on all ranks: as `best`."""
-        return best_columns(self.group, columns, self.vocab_size)
+        return self.shared.best(self.columns(hidden))
 
     @property
     def width(self) -> int:

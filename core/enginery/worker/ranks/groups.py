@@ -16,15 +16,15 @@ from enginery import __version__
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import ParallelFacts
+from enginery.contracts.parallel import Collectives, ParallelFacts
 from enginery.errors import ConfigError, Unsupported
 from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
-from enginery.worker.ranks.collectives import JoinedHead, RankCollectives
+from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, RankCollectives
 from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
-from enginery.worker.ranks.peers import Peers, bind_sum_norm
+from enginery.worker.ranks.peers import Peers, bind_peer_ops
 from enginery.worker.ranks.stages import LastStage, StageLinks
 from enginery.worker.weights.shares import stage_of
 
@@ -85,11 +85,12 @@ class RankGroups:
 
     def collectives(self, ops: OpTable, choice: Choice) -> RankCollectives:
         """Among the ranks of the stage. On GPUs of one host that reach each other's memory, with sums in the norms behind them."""
-        sum_norm = None
+        peer_ops = None
         if self._is_one_host and self.tensor.device.type != "cpu" and self.parallel.num_lanes == 1:
             peers = Peers(self._store, self.world, self.parallel, self.tensor.device)
-            sum_norm = bind_sum_norm(choice.ops, peers, self._standing)
-        return RankCollectives(self.tensor, self.everyone, self._across, ops, choice.facts.vocab_size, sum_norm)
+            peer_ops = bind_peer_ops(choice.ops, peers, self._standing)
+        head = HeadColumns(self.everyone, choice.facts.vocab_size, peer_ops)
+        return RankCollectives(self.tensor, self._across, ops, head, peer_ops)
 
     def links(self, choice: Choice) -> StageLinks:
         """Between this stage and its neighbours."""
@@ -100,7 +101,7 @@ class RankGroups:
         """The rows of this lane and of the others; None: there is one."""
         return None if self._across is None else LaneRows(self._across, geometry)
 
-    def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
         """Of the last stage; on the others there is nothing to join."""
         if not self.parallel.is_last_stage:
             return model
@@ -108,8 +109,9 @@ class RankGroups:
             model = LastStage(model, self.links(choice))
         if self.everyone.size == 1:
             return model
+        assert isinstance(comm, RankCollectives), "they are this rank's"
         exchanges = [group for group in (self.tensor, self._across) if isinstance(group, Group)]
-        return JoinedHead(model, self.everyone, choice.results, self.lanes(geometry), exchanges)
+        return JoinedHead(model, comm.head, choice.results, self.lanes(geometry), exchanges)
 
 
 def refuse_for_ranks(choice: Choice) -> None:

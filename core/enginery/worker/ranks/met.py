@@ -28,8 +28,8 @@ class Met(Protocol):
         """What the model exchanges."""
         ...
 
-    def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:
-        """The model of this rank, with what arrives from the stage before, and the logits of all ranks."""
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
+        """The model of this rank, with what arrives from the stage before, and the logits of all ranks. comm: its collectives."""
         ...
 
 
@@ -45,5 +45,5 @@ class Alone:
     def collectives(self, ops: OpTable, choice: Choice) -> Collectives:
         return SingleRank(ops)
 
-    def joined(self, model: Model, choice: Choice, geometry: KVGeometry) -> Model:
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
         return model

@@ -53,4 +53,4 @@ class GatheredLogits:
         forwarded, count = self._graphs.forward(step, batch), int(step.sampled_rows.sum())
         assert forwarded.logits is not None, "graphs leave logits"
         columns = forwarded.logits[:count]
-        return forwarded._replace(logits=columns[:, :0] if step.run.tokens_only else self._head.gathered(columns))
+        return forwarded._replace(logits=columns[:, :0] if step.run.tokens_only else self._head.shared.gather(columns))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, _register_process_group, _SymmetricMemory
 
-from enginery.contracts.ops import OpSpec, PeerMemory, SumNormFn
+from enginery.contracts.ops import OpSpec, PeerMemory, PeerOps
 from enginery.contracts.parallel import ParallelFacts
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
@@ -86,18 +86,18 @@ class Peers:
         return PeerMemory(rank=rank, parts=parts, owner=(own, shared, group, store))
 
 
-def bind_sum_norm(ops: Sequence[Offer[OpSpec]], peers: Peers, standing: Standing) -> SumNormFn | None:
+def bind_peer_ops(ops: Sequence[Offer[OpSpec]], peers: Peers, standing: Standing) -> PeerOps | None:
     """Of the first that offers it. None, with the reason in the log: nobody does, or GPUs do not reach each other's memory."""
-    offer = next((offer for offer in ops if offer.spec.sum_norm is not None), None)
-    if offer is None or offer.spec.sum_norm is None:
-        log.info("sums of ranks are NCCL's: no chosen operations offer sum_norm")
+    offer = next((offer for offer in ops if offer.spec.peer_ops is not None), None)
+    if offer is None or offer.spec.peer_ops is None:
+        log.info("sums of ranks are NCCL's: no chosen operations offer peer_ops")
         return None
     if not peers.are_in_reach():
         log.warning("sums of ranks are NCCL's: the GPUs do not reach each other's memory; engine doctor says which")
         return None
-    memory = peers.memory(offer.spec.sum_norm.num_bytes)
-    with inside(offer, "bind sum_norm"):
-        bound = offer.spec.sum_norm.bind(memory)
+    memory = peers.memory(offer.spec.peer_ops.num_bytes)
+    with inside(offer, "bind peer_ops"):
+        bound = offer.spec.peer_ops.bind(memory)
     standing.on_sever(bound.end)
     log.info("sums of ranks before norms are taken by %s, where it takes so much, and NCCL's else", offer.source)
     return bound

@@ -21,11 +21,28 @@ _MISSING_BITS: Final = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 def greedy_sample(logits: torch.Tensor, *, dependent_launch: bool) -> torch.Tensor:
     """The index of each row's largest logit, the lowest of equal ones: [N, V] -> [N] int64."""
+    values, indices = best_of_blocks(logits, dependent_launch=dependent_launch)
+    num_rows, num_blocks = values.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    sampling.best_of_blocks[(num_rows,)](
+        values,
+        indices,
+        tokens,
+        num_blocks,
+        BLOCK=next_power_of_2(num_blocks),
+        CHAINED=dependent_launch,
+        num_warps=1,
+        launch_pdl=dependent_launch,
+    )
+    return tokens
+
+
+def best_of_blocks(logits: torch.Tensor, *, dependent_launch: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each block of a row of [N, V], as float32, and its index, int32: [N, blocks] both. One block of no columns."""
     num_rows, vocab_size = logits.shape
-    num_blocks = -(-vocab_size // ARGMAX_BLOCK)
+    num_blocks = max(-(-vocab_size // ARGMAX_BLOCK), 1)
     values = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     indices = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     sampling.best_of_block[(num_rows, num_blocks)](
         logits,
         values,
@@ -38,17 +55,7 @@ def greedy_sample(logits: torch.Tensor, *, dependent_launch: bool) -> torch.Tens
         num_warps=8,
         launch_pdl=dependent_launch,
     )
-    sampling.best_of_blocks[(num_rows,)](
-        values,
-        indices,
-        tokens,
-        num_blocks,
-        BLOCK=next_power_of_2(num_blocks),
-        CHAINED=dependent_launch,
-        num_warps=1,
-        launch_pdl=dependent_launch,
-    )
-    return tokens
+    return values, indices
 
 
 def sample_rows(logits: torch.Tensor, draws: SamplingTensors, *, dependent_launch: bool) -> torch.Tensor:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from enginery.api import OpNeeds, OpSpec, PeerMemory, Reason, Scheme, SumNormFn, SumNormSpec
+from enginery.api import OpNeeds, OpSpec, PeerMemory, PeerOps, PeerOpsSpec, Reason, Scheme
 
 DTYPES = ("float32", "bfloat16", "float16")
 FLOAT8_BLOCKS = Scheme(values="f8e4m3", block=(128, 128))
 FLOAT4_BLOCKS = Scheme(values="mxfp4", block=(1, 32))
 OLDEST = (8, 0)  # bfloat16 and asynchronous copies came with it
 DEPENDENT_LAUNCH = (9, 0)
-SUM_NORM_BYTES = 12_591_616  # `sum_norm.NUM_BYTES`, without its imports
+PEER_BYTES = 13_120_000  # `peer_ops.NUM_BYTES`, without its imports
 
 
 def _refuse(needs: OpNeeds) -> list[Reason]:
@@ -65,10 +65,10 @@ def _load(needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:
     return {name: getattr(ops, name) for name in PROVIDES}
 
 
-def _bind_sum_norm(memory: PeerMemory) -> SumNormFn:
-    from enginery_ops_triton.sum_norm import bind_sum_norm
+def _bind_peer_ops(memory: PeerMemory) -> PeerOps:
+    from enginery_ops_triton.peer_ops import bind_peer_ops
 
-    return bind_sum_norm(memory, dependent_launch_from=DEPENDENT_LAUNCH)
+    return bind_peer_ops(memory, dependent_launch_from=DEPENDENT_LAUNCH)
 
 
 TRITON = OpSpec(
@@ -80,5 +80,5 @@ TRITON = OpSpec(
     load=_load,
     schemes={"bind_experts": frozenset({FLOAT8_BLOCKS, FLOAT4_BLOCKS})},
     narrow_logits=True,
-    sum_norm=SumNormSpec(num_bytes=SUM_NORM_BYTES, bind=_bind_sum_norm),
+    peer_ops=PeerOpsSpec(num_bytes=PEER_BYTES, bind=_bind_peer_ops),
 )

@@ -21,7 +21,7 @@ from enginery_ops_triton.kernels.precision import round_to
 
 
 @kernel
-def _words(addresses: tl.tensor, rank: tl.constexpr) -> tl.tensor:
+def part_words(addresses: tl.tensor, rank: tl.constexpr) -> tl.tensor:
     """A rank's part as int32."""
     return tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
 
@@ -42,10 +42,10 @@ def _meet(
     part is not 0 when nobody is to be waited for any more.
     """
     tl.debug_barrier()
-    own = _words(addresses, RANK)
+    own = part_words(addresses, RANK)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            tl.atomic_xchg(_words(addresses, rank) + FLAGS + program * RANKS + RANK, turn, sem="release", scope="sys")
+            tl.atomic_xchg(part_words(addresses, rank) + FLAGS + program * RANKS + RANK, turn, sem="release", scope="sys")
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             flag = own + FLAGS + program * RANKS + rank
@@ -109,7 +109,7 @@ def sum_norm_few(
     DTYPE: tl.constexpr = partial.dtype.element_ty
     column = tl.arange(0, BLOCK * PACKED)
     scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    own, word, rank = _words(addresses, RANK), tl.arange(0, BLOCK), tl.arange(0, BLOCK_RANKS)[:, None]
+    own, word, rank = part_words(addresses, RANK), tl.arange(0, BLOCK), tl.arange(0, BLOCK_RANKS)[:, None]
     there = (rank < RANKS) & (word < COLUMNS // PACKED)[None, :]
     parts = (tl.load(addresses + rank, mask=rank < RANKS, other=0) + WORDS).to(tl.pointer_type(tl.int64))
     arriving = _rows(addresses, RANK, tl.int64, WORDS) + rank * REGION + word[None, :]
@@ -172,7 +172,7 @@ def sum_norm(
     DTYPE: tl.constexpr = partial.dtype.element_ty
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    turns = _words(addresses, RANK) + TURNS + program
+    turns = part_words(addresses, RANK) + TURNS + program
     wait_for_predecessor(CHAINED)
     turn = tl.load(turns) + 1
     region = program * REGION

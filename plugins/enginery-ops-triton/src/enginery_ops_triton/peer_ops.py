@@ -1,8 +1,8 @@
-"""Sums over ranks within the norm behind them, as the core calls them: what is taken, by which kernel, and where it lies.
+"""What kernels of several ranks do together, as the core calls it: what is taken, by which kernel, and where it lies.
 
-    a part    [ end | turns | flags of both meetings | rows | sums | words of few rows, twice ]
+    a part    [ end | turns | flags of both meetings | rows | sums | words of few rows, twice | best: turns | words, twice ]
 
-N rows, C columns, R ranks.
+N rows, C columns, R ranks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Final
 import torch
 
 from enginery.api import PeerMemory
-from enginery_ops_triton.kernels import sums
+from enginery_ops_triton.kernels import best_of_ranks, sums
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.sampling import best_of_blocks
 
 MOST_PROGRAMS: Final = 64  # fewer than multiprocessors: all run at once
 MOST_RANKS: Final = 16
@@ -22,25 +23,28 @@ FEW_BYTES: Final = 128 << 10  # of rows that every rank sends to all, each word 
 FEW_ROW_BYTES: Final = 16 << 10
 FEW_SLOTS: Final = 64  # programs times ranks
 MOST_COLUMNS: Final = 16384
+MOST_BEST_ROWS: Final = 1024
 _TURNS: Final = 64  # words; the first is not 0 at the end
 _FLAGS: Final = _TURNS + MOST_PROGRAMS
 _ROWS: Final = 4 * (_FLAGS + 2 * MOST_PROGRAMS * MOST_RANKS)
 _SUMS: Final = _ROWS + MOST_PROGRAMS * REGION_BYTES
 _WORDS: Final = _SUMS + MOST_PROGRAMS * REGION_BYTES
 _SLOT_WORDS: Final = FEW_ROW_BYTES // 4  # of 8 bytes, 4 of them a row's
-NUM_BYTES: Final = _WORDS + 2 * FEW_SLOTS * 8 * _SLOT_WORDS
+_BEST_TURNS: Final = _WORDS + 2 * FEW_SLOTS * 8 * _SLOT_WORDS
+_BEST_WORDS: Final = _BEST_TURNS + 4 * MOST_BEST_ROWS
+NUM_BYTES: Final = _BEST_WORDS + 2 * MOST_BEST_ROWS * MOST_RANKS * 16
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def bind_sum_norm(memory: PeerMemory, *, dependent_launch_from: tuple[int, int]) -> SumNorm:
+def bind_peer_ops(memory: PeerMemory, *, dependent_launch_from: tuple[int, int]) -> TritonPeerOps:
     """dependent_launch_from: the compute capability that has it."""
     device = memory.parts[memory.rank].device
     chained = device.type == "cuda" and torch.cuda.get_device_capability(device) >= dependent_launch_from
-    return SumNorm(memory, dependent_launch=chained)
+    return TritonPeerOps(memory, dependent_launch=chained)
 
 
-class SumNorm:
-    """Implements `SumNormFn`."""
+class TritonPeerOps:
+    """Implements `PeerOps`."""
 
     def __init__(self, memory: PeerMemory, *, dependent_launch: bool, few_bytes: int = FEW_BYTES) -> None:
         """memory: of `NUM_BYTES`. few_bytes: up to which all ranks send their rows to all."""
@@ -52,7 +56,7 @@ class SumNorm:
         if own.device.type == "cuda":
             self._is_over, self._beside = self._is_over.pin_memory(), torch.cuda.Stream(own.device)  # type: ignore[no-untyped-call]
 
-    def takes(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    def takes_sum(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
         """Rows of up to 4 MiB in all, 64 KiB for each program, of a type that is the residual's too."""
         if partial.dim() != 2 or residual.dim() != 2 or weight.dim() != 1 or len(self._memory.parts) > MOST_RANKS:
             return False
@@ -61,7 +65,7 @@ class SumNorm:
         each = -(-num_rows // MOST_PROGRAMS) * columns * partial.element_size()
         return alike and 0 < each <= REGION_BYTES and columns <= MOST_COLUMNS and columns * partial.element_size() % 16 == 0
 
-    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_rms_norm(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[N, C] -> [N, C]."""
         num_rows, columns = partial.shape
         out = torch.empty((num_rows, columns), dtype=torch.promote_types(residual.dtype, weight.dtype), device=partial.device)
@@ -110,6 +114,38 @@ class SumNorm:
             **alike,
         )
         return out
+
+    def takes_best(self, columns: torch.Tensor) -> bool:
+        """As many rows as have places for their words."""
+        return 0 < len(columns) <= MOST_BEST_ROWS and len(self._memory.parts) <= MOST_RANKS
+
+    def best(self, columns: torch.Tensor, first: int) -> torch.Tensor:
+        """[N, V / R] -> [N] int64."""
+        num_rows, num_ranks = len(columns), len(self._memory.parts)
+        values, indices = best_of_blocks(columns, dependent_launch=self._dependent_launch)
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=columns.device)
+        best_of_ranks.best_of_ranks[(num_rows,)](
+            columns,
+            values,
+            indices,
+            tokens,
+            self._addresses,
+            columns.stride(0),
+            values.shape[1],
+            first,
+            COLUMNS=columns.shape[1],
+            BLOCK=next_power_of_2(values.shape[1]),
+            RANK=self._memory.rank,
+            RANKS=num_ranks,
+            BLOCK_RANKS=next_power_of_2(num_ranks),
+            MOST_ROWS=MOST_BEST_ROWS,
+            TURNS=_BEST_TURNS // 4,
+            WORDS=_BEST_WORDS,
+            CHAINED=self._dependent_launch,
+            num_warps=1,
+            launch_pdl=self._dependent_launch,
+        )
+        return tokens
 
     def _are_few(self, num_rows: int, row_bytes: int) -> bool:
         """Whether they are sent to all ranks."""

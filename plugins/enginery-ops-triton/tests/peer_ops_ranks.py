@@ -1,4 +1,4 @@
-"""Ranks that take sums within norms, each a process in Triton's interpreter, over memory that they share: `python .. RANKS`.
+"""Ranks that take sums within norms and find best tokens, each a process in the interpreter, over shared memory: `python .. RANKS`.
 
 What each gave is compared with float64, and with the other ranks bit by bit.
 """
@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from enginery.api import PeerMemory
 from enginery_ops_triton.kernels import sums
-from enginery_ops_triton.sum_norm import NUM_BYTES, SumNorm
+from enginery_ops_triton.peer_ops import NUM_BYTES, TritonPeerOps
 
 CALLS = [  # rows, columns, dtype: in turns of all kinds, so that places are written again soon after they were read
     (3, 64, torch.float32),
@@ -33,6 +33,12 @@ CALLS = [  # rows, columns, dtype: in turns of all kinds, so that places are wri
     (8, 8192, torch.bfloat16),
     (1, 24, torch.bfloat16),
 ]
+BEST = [  # rows, vocabulary, dtype; the last rank may have no column
+    (3, 64, torch.float32),
+    (1, 9000, torch.bfloat16),
+    (9, 4, torch.float32),
+    (3, 64, torch.bfloat16),
+]
 EPS = 1e-5
 LATE_S, LATE_PART = 0.02, 0.2
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -46,26 +52,49 @@ def given(call: int, num_ranks: int) -> tuple[list[torch.Tensor], torch.Tensor, 
     return partials, torch.randn(rows, columns).to(dtype), torch.randn(columns).to(dtype)
 
 
-def run(rank: int, parts: tuple[torch.Tensor, ...], results: list[list[torch.Tensor]]) -> None:
+def logits_of(call: int) -> torch.Tensor:
+    """[N, V], with equal largest ones, and rows of minus infinity and with a NaN."""
+    rows, vocab, dtype = BEST[call]
+    torch.manual_seed(call)
+    logits = torch.randint(-4, 4, (rows, vocab)).to(dtype)
+    logits[1:2] = -torch.inf
+    logits[2:3, vocab // 2] = torch.nan
+    return logits
+
+
+def wanted_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """[N] int64: float64's, the first of equal ones, -1 where there is a NaN."""
+    wide = logits.double()
+    best = (wide == wide.nan_to_num(torch.inf, neginf=-torch.inf).amax(-1, keepdim=True)).int().argmax(-1)
+    return torch.where(wide.isnan().any(-1), -1, best)
+
+
+def run(rank: int, parts: tuple[torch.Tensor, ...], results: list[list[torch.Tensor]], tokens: list[list[torch.Tensor]]) -> None:
     torch.set_num_threads(1)
     if rank:  # the first is far ahead then, and would write where the others still read, if it took the same place in each turn
         rows, often = sums._rows, random.Random(rank)
         sums._rows = lambda *values: time.sleep(LATE_S * (often.random() < LATE_PART)) or rows(*values)
-    bound = SumNorm(PeerMemory(rank=rank, parts=parts), dependent_launch=False)
+    bound = TritonPeerOps(PeerMemory(rank=rank, parts=parts), dependent_launch=False)
     for call in range(len(CALLS)):
         partials, residual, weight = given(call, len(parts))
         wider = torch.full((len(residual), residual.shape[1] + 16), 7.0, dtype=residual.dtype)
         wider[:, : residual.shape[1]] = residual
         kept = wider[:, : residual.shape[1]]
-        assert bound.takes(partials[rank], kept, weight)
-        normed = bound(partials[rank], kept, weight, EPS)
+        assert bound.takes_sum(partials[rank], kept, weight)
+        normed = bound.add_rms_norm(partials[rank], kept, weight, EPS)
         results[call][rank].copy_(torch.stack((kept, normed)))
+        logits = logits_of(place := call % len(BEST))
+        width = -(-logits.shape[1] // len(parts))
+        own = logits[:, rank * width : (rank + 1) * width]
+        assert bound.takes_best(own)
+        tokens[place][rank].copy_(bound.best(own, rank * width))
 
 
 def main(num_ranks: int) -> None:
     parts = tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8).share_memory_() for _ in range(num_ranks))
     results = [[torch.zeros(2, rows, columns, dtype=dtype).share_memory_() for _ in parts] for rows, columns, dtype in CALLS]
-    mp.start_processes(run, (parts, results), nprocs=num_ranks, start_method="fork")  # type: ignore[no-untyped-call]
+    tokens = [[torch.full((rows,), -2).share_memory_() for _ in parts] for rows, _, _ in BEST]
+    mp.start_processes(run, (parts, results, tokens), nprocs=num_ranks, start_method="fork")  # type: ignore[no-untyped-call]
     for call, found in enumerate(results):
         partials, residual, weight = given(call, num_ranks)
         assert all(torch.equal(each, found[0]) for each in found), f"ranks differ in call {call}"
@@ -73,6 +102,9 @@ def main(num_ranks: int) -> None:
         normed = summed * (summed.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * weight.double()
         tolerance = TOLERANCES[residual.dtype]
         torch.testing.assert_close(found[0].double(), torch.stack((summed, normed)), atol=tolerance, rtol=tolerance)
+    for call, told in enumerate(tokens):
+        wanted = wanted_tokens(logits_of(call))
+        assert all(torch.equal(each, wanted) for each in told), f"best tokens of {BEST[call]}: {told}, not {wanted}"
     print(f"{num_ranks} ranks agree")
 
 

@@ -1,4 +1,4 @@
-"""Sums over ranks within norms: ranks are processes in the interpreter, and streams on a GPU, which has the parts of all."""
+"""Sums within norms and best tokens of ranks: they are processes in the interpreter, and streams on a GPU, which has all parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from enginery.api import PeerMemory
-from enginery_ops_triton.spec import SUM_NORM_BYTES
-from enginery_ops_triton.sum_norm import NUM_BYTES, SumNorm
+from enginery_ops_triton.peer_ops import NUM_BYTES, TritonPeerOps
+from enginery_ops_triton.spec import PEER_BYTES
 
 HERE = Path(__file__).parent
 EPS = 1e-5
@@ -22,14 +22,14 @@ SIZES = [(1, 24), (3, 64), (70, 520), (1, 4096), (8, 4096), (9, 8192), (64, 4096
 
 
 def test_the_stated_size_is_what_parts_have() -> None:
-    assert SUM_NORM_BYTES == NUM_BYTES
+    assert PEER_BYTES == NUM_BYTES
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int) -> None:
     """Few rows and more, of several types, in turns, over memory of processes that wait for each other."""
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "sum_norm_ranks.py"), str(num_ranks)]
+    command = [sys.executable, str(HERE / "peer_ops_ranks.py"), str(num_ranks)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
     assert done.stdout == f"{num_ranks} ranks agree\n", done.stderr
 
@@ -38,18 +38,18 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     """In a process of its own, where triton is imported for the compiler."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, str(HERE / "hopper_sums.py")]
+    command = [sys.executable, str(HERE / "hopper_peer_ops.py")]
     made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=False)
     assert made.stdout == "compiled\n", made.stderr
 
 
 def test_what_is_taken_follows_from_sizes_and_types() -> None:
     """The same on all ranks: nothing else is looked at."""
-    bound = SumNorm(PeerMemory(rank=0, parts=(torch.zeros(NUM_BYTES, dtype=torch.uint8),) * 2), dependent_launch=False)
+    bound = TritonPeerOps(PeerMemory(rank=0, parts=(torch.zeros(NUM_BYTES, dtype=torch.uint8),) * 2), dependent_launch=False)
 
     def takes(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, residual: torch.dtype | None = None) -> bool:
         x, kept = torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns, dtype=residual or dtype)
-        return bound.takes(x, kept, torch.empty(columns, dtype=dtype))
+        return bound.takes_sum(x, kept, torch.empty(columns, dtype=dtype))
 
     assert takes(1, 4096)
     assert takes(512, 4096)  # 4 MiB
@@ -61,7 +61,11 @@ def test_what_is_taken_follows_from_sizes_and_types() -> None:
     assert not takes(1, 4100, torch.bfloat16)  # rows that begin anywhere
     assert not takes(1, 4096, residual=torch.float32)
     assert not takes(1, 4096, torch.float64)
-    assert not bound.takes(torch.empty(4096, 4, dtype=torch.bfloat16).t(), torch.empty(4, 4096), torch.empty(4096))
+    assert bound.takes_best(torch.empty(1024, 8))
+    assert bound.takes_best(torch.empty(1, 0))
+    assert not bound.takes_best(torch.empty(1025, 8))
+    assert not bound.takes_best(torch.empty(0, 8))
+    assert not bound.takes_sum(torch.empty(4096, 4, dtype=torch.bfloat16).t(), torch.empty(4, 4096), torch.empty(4096))
 
 
 class OneDevice:
@@ -69,7 +73,7 @@ class OneDevice:
 
     def __init__(self, num_ranks: int) -> None:
         self.parts = tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8, device="cuda") for _ in range(num_ranks))
-        self.ranks = [SumNorm(PeerMemory(rank=rank, parts=self.parts), dependent_launch=True) for rank in range(num_ranks)]
+        self.ranks = [TritonPeerOps(PeerMemory(rank=rank, parts=self.parts), dependent_launch=True) for rank in range(num_ranks)]
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
 
     def load(self, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -80,7 +84,7 @@ class OneDevice:
         torch.cuda.synchronize()
         for rank, stream in zip(self.ranks, self.streams, strict=True):
             with torch.cuda.stream(stream):  # which has memory for results then
-                rank(x, x.clone(), weight, EPS)
+                rank.add_rms_norm(x, x.clone(), weight, EPS)
         torch.cuda.synchronize()
         for part in self.parts:
             part.zero_()
@@ -91,7 +95,7 @@ class OneDevice:
         found = []
         for rank, stream in enumerate(self.streams):
             with torch.cuda.stream(stream):
-                found.append(self.ranks[rank](partials[rank], residuals[rank], weight, EPS))
+                found.append(self.ranks[rank].add_rms_norm(partials[rank], residuals[rank], weight, EPS))
         return found
 
 
@@ -122,6 +126,43 @@ def test_streams_of_a_gpu_give_what_float64_gives(num_ranks: int, dtype: torch.d
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 128_256), (5, 151_669), (32, 1000)])
+def test_streams_of_a_gpu_find_the_best_of_all_columns(num_ranks: int, rows: int, vocab: int) -> None:
+    """In graphs, again and again; one logit is NaN, and of two equal ones the first is found."""
+    device, width = OneDevice(num_ranks), -(-vocab // num_ranks)
+    for part in device.parts:
+        part[:4] = 1  # nobody waits while kernels are loaded
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    graphs, found = [], []
+    for rank, stream in enumerate(device.streams):
+        own = logits[:, rank * width : (rank + 1) * width]
+        with torch.cuda.stream(stream):
+            device.ranks[rank].best(own, rank * width)
+        torch.cuda.synchronize()
+    for part in device.parts:
+        part.zero_()
+    for rank, stream in enumerate(device.streams):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found.append(device.ranks[rank].best(logits[:, rank * width : (rank + 1) * width], rank * width))
+        graphs.append(graph)
+    for replay in range(20):
+        logits.copy_(torch.randn(rows, vocab, device="cuda"))
+        logits[-1, vocab // 2] = torch.nan if replay % 2 else 100
+        logits[-1, vocab - 1] = 100
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, device.streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        wanted = (logits == logits.nan_to_num(torch.inf).amax(-1, keepdim=True)).int().argmax(-1)
+        wanted[-1] = -1 if replay % 2 else vocab // 2
+        assert all(torch.equal(each, wanted) for each in found), f"replay {replay}"
+
+
+@pytest.mark.gpu
 def test_graphs_are_replayed_as_often_as_one_likes() -> None:
     """Sums of two sizes in one graph of each rank, so that places are taken in turn within it and from replay to replay."""
     num_ranks, dtype, columns = 2, torch.bfloat16, 4096
@@ -136,7 +177,7 @@ def test_graphs_are_replayed_as_often_as_one_likes() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for rows in (4, 64, 4):
-                device.ranks[rank](x[rows][rank], kept[rows][rank], weight, EPS)
+                device.ranks[rank].add_rms_norm(x[rows][rank], kept[rows][rank], weight, EPS)
         graphs.append(graph)
     for replay in range(20):
         for rows in (4, 64):
@@ -161,7 +202,7 @@ def test_a_kernel_that_waits_for_nobody_any_more_ends() -> None:
     x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16, device="cuda"), torch.ones(4096, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(device.streams[0]):
-        device.ranks[0](x, x.clone(), weight, EPS)
+        device.ranks[0].add_rms_norm(x, x.clone(), weight, EPS)
         ended = torch.cuda.Event()
         ended.record()
     time.sleep(0.2)

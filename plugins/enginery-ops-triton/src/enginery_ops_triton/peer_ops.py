@@ -16,10 +16,10 @@ from enginery_ops_triton.kernels import best_of_ranks, sums
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.sampling import best_of_blocks
 
-MOST_PROGRAMS: Final = 64  # fewer than multiprocessors: all run at once
+MOST_PROGRAMS: Final = 128  # fewer than multiprocessors: all run at once
 MOST_RANKS: Final = 16
-REGION_BYTES: Final = 64 << 10  # of a program's rows
-FEW_BYTES: Final = 128 << 10  # of rows that every rank sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
+REGION_BYTES: Final = 32 << 10  # of a program's rows
+FEW_BYTES: Final = 512 << 10  # of rows that every rank sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
 FEW_ROW_BYTES: Final = 16 << 10
 FEW_SLOTS: Final = 64  # programs times ranks
 MOST_COLUMNS: Final = 16384
@@ -57,13 +57,14 @@ class TritonPeerOps:
             self._is_over, self._beside = self._is_over.pin_memory(), torch.cuda.Stream(own.device)  # type: ignore[no-untyped-call]
 
     def takes_sum(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Rows of up to 4 MiB in all, 64 KiB for each program, of a type that is the residual's too."""
+        """Rows of up to 4 MiB in all, 32 KiB for each program, of a type that is the residual's too."""
         if partial.dim() != 2 or residual.dim() != 2 or weight.dim() != 1 or len(self._memory.parts) > MOST_RANKS:
             return False
         num_rows, columns = partial.shape
+        size = partial.element_size()
         alike = partial.dtype == residual.dtype and partial.dtype in _DTYPES and partial.stride(1) == residual.stride(1) == 1
-        each = -(-num_rows // MOST_PROGRAMS) * columns * partial.element_size()
-        return alike and 0 < each <= REGION_BYTES and columns <= MOST_COLUMNS and columns * partial.element_size() % 16 == 0
+        each = -(-num_rows // MOST_PROGRAMS) * len(self._memory.parts) * self._share(columns, size) * size
+        return alike and 0 < each <= REGION_BYTES and columns <= MOST_COLUMNS and columns * size % 16 == 0
 
     def add_rms_norm(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[N, C] -> [N, C]."""
@@ -77,7 +78,6 @@ class TritonPeerOps:
             "COLUMNS": columns,
             "TURNS": _TURNS,
             "CHAINED": self._dependent_launch,
-            "num_warps": min(max(block // 512, 1), 16),
             "launch_pdl": self._dependent_launch,
         }
         if self._are_few(num_rows, columns * size):
@@ -92,10 +92,11 @@ class TritonPeerOps:
                 SLOTS=FEW_SLOTS,
                 REGION=_SLOT_WORDS,
                 WORDS=_WORDS,
+                num_warps=_warps(block),
                 **alike,
             )
             return out
-        share = _rounded(-(-columns // num_ranks), 16 // size)
+        share, each = self._share(columns, size), next_power_of_2(-(-num_rows // MOST_PROGRAMS))
         sums.sum_norm[(min(num_rows, MOST_PROGRAMS),)](
             *given,
             num_rows,
@@ -103,7 +104,7 @@ class TritonPeerOps:
             residual.stride(0),
             eps,
             BLOCK=block,
-            EACH=next_power_of_2(-(-num_rows // MOST_PROGRAMS)),
+            EACH=each,
             SHARE=share,
             BLOCK_SHARE=next_power_of_2(share),
             MOST_PROGRAMS=MOST_PROGRAMS,
@@ -111,6 +112,7 @@ class TritonPeerOps:
             FLAGS=_FLAGS,
             ROWS=_ROWS,
             SUMS=_SUMS,
+            num_warps=_warps(each * block),
             **alike,
         )
         return out
@@ -147,6 +149,10 @@ class TritonPeerOps:
         )
         return tokens
 
+    def _share(self, columns: int, size: int) -> int:
+        """Of a row, which one rank adds up: in multiples of 16 bytes, so the last rank's may be smaller."""
+        return _rounded(-(-columns // len(self._memory.parts)), 16 // size)
+
     def _are_few(self, num_rows: int, row_bytes: int) -> bool:
         """Whether they are sent to all ranks."""
         fits = row_bytes <= FEW_ROW_BYTES and num_rows * len(self._memory.parts) <= FEW_SLOTS
@@ -159,6 +165,11 @@ class TritonPeerOps:
             return
         with torch.cuda.stream(self._beside):
             self._over.copy_(self._is_over, non_blocking=True)
+
+
+def _warps(count: int) -> int:
+    """Of a program that has so many numbers at once: up to 16 for each thread, or more for each of 512."""
+    return min(max(count // 512, 1), 16)
 
 
 def _rounded(count: int, unit: int) -> int:

@@ -1,7 +1,7 @@
 """Sums over ranks within the norm behind them: each rank's kernel reads and writes the memory of the others.
 
     few rows    own rows, each word with its turn -> all parts | wait for the words of all | add up, add to the residual, norm
-    more        own rows -> own part | meet | add up a share of the columns, to all parts | meet | add to the residual, norm
+    more        shares of own rows -> the ranks that add them up | meet | own share added up -> all parts | meet | add, norm
 
 A program has the same rows on every rank, and meets the programs of its number there. It counts its turns. No two programs of a
 rank wait for each other, so that it does not matter which run first. What was written is read before it is overwritten: rows and
@@ -66,14 +66,14 @@ def _added_normed(
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """A row's sum and what its residual was, both of DTYPE, to the residual, and its norm to out.
+    """Rows' sums and what their residuals were, [rows, columns] of DTYPE both, to the residuals, and their norms to out.
 
-    inside: the columns that are there.
+    inside: what is there.
     """
     values = round_to(before.to(tl.float32) + values.to(tl.float32), DTYPE)
     tl.store(residual, values, mask=inside)
     wide = values.to(tl.float32)
-    normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps), DTYPE)
+    normed = round_to(wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / COLUMNS + eps)[:, None], DTYPE)
     tl.store(out, round_to(normed.to(tl.float32) * scale, out.dtype.element_ty), mask=inside)
 
 
@@ -107,7 +107,7 @@ def sum_norm_few(
     release_successor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = partial.dtype.element_ty
-    column = tl.arange(0, BLOCK * PACKED)
+    column = tl.arange(0, BLOCK * PACKED)[None, :]
     scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     own, word, rank = part_words(addresses, RANK), tl.arange(0, BLOCK), tl.arange(0, BLOCK_RANKS)[:, None]
     there = (rank < RANKS) & (word < COLUMNS // PACKED)[None, :]
@@ -131,7 +131,9 @@ def sum_norm_few(
         total = tl.interleave(lower, upper)
     else:
         total = tl.sum(found.to(tl.int32).to(DTYPE, bitcast=True), axis=0)
-    _added_normed(round_to(total, DTYPE), before, kept, out + row * COLUMNS + column, scale, column < COLUMNS, eps, COLUMNS, DTYPE)
+    _added_normed(
+        round_to(total, DTYPE)[None, :], before, kept, out + row * COLUMNS + column, scale, column < COLUMNS, eps, COLUMNS, DTYPE
+    )
     tl.store(own + TURNS + row, turn)
 
 
@@ -164,42 +166,44 @@ def sum_norm(
     """partial, residual: [N, COLUMNS] with their row strides; out: [N, COLUMNS] contiguous; addresses: [RANKS] int64, of parts.
 
     EACH: rows of a program, at most. SHARE: columns that each rank adds up for all. REGION: elements that a program's rows have
-    room for. TURNS, FLAGS: where they begin in a part, in words; ROWS, SUMS: in bytes. The sum is rounded
-    before it is added, as it is where NCCL takes it.
+    room for. TURNS, FLAGS: where they begin in a part, in words; ROWS, a share from each rank, and SUMS: in bytes. The sum is
+    rounded before it is added, as it is where NCCL takes it.
     """
     release_successor(CHAINED)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     DTYPE: tl.constexpr = partial.dtype.element_ty
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     turns = part_words(addresses, RANK) + TURNS + program
+    place, lane = tl.arange(0, EACH)[:, None], tl.arange(0, BLOCK_SHARE)[None, :]
+    row, region = program + place * programs, program * REGION
+    there = (lane < SHARE) & (row < num_rows)
     wait_for_predecessor(CHAINED)
     turn = tl.load(turns) + 1
-    region = program * REGION
-    for place in range(EACH):
-        row = program + place * programs
-        inside = (column < COLUMNS) & (row < num_rows)
-        values = tl.load(partial + row * partial_stride + column, mask=inside, other=0.0)
-        tl.store(_rows(addresses, RANK, DTYPE, ROWS) + region + place * COLUMNS + column, values, mask=inside)
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            shared = rank * SHARE + lane
+            values = tl.load(partial + row * partial_stride + shared, mask=there & (shared < COLUMNS), other=0.0)
+            sent = _rows(addresses, rank, DTYPE, ROWS) + region + (place * RANKS + RANK) * SHARE + lane
+            tl.store(sent, values, mask=there)
     _meet(addresses, program, turn, FLAGS, RANK, RANKS)
-    lane = tl.arange(0, BLOCK_SHARE)
     shared = RANK * SHARE + lane
-    for place in range(EACH):
-        within = (lane < SHARE) & (shared < COLUMNS) & (program + place * programs < num_rows)
-        total = tl.zeros((BLOCK_SHARE,), tl.float32)
-        for rank in tl.static_range(RANKS):
-            at = _rows(addresses, rank, DTYPE, ROWS) + region + place * COLUMNS + shared
-            total += tl.load(at, mask=within, other=0.0, cache_modifier=".cg").to(tl.float32)
-        values = round_to(total, DTYPE)
-        for rank in tl.static_range(RANKS):
-            tl.store(_rows(addresses, rank, DTYPE, SUMS) + region + place * COLUMNS + shared, values, mask=within)
+    within = there & (shared < COLUMNS)
+    total = tl.zeros((EACH, BLOCK_SHARE), tl.float32)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            total += tl.load(partial + row * partial_stride + shared, mask=within, other=0.0).to(tl.float32)
+        else:
+            arrived = _rows(addresses, RANK, DTYPE, ROWS) + region + (place * RANKS + rank) * SHARE + lane
+            total += tl.load(arrived, mask=within, other=0.0, cache_modifier=".cg").to(tl.float32)
+    values = round_to(total, DTYPE)
+    for rank in tl.static_range(RANKS):
+        tl.store(_rows(addresses, rank, DTYPE, SUMS) + region + place * COLUMNS + shared, values, mask=within)
+    inside = (column < COLUMNS) & (row < num_rows)
+    kept = residual + row * residual_stride + column
+    before = tl.load(kept, mask=inside, other=0.0)
     _meet(addresses, program, turn, FLAGS + MOST_PROGRAMS * RANKS, RANK, RANKS)
-    for place in range(EACH):
-        row = program + place * programs
-        inside = (column < COLUMNS) & (row < num_rows)
-        at = _rows(addresses, RANK, DTYPE, SUMS) + region + place * COLUMNS + column
-        values = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
-        kept = residual + row * residual_stride + column
-        before = tl.load(kept, mask=inside, other=0.0)
-        _added_normed(values, before, kept, out + row * COLUMNS + column, scale, inside, eps, COLUMNS, DTYPE)
+    arrived = _rows(addresses, RANK, DTYPE, SUMS) + region + place * COLUMNS + column
+    values = tl.load(arrived, mask=inside, other=0.0, cache_modifier=".cg")
+    _added_normed(values, before, kept, out + row * COLUMNS + column, scale, inside, eps, COLUMNS, DTYPE)
     tl.store(turns, turn)

@@ -25,6 +25,7 @@ _DEFAULTS: Final = {
     "NCCL_NVLS_ENABLE": "0",  # multicast: not every machine gives it, and where one does, it can take GPUs from its other users
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # it ends this process; who ends what is decided by those that watch the processes
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise; and at each end it looks for the store's file in vain, and prints a stack
 }
 
 

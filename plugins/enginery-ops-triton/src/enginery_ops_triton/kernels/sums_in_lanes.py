@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery_ops_triton.kernels.launch import kernel
 
-LOADED_BITS = tl.constexpr(128)  # by one instruction
+LOADED_BITS: Final = 128  # by one instruction
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator,unused-ignore]
 def adjacent(columns: int, bits: int) -> int:
     """How many of a block's columns a thread has side by side, of values of so many bits."""
-    return min(columns, LOADED_BITS.value // bits)
+    return min(columns, LOADED_BITS // bits)
 
 
 @kernel

@@ -159,11 +159,11 @@ def _groups(rows: int, *, num_warps: int, stages: int, split: int = 1, registers
 
 
 def _down_rows(inner: int, dtype: torch.dtype, *, top_k: int) -> RowBlock:
-    """Whole rows of half of the experts ahead, 16 bytes a thread, as many of each as a program has warps. Other sizes: one row."""
+    """Whole rows of half of the experts ahead, 16 bytes a thread, as many of each as a program has warps. Others: one row."""
     row_bytes = inner * dtype.itemsize
-    if row_bytes in (512, 1024, 2048):
+    if dtype.itemsize == 2 and row_bytes in (512, 1024, 2048):
         return RowBlock(n=row_bytes // 512, k=inner, num_warps=row_bytes // 512, ahead=-(-top_k // 2))
-    return _rows(inner, dtype, num_warps=1, width=512 if row_bytes < 1024 else 1024, ahead=9, num_rows=top_k)
+    return _rows(inner, dtype, num_warps=1, width=512 if row_bytes <= 1024 else 1024, ahead=9, num_rows=top_k)
 
 
 def _rows(

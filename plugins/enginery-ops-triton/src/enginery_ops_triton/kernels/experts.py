@@ -166,7 +166,7 @@ def down_of_pairs(
     scale_columns: tl.constexpr = (INNER + SCALE_BLOCK - 1) // SCALE_BLOCK
     at = weight + row.to(tl.int64)[:, None] * INNER + k[None, :]
     scale_at = scale + first // SCALE_BLOCK * scale_columns
-    together: tl.constexpr = adjacent(BLOCK_K, weight.dtype.element_ty.primitive_bitwidth)
+    together: tl.constexpr = 1 if SCALED else adjacent(BLOCK_K, weight.dtype.element_ty.primitive_bitwidth)
     acc = tl.zeros((BLOCK_N, BLOCK_K // together), dtype=tl.float32)
     offset = tl.zeros((BLOCK_N,), dtype=tl.float32)  # of the experts' biases
     lane = tl.arange(0, WARP if TOP_K <= WARP else 2 * WARP)
@@ -194,9 +194,12 @@ def down_of_pairs(
                 x_at = x + (token * TOP_K + block // steps) * INNER + column
                 x_part = tl.load(x_at, mask=column < INNER, other=0.0).to(tl.float32)
                 if SCALED:
+                    expert = tl.load(ids + token * TOP_K + block // steps).to(tl.int64)  # again: held, it takes registers
                     of_expert = expert * ((COLUMNS + SCALE_BLOCK - 1) // SCALE_BLOCK * scale_columns)
-                    x_part *= tl.load(scale_at + of_expert + column // SCALE_BLOCK, mask=column < INNER, other=0.0)
-                acc += share * in_lanes(blocks[block - begin].to(tl.float32) * x_part[None, :], together)
+                    x_part *= share * tl.load(scale_at + of_expert + column // SCALE_BLOCK, mask=column < INNER, other=0.0)
+                    acc += blocks[block - begin].to(tl.float32) * x_part[None, :]
+                else:
+                    acc += share * in_lanes(blocks[block - begin].to(tl.float32) * x_part[None, :], together)
                 if BIASED and block % steps == 0:
                     offset += share * tl.load(bias + expert * COLUMNS + row).to(tl.float32)
     result = tl.sum(acc, axis=1)

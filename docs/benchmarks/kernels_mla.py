@@ -25,6 +25,7 @@ from enginery.api import (
     AttnLayerFacts,
     BackendContext,
     ForwardBatch,
+    ForwardPlan,
     GlobalLayerId,
     KVGeometry,
     KVPiece,
@@ -172,15 +173,15 @@ def paged(name: str, memory: Memory, requests: int, new: int, length: int) -> di
     q = torch.randn(requests * new, heads, 576, device="cuda", dtype=torch.bfloat16)
     out = torch.full((*q.shape[:2], 512), float("nan"), device="cuda", dtype=torch.bfloat16)
     found: dict[str, Any] = {"plan_s": host_s(partial(backend.plan_forward_metadata, batch, False))}
-    launches, run = 2, partial(backend.attend, q, q, q, memory.spec, batch, out)
     if new == 1:
         backend.init_graph_state(requests, requests)
-    batch = batch.planned(backend.plan_forward_metadata(batch, new == 1))
+    plan = backend.plan_forward_metadata(batch, new == 1)
+    run = partial(backend.attend, q, q, q, memory.spec, batch, plan, out)
     run()
     torch.cuda.synchronize()
     keys = memory.latents[batch.page_table_cpu[-1].long().cuda()].flatten(0, 1)[:length]
     found["relative_error"] = error_of(q[-new:], keys, keys[..., :512], out[-new:], scale=memory.spec.scale, causal=True)
-    seconds = device_s(run, launches=launches) if new > 1 else _replayed(backend, batch, run, found)
+    seconds = device_s(run, launches=2) if new > 1 else _replayed(backend, batch, plan, run=run, found=found)
     pairs = requests * (new * (length - new) + new * (new + 1) / 2)
     moved = requests * length * 576 * 2
     what = {"kind": "decode" if new == 1 else "absorbed prefill", "backend": name, "heads": heads, "requests": requests}
@@ -188,12 +189,12 @@ def paged(name: str, memory: Memory, requests: int, new: int, length: int) -> di
     return what | {"new": new, "length": length, "seconds": seconds} | rates | found
 
 
-def _replayed(backend: Any, batch: ForwardBatch, run: Callable[[], None], found: dict[str, Any]) -> float:
+def _replayed(backend: Any, batch: ForwardBatch, plan: ForwardPlan, *, run: Callable[[], None], found: dict[str, Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(4):
             run()
-    found["refresh_s"] = host_s(partial(backend.refresh_graph_metadata, batch.plan, batch))
+    found["refresh_s"] = host_s(partial(backend.refresh_graph_metadata, plan, batch))
     return device_s(graph.replay, launches=2) / 4
 
 

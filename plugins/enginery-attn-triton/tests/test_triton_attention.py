@@ -106,6 +106,12 @@ def test_a_captured_plan_stays_where_it_is_and_is_refreshed_for_other_lengths(be
         assert split.items.data_ptr() == place
 
 
+def test_what_is_never_split_is_not_merged_where_it_is_captured(bench) -> None:
+    plain = bench.pad(bench.batch([], Phase.DECODE), requests=2, tokens=2)
+    (split,) = bench.relay.plan(plain, capture=True).plan.tables.decode.values()
+    assert not split.merged
+
+
 VERIFYING = {
     "a window": AttnLayerFacts(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=40, sinks=True),
     "wide groups": AttnLayerFacts(num_heads=32, num_kv_heads=1, head_dim=16),
@@ -210,10 +216,11 @@ def test_prompts_of_few_rows_have_their_keys_split(interpreter, monkeypatch, fac
     compare(bench.attend(batch, made), [bench.expected(turn) for turn in made], dtype="float32", what=str(facts))
 
 
-def test_split_prompts_compile_for_hopper_without_a_gpu() -> None:
+@pytest.mark.parametrize("name", ["hopper_decode.py", "hopper_prompts.py"])
+def test_kernels_compile_for_hopper_without_a_gpu(name: str) -> None:
     """In a process of its own, where triton is imported for the compiler. The interpreter takes what that refuses."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("hopper_prompts.py")
+    script = Path(__file__).with_name(name)
     made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert made.returncode == 0, made.stderr
 

@@ -14,7 +14,7 @@ from enginery.kv.shared_prefixes import SharedPrefix
 from enginery_attn_triton.plan import tiles_of
 from enginery_attn_triton.spec import WORKSPACE_BYTES, make_spec
 from enginery_attn_triton.splitting import MIN_TILE_KEYS, RECUT_KEYS, RecentCut, split_decoding, split_tiles, split_verifying
-from enginery_attn_triton.tiling import DecodeCut, Device, LayerCut, part_bytes, prefill_tile
+from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCut, decode_tile, part_bytes, prefill_tile, resident
 
 H200 = Device(num_units=132, shared_bytes=227 << 10)
 LLAMA = AttnLayerFacts(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -119,6 +119,15 @@ def test_requests_that_fill_a_wave_are_not_cut_into_a_second(count) -> None:
     assert len(uneven) > cut.wave
 
 
+@given(kv_lens=st.lists(st.integers(1, 5000), min_size=1, max_size=40), window=st.integers(1, 200))
+def test_rows_that_see_one_tile_are_never_split(kv_lens, window) -> None:
+    facts = AttnLayerFacts(num_heads=64, num_kv_heads=8, head_dim=64, sliding_window=window)
+    cut = LayerCut.of(facts, itemsize=2, device=H200).decode
+    assert cut.is_one_tile == (window <= 128)
+    if cut.is_one_tile:
+        assert not split_decoding(lens(*kv_lens), cut, columns=400).splits[:, 1].any()
+
+
 def test_the_longest_items_come_first() -> None:
     cut = LayerCut.of(LLAMA, itemsize=2, device=H200).decode
     items, *_ = split_decoding(lens(*range(100, 1600, 12)), cut, columns=100)
@@ -188,6 +197,23 @@ def test_a_prompt_whose_prefix_is_known_is_split_over_the_whole_device() -> None
     assert found is not None
     assert len(found.items) == 16
     assert split_tiles(tiles, gpt_oss.decode, tile, most=1) is None
+
+
+@pytest.mark.parametrize(("heads", "rows", "keys"), [(16, 16, 128), (32, 16, 64), (64, 64, 32), (128, 64, 32)])
+def test_a_request_of_latents_is_cut_into_one_wave_of_items_of_one_or_two_tiles(heads: int, rows: int, keys: int) -> None:
+    layer = LayerCut.of(dataclasses.replace(DEEPSEEK, num_heads=heads), itemsize=2, device=H200)
+    assert (layer.decode_tile.rows, layer.decode_tile.keys) == (rows, keys)
+    items = split_decoding(lens(640), layer.decode, columns=40).items
+    assert len(items) * layer.decode.programs <= resident(layer.decode_tile, layer.dims, H200) * H200.num_units
+    assert (items[:, 3] - items[:, 2]).max() <= max(64, layer.decode_tile.keys)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_devices_with_little_shared_memory_and_verifications_have_small_tiles_of_latents(length: int) -> None:
+    dims = HeadDims.of(DEEPSEEK, 2)
+    small = dataclasses.replace(H200, shared_bytes=99 << 10)
+    assert decode_tile(dims, small, length=length).keys == 16
+    assert decode_tile(dims, H200, length=2).keys == 16
 
 
 def test_tiles_fit_into_shared_memory() -> None:

@@ -50,6 +50,11 @@ def main() -> None:
             if blocks.direct:
                 ring, sums = block.stages * blocks.m * 128 * 2, blocks.m * block.n * 4
                 assert made.metadata.shared <= max(ring, sums) + 1024, "only x is in shared memory, and sums at the end"
+                if blocks.alone:
+                    assert "ld.global" not in made.asm["ptx"].rsplit("mma", 1)[1], "biases are there before the last product"
+                ahead = made.asm["ptx"].split("griddepcontrol.wait")[0]
+                early = blocks.alone and kernel is few.down_of_few
+                assert ("ld.global.cg.v4" in ahead) == early, "the first groups are on their way before x is, of known experts"
 
 
 if __name__ == "__main__":

@@ -68,11 +68,18 @@ def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: in
     torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
 
 
-def test_routers_compile_for_hopper_without_a_gpu() -> None:
+@pytest.mark.parametrize("script", ["hopper_routers.py", "hopper_rows.py"])
+def test_kernels_compile_for_hopper_without_a_gpu(script: str) -> None:
     """In a process of its own, where triton is imported for the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("hopper_routers.py")
-    made = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150, check=False)
+    made = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
     assert made.returncode == 0, made.stderr
 
 

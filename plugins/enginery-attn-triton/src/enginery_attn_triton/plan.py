@@ -164,7 +164,8 @@ class GraphState:
         self.buffer = torch.zeros(self.table_place + self.table_entries + 3, dtype=torch.int32, device=device)
 
     def tables(self, num_requests: int, *, length: int = 1, shares: bool = True) -> Tables:
-        """What a plan of that size runs over. length: rows of a request. shares: whether keys that requests share are read once."""
+        """What a plan of that size runs over. length: rows of a request. shares: whether keys that requests share are read once,
+        as they are where the host knows the lengths."""
         if num_requests * length > self.max_rows or length not in self.layouts:
             raise Unsupported(
                 f"a batch of {num_requests} requests of {length} rows is to be captured, but init_graph_state was told "
@@ -182,7 +183,7 @@ class GraphState:
                 items=rows(items, chunks + cut.room(chunks), 8),
                 splits=rows(splits, num_requests * length, 2),
                 tall=rows(tall, num_tall, 8) if num_tall else None,
-                merged=cut.extra > 0,
+                merged=cut.extra > 0 and not (shares and cut.is_one_tile),
             )
         return Tables(decode=found, prefill={}, pages=self.buffer[self.table_place :])
 

@@ -20,6 +20,7 @@ MAX_WAVES: Final = 4  # of items in a decoding step: the last wave is not full, 
 TALL_REQUESTS: Final = 64  # a decoding step of so many has a launch of its own for the keys that requests share, in tall tiles
 TALL_ROWS: Final = 64
 TALL_WAVES: Final = 2
+LATENT_BYTES: Final = 160 << 10  # of shared memory, that tiles of latents with more heads than a small tile's take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +123,21 @@ class Tile:
 def decode_tile(dims: HeadDims, device: Device, *, length: int = 1) -> Tile:
     """The heads of `length` tokens against about 32 KB of keys and values. Of latents, what shared memory holds."""
     rows = min(64, padded(dims.group * length))
+    if dims.shared and dims.itemsize == 2 and rows > SMALL_TILE and length == 1 and device.shared_bytes >= LATENT_BYTES:
+        # a tile's products take as long with 64 keys as with 16: 32 heads are faster in two programs with all keys of an item each
+        rows, keys, stages = (SMALL_TILE, 64, 3) if rows == 32 else (rows, 32, 2)
+        return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=8, stages=stages)
     room = 144 << 10 if dims.shared and dims.itemsize == 2 and rows == SMALL_TILE else 32 << 10
     keys = _power_below(min(room, device.shared_bytes // 2 + (32 << 10)) // dims.token_bytes, low=16, high=128)
     warps = 8 if rows * padded(dims.value) > 8192 else 4
     return Tile(rows=rows, keys=keys, group_rows=min(dims.group, rows), warps=warps, stages=3)
+
+
+def resident(tile: Tile, dims: HeadDims, device: Device) -> int:
+    """Programs that run on a multiprocessor at once, about. One whose rows have values as long as latents takes all registers."""
+    if dims.shared and tile.warps == 8:
+        return 1
+    return max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
 
 
 def tall_tile(dims: HeadDims, usual: Tile) -> Tile | None:
@@ -187,6 +199,11 @@ class DecodeCut:
     tall_wave: int = 0
 
     @property
+    def is_one_tile(self) -> bool:
+        """Whether the keys that a row sees are one tile, so that they are never split."""
+        return self.window is not None and self.length == 1 and self.window <= self.tile_keys
+
+    @property
     def chunks(self) -> int:
         """Of a request's rows, as many as an item is for in each."""
         return -(-self.length // self.together) if self.length > 1 else 1
@@ -217,8 +234,7 @@ class LayerCut:
         dims = HeadDims.of(facts, itemsize)
         tile = decode_tile(dims, device, length=length)
         programs = dims.num_kv_heads * -(-dims.group // tile.rows)
-        resident = max(1, min(4, device.shared_bytes // (tile.keys * dims.token_bytes + (6 << 10))))
-        wave = max(1, resident * device.num_units // programs)
+        wave = max(1, resident(tile, dims, device) * device.num_units // programs)
         most = WORKSPACE_BYTES // part_bytes(dims)
         plain = facts.sliding_window is None and length == 1
         shares = plain and not dims.shared and 2 * dims.group <= tile.rows

@@ -98,10 +98,10 @@ def blocks_for(num_pairs: int, top_k: int, sizes: ExpertSizes) -> PairBlocks | T
     """Pairs read their own weights while few of them share an expert."""
     if num_pairs <= max(top_k, sizes.num_experts // 4):
         dtype, size = sizes.weight_dtype, sizes.weight_dtype.itemsize
-        warps, width = 2 if sizes.columns * size % 1024 else 1, 512 if sizes.inner * size <= 1024 else 1024
+        warps = 2 if sizes.columns * size % 1024 else 1
         return PairBlocks(
             gate_up=_rows(sizes.columns, dtype, num_warps=warps, width=1024, ahead=5, whole=sizes.inner),
-            down=_rows(sizes.inner, dtype, num_warps=1, width=width, ahead=9, num_rows=top_k),
+            down=_down_rows(sizes.inner, dtype, top_k=top_k),
         )
     m = min(max(next_power_of_2(-(-num_pairs // sizes.num_experts)), 16), 128)
     if sizes.dtype is torch.float32:  # without tensor cores, so in registers
@@ -156,6 +156,14 @@ def _direct_blocks(*, alone: bool, few: bool) -> Float4Blocks:
 def _groups(rows: int, *, num_warps: int, stages: int, split: int = 1, registers: int | None = None) -> ProductBlock:
     """Of so many rows and a group of columns."""
     return ProductBlock(n=rows, k=128, num_warps=num_warps, stages=stages, split=split, registers=registers)
+
+
+def _down_rows(inner: int, dtype: torch.dtype, *, top_k: int) -> RowBlock:
+    """Whole rows of half of the experts ahead, 16 bytes a thread, as many of each as a program has warps. Others: one row."""
+    row_bytes = inner * dtype.itemsize
+    if dtype.itemsize == 2 and row_bytes in (512, 1024, 2048):
+        return RowBlock(n=row_bytes // 512, k=inner, num_warps=row_bytes // 512, ahead=-(-top_k // 2))
+    return _rows(inner, dtype, num_warps=1, width=512 if row_bytes <= 1024 else 1024, ahead=9, num_rows=top_k)
 
 
 def _rows(

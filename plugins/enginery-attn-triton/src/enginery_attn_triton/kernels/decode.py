@@ -84,11 +84,12 @@ def decode(
         return
     row, base, index, count = tl.load(item), tl.load(item + 1), tl.load(item + 4), tl.load(item + 5)
     kv_head, block = tl.program_id(0) // HEAD_BLOCKS, tl.program_id(0) % HEAD_BLOCKS
-    wait_for_predecessor(CHAINED)
     places = tl.arange(0, BLOCK_M)
     in_group = block * BLOCK_G + places % BLOCK_G
     real = (places // BLOCK_G < count) & (in_group < GROUP)
     heads = kv_head * GROUP + in_group
+    sink = tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E if SINKS else 0.0  # early: at the end nothing else is on its way
+    wait_for_predecessor(CHAINED)
     rows = row + places // BLOCK_G
     positions = places
     if VERIFIES:
@@ -154,7 +155,7 @@ def decode(
     wanted = real[:, None] & (dims < V)[None, :]
     if index < 0:
         if SINKS:
-            total += tl.exp2(tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E - tl.where(real, top, 0.0))
+            total += tl.exp2(sink - tl.where(real, top, 0.0))
         out_places = rows.to(tl.int64) * OUT_STRIDE + heads * OUT_HEAD
         tl.store(out + out_places[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
     else:
@@ -192,6 +193,7 @@ def merge(
         return
     dims, some = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
     for head in range(bound(tl.program_id(0)), NUM_HEADS, bound(tl.num_programs(0))):
+        sink = tl.load(sinks + head) * LOG2_E if SINKS else 0.0
         acc = tl.full([BLOCK_V], 0.0, dtype=tl.float32)
         total, top = 0.0, NOTHING
         for start in range(0, bound(count), BLOCK_S):
@@ -206,6 +208,6 @@ def merge(
             acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
             top = new_top
         if SINKS:
-            total += tl.exp2(tl.load(sinks + head) * LOG2_E - top)
+            total += tl.exp2(sink - top)
         places = out + row.to(tl.int64) * OUT_STRIDE + head * OUT_HEAD + dims
         tl.store(places, (acc / total).to(out.dtype.element_ty), mask=dims < V)

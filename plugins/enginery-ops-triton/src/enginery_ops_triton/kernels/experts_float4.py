@@ -118,7 +118,7 @@ def product(
 def tile_at(tiles: tl.tensor, tile: tl.tensor, ALONE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Its expert, -1 if it has no pairs; the places of its first pair and behind its last. ALONE: tiles has each pair's expert."""
     if ALONE:
-        return tl.load(tiles + tile).to(tl.int64), tile, tile + 1
+        return tl.load(tiles + tile, cache_modifier=".cg").to(tl.int64), tile, tile + 1
     else:  # noqa: RET505 - the compiler takes only one of them
         return tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
 

@@ -111,10 +111,11 @@ def product(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
+    WAITS: tl.constexpr,
 ) -> tl.tensor:
     """As `experts_float4.product`. x: [4 M] pointers to rows, all of them four times; wanted: [4 M].
 
-    STAGES: at least two, and at most a part's groups.
+    STAGES: at least two, and at most a part's groups. WAITS: for the kernel that writes x, once the first groups are on their way.
     """
     groups: tl.constexpr = (COLUMNS + GROUP_COLUMNS - 1) // GROUP_COLUMNS
     each: tl.constexpr = (groups + SPLIT - 1) // SPLIT
@@ -136,6 +137,7 @@ def product(
     for stage in gl.static_range(STAGES):
         ahead += (load_group(words_at, exponents_at, stage, stage < count, ROWS),)
         ring += (gl.allocate_shared_memory(gl.bfloat16, [4 * pairs, LANES], plain),)
+    wait_for_predecessor(WAITS)
     for stage in gl.static_range(STAGES - 1):
         fetch_x(ring[stage], x_at, wanted, left)
         x_at += GROUP_COLUMNS
@@ -195,11 +197,18 @@ def rows_of(block_n: tl.tensor, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LAYOU
 
 
 @kernel
+def biases(bias: tl.tensor, block_n: tl.tensor, there: tl.tensor, ROWS: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """[BLOCK_N] of an expert's ROWS, as `rows_adjacent` has them, which are there, or zeros."""
+    n = block_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, rows_adjacent(BLOCK_N, gl.num_warps())))
+    return gl.load(bias + n, mask=(n < ROWS) & there, other=0.0)
+
+
+@kernel
 def store_gated(
     acc: tl.tensor,
-    bias: tl.tensor,
+    of_gates: tl.tensor,
+    of_ups: tl.tensor,
     out: tl.tensor,
-    expert: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
     block_n: tl.tensor,
@@ -209,15 +218,14 @@ def store_gated(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
 ) -> None:
-    """As `experts_float4.store_gated`, of pairs [first, end)."""
+    """As `experts_float4.store_gated`, of pairs [first, end). of_gates, of_ups: `biases`."""
     gate, up = gates_and_ups(acc)
     layout: tl.constexpr = gate.type.layout
     n = block_n * gate.shape[1] + gl.arange(0, gate.shape[1], layout=gl.SliceLayout(0, layout))
     m = first + gl.arange(0, gate.shape[0], layout=gl.SliceLayout(1, layout))
     if BIASED:
-        bias_at = bias + expert * (2 * INNER) + n
-        gate += gl.expand_dims(gl.load(bias_at, mask=n < INNER, other=0.0).to(gl.float32), 0)
-        up += gl.expand_dims(gl.load(bias_at + INNER, mask=n < INNER, other=0.0).to(gl.float32), 0)
+        gate += gl.expand_dims(of_gates.to(gl.float32), 0)
+        up += gl.expand_dims(of_ups.to(gl.float32), 0)
     inside = gl.expand_dims(m < end, 1) & gl.expand_dims(n < INNER, 0)
     at = out + gl.expand_dims(m.to(gl.int64) * INNER, 1) + gl.expand_dims(n, 0)
     gl.store(at, gated(gate, up, KIND, ALPHA, LIMIT).to(gl.bfloat16), mask=inside)
@@ -258,6 +266,11 @@ def gate_up_tile(
     of_rows: tl.constexpr = by_quads(BLOCK_N, gl.num_warps(), shared=False)
     m = first + gl.arange(0, 4 * BLOCK_M, layout=gl.SliceLayout(1, of_x)) % BLOCK_M
     known = gl.minimum(m, end - 1)
+    of_gates = expert  # nothing reads it, nor the next
+    of_ups = expert
+    if BIASED:  # loaded early: at the end nothing else would be on its way
+        of_gates = biases(bias + expert * (2 * INNER), block_n, expert >= 0, INNER, BLOCK_N // 2)
+        of_ups = biases(bias + expert * (2 * INNER) + INNER, block_n, expert >= 0, INNER, BLOCK_N // 2)
     token = (known if ALONE else gl.load(order + known)) // TOP_K
     acc = product(
         words + expert * (groups * rows * LANES),
@@ -269,6 +282,7 @@ def gate_up_tile(
         COLUMNS,
         STAGES,
         SPLIT,
+        False,
     )
     last = True
     if SPLIT > 1:
@@ -286,7 +300,7 @@ def gate_up_tile(
                 acc += gl.load(at + other * rows, mask=kept, other=0.0, cache_modifier=".cg")
             gl.store(arrived + gl.program_id(0), 0)
     if last:
-        store_gated(acc, bias, out, expert, first, end, block_n, INNER, BIASED, KIND, ALPHA, LIMIT)
+        store_gated(acc, of_gates, of_ups, out, first, end, block_n, INNER, BIASED, KIND, ALPHA, LIMIT)
 
 
 @kernel
@@ -318,12 +332,16 @@ def gate_up_of_few(
     LIMIT: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """As `experts_float4.gate_up_of_float4`, in bfloat16 and where scales are NARROW."""
+    """As `experts_float4.gate_up_of_float4`, in bfloat16 and where scales are NARROW.
+
+    With pairs ALONE, lets `down_of_few` start only after its own wait: that one reads ids ahead of its turn.
+    """
     gl.static_assert(NARROW)
     rows: tl.constexpr = (INNER + ROWS_PAIRED - 1) // ROWS_PAIRED * ROWS_PAIRED * 2
-    release_successor(CHAINED)
+    release_successor(CHAINED and not ALONE)
     tile, block_n = tile_and_block((rows + BLOCK_N - 1) // BLOCK_N, GROUP)
     wait_for_predecessor(CHAINED)
+    release_successor(CHAINED and ALONE)
     expert, first, end = tile_at(tiles, tile, ALONE)
     if FEW > 0 and (expert >= 0) & (end - first <= FEW):
         gate_up_tile(
@@ -403,13 +421,18 @@ def down_tile(
     SPLIT: tl.constexpr,
     ALONE: tl.constexpr,
     BIASED: tl.constexpr,
+    WAITS: tl.constexpr,
 ) -> None:
-    """As `experts_float4.down_tile`."""
+    """As `experts_float4.down_tile`. WAITS: as in `product`."""
     groups: tl.constexpr = (INNER + GROUP_COLUMNS - 1) // GROUP_COLUMNS
     of_x: tl.constexpr = fetched(gl.num_warps())
     of_rows: tl.constexpr = by_quads(BLOCK_N, gl.num_warps(), shared=False)
     m = first + gl.arange(0, 4 * BLOCK_M, layout=gl.SliceLayout(1, of_x)) % BLOCK_M
     known = gl.minimum(m, end - 1)
+    part = gl.program_id(1)
+    offset = expert  # nothing reads it
+    if BIASED:  # early, as in `gate_up_tile`
+        offset = biases(bias + expert * COLUMNS, block_n, part == 0, COLUMNS, BLOCK_N)
     acc = product(
         words + expert * (groups * COLUMNS * LANES),
         exponents + expert * (groups * COLUMNS),
@@ -420,13 +443,12 @@ def down_tile(
         INNER,
         STAGES,
         SPLIT,
+        WAITS,
     )
     result = gl.convert_layout(gl.permute(acc, [1, 0]), rows_adjacent(BLOCK_N, gl.num_warps()))  # [M, N]
     n = block_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, result.type.layout))
     m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, result.type.layout))
-    part = gl.program_id(1)
     if BIASED:
-        offset = gl.load(bias + expert * COLUMNS + n, mask=(n < COLUMNS) & (part == 0), other=0.0)
         result += gl.expand_dims(offset.to(gl.float32), 0)
     pair = (m if ALONE else gl.load(order + gl.minimum(m, end - 1))).to(gl.int64)
     out_at = out + gl.expand_dims((pair * SPLIT + part) * COLUMNS, 1) + gl.expand_dims(n, 0)
@@ -456,11 +478,15 @@ def down_of_few(
     BIASED: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """As `experts_float4.down_of_float4`, in bfloat16 and where scales are NARROW."""
+    """As `experts_float4.down_of_float4`, in bfloat16 and where scales are NARROW.
+
+    With pairs ALONE, what chose the experts had ended before the predecessor let this start, so the first groups of their weights
+    are on their way before x is waited for.
+    """
     gl.static_assert(NARROW)
     release_successor(CHAINED)
     tile, block_n = tile_and_block((COLUMNS + BLOCK_N - 1) // BLOCK_N, GROUP)
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(CHAINED and not ALONE)
     expert, first, end = tile_at(tiles, tile, ALONE)
     if FEW > 0 and (expert >= 0) & (end - first <= FEW):
         down_tile(
@@ -482,6 +508,7 @@ def down_of_few(
             SPLIT,
             ALONE,
             BIASED,
+            CHAINED and ALONE,
         )
     if (expert >= 0) & (end - first > FEW):
         down_tile(
@@ -503,4 +530,5 @@ def down_of_few(
             SPLIT,
             ALONE,
             BIASED,
+            CHAINED and ALONE,
         )

@@ -6,6 +6,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import add_product, round_to
+from enginery_ops_triton.kernels.sums_in_lanes import adjacent, in_lanes
 
 
 @kernel
@@ -27,7 +28,9 @@ def matvec(
 ) -> None:
     """x: [ROWS, COLUMNS]; weight: [num_outputs, COLUMNS]; out: [ROWS, num_outputs] contiguous.
 
-    The first AHEAD blocks of the weight are on their way before x is waited for. More rows than one read the others again.
+    The first AHEAD blocks of the weight are on their way before x is waited for. More rows than one read the others again. If there
+    are several such blocks, a warp has outputs of its own and needs all of x, which it loads as it loads the weight: loaded once
+    for all warps, x would go through shared memory, with two barriers a block.
     """
     release_successor(CHAINED)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -41,16 +44,19 @@ def matvec(
         blocks += (tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first"),)
     offset = tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32) if BIAS else 0.0
     wait_for_predecessor(CHAINED)
+    together: tl.constexpr = adjacent(BLOCK_K, weight.dtype.element_ty.primitive_bitwidth)
+    columns = tl.broadcast_to(k[None, :], (BLOCK_N, BLOCK_K)) if AHEAD > 1 else k[None, :]
     for row in tl.static_range(ROWS):
-        x_at = x + row * x_stride + k
-        acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        x_at = x + row * x_stride + columns
+        acc = tl.zeros((BLOCK_N, BLOCK_K // together), dtype=tl.float32)
         for start in tl.static_range(0, AHEAD * BLOCK_K, BLOCK_K):
-            x_part = tl.load(x_at + start, mask=start + k < COLUMNS, other=0.0)
-            acc += blocks[start // BLOCK_K].to(tl.float32) * x_part.to(tl.float32)[None, :]
+            x_part = tl.load(x_at + start, mask=start + columns < COLUMNS, other=0.0)
+            acc += in_lanes(blocks[start // BLOCK_K].to(tl.float32) * x_part.to(tl.float32), together)
         for start in tl.static_range(AHEAD * BLOCK_K, COLUMNS, BLOCK_K):
-            left = start + k < COLUMNS
-            more = tl.load(at + start, mask=wanted if whole else wanted & left[None, :], other=0.0, eviction_policy="evict_first")
-            acc += more.to(tl.float32) * tl.load(x_at + start, mask=left, other=0.0).to(tl.float32)[None, :]
+            left = start + columns < COLUMNS
+            more = tl.load(at + start, mask=wanted if whole else wanted & left, other=0.0, eviction_policy="evict_first")
+            x_part = tl.load(x_at + start, mask=left, other=0.0)
+            acc += in_lanes(more.to(tl.float32) * x_part.to(tl.float32), together)
         result = tl.sum(acc, axis=1) + offset
         tl.store(out + row * num_outputs + n, round_to(result, out.dtype.element_ty), mask=n < num_outputs)
 

@@ -1,0 +1,53 @@
+"""Compiles products of one row for compute capability 9.0, without a GPU, and counts what a program waits for."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, blocks_for
+from enginery_ops_triton.kernels.experts import down_of_pairs, gate_up_of_pairs
+from enginery_ops_triton.kernels.linear import matvec
+from enginery_ops_triton.small_linear import matvec_shape
+
+TYPES = {"ids": "*i32", "weights": "*fp32", "x_stride": "i32", "weight_stride": "i32", "num_outputs": "i32"}
+TYPES |= dict.fromkeys(("x", "weight", "scale", "bias", "out"), "*bf16")
+PLAIN = dict(SCALED=False, BIASED=False, BIAS=False, KIND="silu", ALPHA=1.0, LIMIT=None, CHAINED=True, ROWS=1, JOINED=1)
+QWEN3_NEXT = ExpertSizes(num_experts=513, columns=2048, inner=512, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
+KIMI_LINEAR = ExpertSizes(num_experts=257, columns=2304, inner=1024, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
+
+
+def compiled(kernel: triton.JITFunction, num_warps: int, **constants: object) -> str:
+    """PTX. Tensors begin at multiples of 16 bytes, and strides are multiples of 16 values."""
+    signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in TYPES}
+    chosen = {name: value for name, value in {**PLAIN, **constants}.items() if signature.get(name) == "constexpr"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=chosen, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps, launch_pdl=True))
+    assert made.asm["cubin"]
+    ptx: str = made.asm["ptx"]
+    return ptx
+
+
+def main() -> None:
+    for columns in (2048, 2304, 4096):
+        shape = matvec_shape(columns)
+        sizes = dict(COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead)
+        before_sums = compiled(matvec, shape.num_warps, **sizes).split("shfl")[0]
+        assert "bar.sync" not in before_sums, "x goes from memory to the threads that multiply it"
+    for sizes, top_k in ((QWEN3_NEXT, 11), (KIMI_LINEAR, 9)):
+        blocks = blocks_for(top_k, top_k, sizes)
+        assert isinstance(blocks, PairBlocks)
+        common = dict(NUM_EXPERTS=sizes.num_experts, INNER=sizes.inner, COLUMNS=sizes.columns, TOP_K=top_k)
+        for kernel, block in ((gate_up_of_pairs, blocks.gate_up), (down_of_pairs, blocks.down)):
+            ptx = compiled(kernel, block.num_warps, **common, BLOCK_N=block.n, BLOCK_K=block.k, AHEAD=block.ahead)
+            assert "bar.sync" not in ptx.split("shfl")[0]
+        ahead = ptx.split("griddepcontrol.wait")[0]
+        assert ahead.count("ld.global.cg") == 2, "all ids are read at once, and so are all weights"
+        assert ahead.count("ld.global.L1::evict_first") == block.n * block.k * block.ahead // (8 * 32 * block.num_warps)
+
+
+if __name__ == "__main__":
+    main()

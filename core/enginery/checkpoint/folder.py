@@ -30,7 +30,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         check_folder(folder)
         raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
     architectures = config.get("architectures")
@@ -48,8 +48,14 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+        raise unreadable(path, error) from error
     return _json_object(content, path)
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """For a file of a checkpoint. One that is whole but not ours to read need not be fetched again."""
+    why = error.strerror if isinstance(error, OSError) else f"{error}; download the checkpoint again"
+    return CheckpointError(f"{path} cannot be read: {why}")
 
 
 def _json_object(content: object, path: Path) -> dict[str, object]:
@@ -66,15 +72,15 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
     """
     if not model:
         raise CheckpointError("the name of the model is empty; give a folder, an installed checkpoint or a Hugging Face id")
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = local_path(model)
+    if path is not None and path.is_dir():
         _refuse_revision(revision, f"{model} is a folder here")
         check_folder(path)
         return path
     if (offer := registry.checkpoint(model)) is not None:
         _refuse_revision(revision, f"{model} is an installed checkpoint")
         return Path(offer.spec.folder)
-    if path.exists():
+    if path is not None:
         raise refuse_file(path)
     if _HUB_ID.fullmatch(model):
         return _download(model, revision, with_weights=with_weights)
@@ -83,6 +89,17 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
         f"{model!r} is no folder, no installed checkpoint and no Hugging Face id (owner/name){did_you_mean(model, names) or '.'} "
         f"Installed checkpoints: {known_names(names)}."
     )
+
+
+def local_path(model: str) -> Path | None:
+    """Where `model` is, if it is a path of this machine. Raises `CheckpointError` where that cannot be told."""
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except OSError as error:  # in a folder that others own, or too long
+        raise unreadable(Path(model), error) from error
+    except RuntimeError as error:  # of a user who is not there
+        raise CheckpointError(f"{model} names no folder: {error}") from error
 
 
 def _refuse_revision(revision: str | None, found: str) -> None:

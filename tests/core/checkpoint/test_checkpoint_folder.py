@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, read_config
+from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, read_config, read_json
 from enginery.config.schema import EngineOptions
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
@@ -47,6 +48,39 @@ def test_a_path_that_is_not_there_is_taken_for_no_hub_id(site, path: str, tmp_pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):
         find_folder(path, Registry.load())
+
+
+def test_what_may_not_be_looked_at_is_an_error_of_ours(site, tmp_path, monkeypatch) -> None:
+    with pytest.raises(CheckpointError, match=r"^x+ cannot be read: File name too long$"):
+        find_folder("x" * 300, Registry.load())
+    with pytest.raises(CheckpointError, match="~nobody-of-this-name/m names no folder"):
+        find_folder("~nobody-of-this-name/m", Registry.load())
+
+    def denied(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} cannot be read: Permission denied$"):
+        find_folder(str(tmp_path), Registry.load())
+
+
+def test_a_file_that_may_not_be_read_need_not_be_fetched_again(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"a.json cannot be read: .*; download the checkpoint again"):
+        read_json(tmp_path / "a.json")
+
+    def denied(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(CheckpointError, match=r"a.json cannot be read: Permission denied$"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_link_to_nothing_is_told_as_one(site, tmp_path) -> None:
+    (tmp_path / "config.json").symlink_to("../blobs/gone")
+    with pytest.raises(CheckpointError, match=r"config.json is a link to ../blobs/gone, where nothing is"):
+        find_folder(str(tmp_path), Registry.load())
 
 
 def test_an_empty_name_is_refused(site) -> None:

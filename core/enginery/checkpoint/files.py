@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from enginery.checkpoint.folder import read_json
-from enginery.checkpoint.formats import broken_link, other_weights
+from enginery.checkpoint.formats import other_weights
 from enginery.errors import CheckpointError
 
 PLAIN: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -47,8 +47,8 @@ class StoredTensor:
 
 def _no_file(file: Path, folder: Path, *, index: Path | None) -> CheckpointError:
     """For a checkpoint without one of its files. index: the file that lists it, where there is one."""
-    if told := broken_link(file):
-        return CheckpointError(told)
+    if file.is_symlink():
+        return CheckpointError(f"{file} is a link to {file.readlink()}, where nothing is; download the checkpoint again")
     if index is None and (other := other_weights(folder)):
         return CheckpointError(f"{file} does not exist; {other}")
     others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

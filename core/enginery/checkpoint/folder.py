@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -93,13 +94,14 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
 
 def local_path(model: str) -> Path | None:
     """Where `model` is, if it is a path of this machine. Raises `CheckpointError` where that cannot be told."""
+    path = Path(os.path.expanduser(model))
     try:
-        path = Path(model).expanduser()
-        return path if path.exists() else None
+        is_here = path.exists()
     except OSError as error:  # in a folder that others own, or too long
-        raise unreadable(Path(model), error) from error
-    except RuntimeError as error:  # of a user who is not there
-        raise CheckpointError(f"{model} names no folder: {error}") from error
+        raise unreadable(path, error) from error
+    if is_here and path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{path} cannot be read: Permission denied")
+    return path if is_here else None
 
 
 def _refuse_revision(revision: str | None, found: str) -> None:

@@ -6,6 +6,7 @@ the server or its memory, in jinja's sandbox, with a bound on time, memory and o
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -222,8 +223,8 @@ def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_pro
 def _read_file(file: str) -> str:
     """The template that is asked for, which must be one. The model's own is untrusted, so that only its process looks at it."""
     try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeError, RuntimeError) as error:
+        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--chat-template {file} cannot be read: {why}; give a file with the template's text") from error
     if told := "is empty" if not text.strip() else syntax_error(text):

@@ -112,7 +112,7 @@ async def live(
     starts = [functools.partial(start, each, share=share) for each, share in replica_options(asked, dp)]
     engine = await Replicas.start(*starts, restarts=restarts)
     loaded = asyncio.get_running_loop().create_future()
-    text = TextSide.load(folder)
+    text = TextSide.load(folder, chat_template=asked.chat_template)
     service = Service(engine=engine, loaded=loaded)
     engine.is_back = service.renew
     try:

@@ -13,7 +13,7 @@ from enginery.serve.api.answer_parsers import AnswerFormat, Parsers
 from enginery.serve.api.choices import ChoiceDelta, Tally, choice_deltas
 from enginery.serve.api.served_model import Job, Prompt, ServedModel
 from enginery.serve.api.service import Heading, Service
-from enginery.serve.schemas.chat import ChatMessage, ChatRequest, FunctionTool, ToolChoice
+from enginery.serve.schemas.chat import NO_PARAMETERS, ChatMessage, ChatRequest, FunctionTool, ToolChoice
 from enginery.serve.schemas.structured_outputs import FieldGrammar, asked_grammar
 
 
@@ -168,4 +168,6 @@ def _opens_reasoning(final: ChatMessage, spec: ParserSpec) -> bool:
 
 def _for_parser(tools: Sequence[FunctionTool]) -> list[Tool]:
     functions = [tool.function for tool in tools]
-    return [Tool(name=each.name, parameters=each.parameters or {}, strict=each.strict is True) for each in functions]
+    schemas = [NO_PARAMETERS if each.parameters is None else each.parameters for each in functions]
+    named = zip(functions, schemas, strict=True)
+    return [Tool(name=each.name, parameters=schema, strict=each.strict is True) for each, schema in named]

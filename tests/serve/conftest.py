@@ -32,7 +32,10 @@ from enginery.serve.engine.replica_options import replica_options  # noqa: E402
 from enginery.serve.engine.replicas import Replicas  # noqa: E402
 from enginery.text.text_side import TextSide  # noqa: E402
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% set told = tools %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")

@@ -363,6 +363,22 @@ def test_a_template_that_needs_what_a_tool_leaves_out_gets_what_that_stands_for(
     with_server(scenario, parsers=PARSERS, chat_template=str(file))
 
 
+def test_tools_that_the_template_does_not_write_are_refused_unless_a_call_is_forced(with_server, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}{{ messages[0].tool_calls }}")
+
+    async def scenario(live):
+        asked = {"messages": user("[call stop {}]"), "tools": TOOLS}
+        for choice, status in ((None, 400), ("auto", 400), ("none", 200), ("required", 200)):
+            reply = await live.post("/v1/chat/completions", **asked, tool_choice=choice)
+            assert reply.status_code == status, choice
+            if status == 400:
+                assert reply.json()["error"]["param"] == "tools"
+                assert "does not write tools" in reply.json()["error"]["message"]
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
 def test_a_tool_without_parameters_has_none(with_server, monkeypatch):
     seen = []
     force = PARSERS.tools.force

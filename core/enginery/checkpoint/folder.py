@@ -25,15 +25,10 @@ _WEIGHTS: Final = ["*.safetensors", "*.safetensors.index.json"]
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; `architectures` is in it. Raises `CheckpointError`."""
     path = folder / "config.json"
-    try:
-        config = _json_object(json.loads(path.read_bytes()), path)
-    except FileNotFoundError as error:
+    if not path.exists():
         check_folder(folder)
-        raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
+        raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout")
+    config = read_json(path)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(

@@ -155,7 +155,7 @@ def test_a_hub_id_that_cannot_be_had_offline_says_what_to_do(site, monkeypatch, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "cannot be read: .*; download the checkpoint again"),
         ("[]", "holds list where a JSON object is needed"),
         ("{}", "does not name its architecture"),
         ('{"architectures": []}', "and has \\[\\]"),

@@ -51,7 +51,8 @@ ABOUT: Final = {
         "`echo` or `prompt_logprobs` prompts are only scored, and may be as long as the context."
     ),
     "/v1/chat/completions": (
-        "A conversation in, the assistant's next message out. Tools need a parser (`--tool-parser`). Reasoning comes as "
+        "A conversation in, the assistant's next message out. Tools need a parser (`--tool-parser`) "
+        "and, unless a call is forced, a chat template that writes them. Reasoning comes as "
         "`reasoning_content` (`--reasoning-parser`). Arguments of a tool with `strict` true satisfy its schema, whether the model "
         "must call or is free to. A schema or a parser with which that cannot be promised is refused. With `parallel_tool_calls` "
         "false the answer ends with the first call.\n\n"

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import noise
 import psutil
 import pytest
+import zmq
 from engine.rank_pair import request, serve
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.parallel import LaunchPlan
 from enginery.engine.engine import Engine
-from enginery.errors import ConfigError, EnginError, PluginError
+from enginery.engine.ranks import messages
+from enginery.engine.ranks.local import LocalRanks
+from enginery.engine.ranks.watch import Watch
+from enginery.errors import ConfigError, EngineDied, EnginError, PluginError
 from enginery.plugin.registry import Registry
+from enginery.worker.ranks.gloo import Standing
 
 PLUGIN = """
 from enginery.api import ExecutorSpec, hookimpl
@@ -62,6 +69,25 @@ def test_a_plugin_s_executor_is_found_and_starts_the_ranks(registry: Registry) -
     finally:
         engine.close()
     assert not rank.is_running()
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_what_a_dead_rank_wrote_comes_once_and_before_its_cause(is_elsewhere: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cause is one line, for clients get it too."""
+    command = [sys.executable, "-c", "import sys; print('a word', file=sys.stderr); sys.exit(3)"]
+
+    def launch(plan: LaunchPlan) -> LocalRanks:
+        return LocalRanks([command], is_elsewhere=is_elsewhere)
+
+    reports = zmq.Context.instance().socket(zmq.PULL)
+    reports.bind("inproc://reports-of-nobody")
+    watch = Watch(launch, 1, reports=reports, deadline_s=20.0, standing=Standing(), joining=None)
+    try:
+        with pytest.raises(EngineDied, match=r"^rank 1 \(process \d+\) ended with exit code 3, in [^\n]+$"):
+            watch.wait_for(messages.Here)
+    finally:
+        watch.end(grace_s=0.0)
+    assert capsys.readouterr().err == "rank 1: a word\n" * (1 + is_elsewhere)  # here both are one stderr
 
 
 def test_one_that_fails_is_named(registry: Registry) -> None:

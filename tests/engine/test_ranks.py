@@ -261,7 +261,7 @@ def test_float8_blocks_are_shared_by_two_ranks_and_cut_by_none(registry: Registr
     for ranks in ({}, {"cuts_experts": True}):
         several = model.run(torch.float32, tensor_size=2, **ranks)
         assert error(several[0], truth) <= WORST * error(one, truth) + 1e-7
-    with pytest.raises(Unsupported, match="experts has 256 in units of 128, which 4 ranks cannot share; 2 ranks can"):
+    with pytest.raises(Unsupported, match="experts: 256 in units of 128, which 4 ranks cannot share; 2 ranks can"):
         model.run(torch.float32, tensor_size=4)
 
 
@@ -287,7 +287,7 @@ def test_experts_that_do_not_divide_are_one_more_on_some_ranks(registry: Registr
 
 def test_more_ranks_than_experts_are_refused(registry: Registry) -> None:
     model = OneModel(registry, CONFIGS["qwen3-moe"] | {"num_experts": 3})
-    with pytest.raises(Unsupported, match=r"mlp\.experts has 3 in units of 1, which 4 ranks cannot share; 2 ranks can"):
+    with pytest.raises(Unsupported, match=r"mlp\.experts: 3, which 4 ranks cannot share; 2 ranks can"):
         model.run(torch.float32, tensor_size=4, cuts_experts=True)
 
 
@@ -322,35 +322,35 @@ REFUSED = {
     "query heads": (
         CONFIGS["llama"],
         8,
-        "query heads has 4 in units of 1, which 8 ranks cannot share; 2 or 4 ranks can",
+        "query heads: 4, which 8 ranks cannot share; 2 or 4 ranks can",
     ),
     "KV heads": (
         stated(LlamaConfig(**shape(num_attention_heads=12, num_key_value_heads=3, hidden_size=96))),
         4,
-        "the attention's KV heads has 3 in units of 1, which 4 ranks cannot share",
+        "the attention's KV heads: 3, which 4 ranks cannot share",
     ),
-    "heads of MLA": (CONFIGS["deepseek-v2"], 8, "the attention's query heads has 4"),
-    "heads of a recurrence": (CONFIGS["hybrid"] | {"num_attention_heads": 6}, 4, "value heads has 6 in units of 1, which 4 ranks"),
-    "key heads of a delta rule": (TWO_KEY_HEADS, 4, "key heads has 2 in units of 1, which 4 ranks cannot share; 2 ranks can"),
+    "heads of MLA": (CONFIGS["deepseek-v2"], 8, "the attention's query heads: 4"),
+    "heads of a recurrence": (CONFIGS["hybrid"] | {"num_attention_heads": 6}, 4, "value heads: 6, which 4 ranks"),
+    "key heads of a delta rule": (TWO_KEY_HEADS, 4, "key heads: 2, which 4 ranks cannot share; 2 ranks can"),
     "heads of Mamba2": (
         CONFIGS["bamba"],
         16,
-        "value heads has 8 in units of 1, which 16 ranks cannot share; 2 or 4 or 8 ranks can",
+        "value heads: 8, which 16 ranks cannot share; 2 or 4 or 8 ranks can",
     ),
     "groups of Mamba2": (
         CONFIGS["bamba"] | {"mamba_n_heads": 24, "mamba_n_groups": 3, "hidden_size": 192},
         4,
-        "key heads has 3 in units of 1, which 4 ranks cannot share",
+        "key heads: 3, which 4 ranks cannot share",
     ),
     "channels": (
         CONFIGS["lfm2"] | {"hidden_size": 66, "num_attention_heads": 3, "num_key_value_heads": 3},
         4,
-        "has 66 in units of 1",
+        ": 66, which 4 ranks",
     ),
     "inner size": (
         CONFIGS["llama"] | {"intermediate_size": 130},
         4,
-        "gate_proj has 130 in units of 1, which 4 ranks cannot share",
+        "gate_proj: 130, which 4 ranks cannot share",
     ),
 }
 

@@ -232,7 +232,7 @@ def test_ranks_with_draft_models_that_differ_are_refused(llama_of_six: Oracle, r
 def test_a_draft_model_that_ranks_cannot_share_is_refused_by_name(llama_of_six: Oracle, registry: Registry, tmp_path: Path) -> None:
     folder = Eagle3().write(tmp_path, num_attention_heads=3, num_key_value_heads=3)
     given = test_model_heads.options(llama_of_six.folder, drafter="eagle3", draft_model=str(folder), tp=2)
-    message = r"--drafter eagle3 cannot run beside .*: the attention's query heads has 3 in units of 1, which 2 ranks cannot share"
+    message = r"--drafter eagle3 cannot run beside .*: the attention's query heads: 3, which 2 ranks cannot share"
     with pytest.raises(Unsupported, match=message), on_threads(given, registry):
         pass
 

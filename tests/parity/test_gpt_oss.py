@@ -180,7 +180,7 @@ def test_ranks_share_blocks_that_do_not_divide(write_oracle: Callable[..., Oracl
     expected = packed.logits(packed.prompts[4])
     for answer in model.run(packed.prompts[4], torch.float32, tensor_size=2):
         torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)
-    with pytest.raises(SkippedCheck, match="experts has 96 in units of 32, which 4 ranks cannot share; 2 ranks can"):
+    with pytest.raises(SkippedCheck, match="experts: 96 in units of 32, which 4 ranks cannot share; 2 ranks can"):
         model.run(packed.prompts[4], torch.float32, tensor_size=4)
     for answer in model.run(packed.prompts[4], torch.float32, tensor_size=4, cuts_experts=True):
         torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=0)

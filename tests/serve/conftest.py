@@ -32,7 +32,10 @@ from enginery.serve.engine.replica_options import replica_options  # noqa: E402
 from enginery.serve.engine.replicas import Replicas  # noqa: E402
 from enginery.text.text_side import TextSide  # noqa: E402
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% set told = tools %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +115,7 @@ async def live(
     starts = [functools.partial(start, each, share=share) for each, share in replica_options(asked, dp)]
     engine = await Replicas.start(*starts, restarts=restarts)
     loaded = asyncio.get_running_loop().create_future()
-    text = TextSide.load(folder)
+    text = TextSide.load(folder, chat_template=asked.chat_template)
     service = Service(engine=engine, loaded=loaded)
     engine.is_back = service.renew
     try:

@@ -303,13 +303,21 @@ def test_https_is_served_with_a_certificate(folder, tmp_path):
         ({"admin_keys": ("ü",)}, "characters that no header carries"),
         ({"log_level": "loud"}, "debug, info, warning, error"),
         ({"ssl_keyfile": "x"}, "without --ssl-certfile"),
-        ({"ssl_certfile": __file__}, "cannot be used"),
+        ({"ssl_certfile": __file__}, "cannot be used: .*; it must be PEM"),
+        ({"allow_origins": ("https://a", "b.example")}, "--allow-origin is 'b.example', which no browser sends"),
+        ({"allow_origins": ("https://a/",)}, "--allow-origin is 'https://a/', which no browser sends"),
+        ({"allow_origins": ("https://A",)}, "--allow-origin is 'https://A', which no browser sends"),
     ],
     ids=str,
 )
 def test_settings_that_cannot_work_end_the_start(settings, told):
     with pytest.raises(ConfigError, match=told):
         ServeSettings(**settings)
+
+
+def test_an_origin_is_what_browsers_send_or_a_star():
+    origins = ("https://a.example", "http://127.0.0.1:3000", "http://[::1]:80", "chrome-extension://abc", "null", "*")
+    assert ServeSettings(allow_origins=origins).allow_origins == origins
 
 
 def test_a_collector_without_a_scheme_ends_the_start():

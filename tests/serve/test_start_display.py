@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from enginery import __version__
 from enginery.contracts.engine import BuildProgress, EngineFacts
 from enginery.engine.build import StartPhase
 from enginery.serve import start_display
-from enginery.serve.start_display import StartDisplay, summary
+from enginery.serve.start_display import Served, StartDisplay, chosen_line, summary
 
 
 @contextlib.contextmanager
@@ -159,9 +160,30 @@ def test_the_summary_says_what_must_be_said_about_a_checkpoint() -> None:
         eos_token_ids=(),
         decisions=(("device", "cuda", "NVIDIA H200"),),
     )
-    lines = summary(facts, "http://h:1", seconds=2.54, has_page=False).splitlines()
+    lines = summary(facts, Served(url="http://h:1"), seconds=2.54).splitlines()
     assert lines[:2] == [
         "ready: m at http://h:1, up to 4,096 tokens of context (random weights)",
         "  on cuda (NVIDIA H200), bfloat16; attention by flashinfer+triton; KV cache of 16,000 tokens; started in 2.5 s",
     ]
     assert len(lines) == 3
+    several = summary(facts, Served(url="http://h:1", num_engines=2, num_ranks=4), seconds=2.54).splitlines()
+    assert several[1].startswith("  2 engines of 4 ranks, each on cuda (NVIDIA H200), bfloat16; ")
+    assert "KV cache of 16,000 tokens in each engine; " in several[1]
+
+
+@pytest.mark.parametrize("chats", [True, False])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_the_request_that_is_shown_is_one_that_is_answered(chats: bool, has_key: bool) -> None:
+    """A base model has no chat template, and a server with keys answers nobody without."""
+    served = Served(url="http://h:1", chats=chats, has_key=has_key)
+    given = shlex.split(served.example('it\'s "m"'))
+    assert given[1] == f"http://h:1/v1/{'chat/' * chats}completions"
+    assert json.loads(given[-1])["model"] == 'it\'s "m"'
+    assert ("messages" in json.loads(given[-1])) == chats
+    assert ("Authorization: Bearer $ENGINERY_API_KEY" in given) == has_key
+
+
+def test_what_won_is_told_with_the_drafter_and_without_what_is_off() -> None:
+    decisions = [("family", "llama", ""), ("drafter", "eagle", "auto"), ("tool parser", "none", ""), ("dtype", "float32", "")]
+    assert chosen_line(decisions) == "family llama; drafter eagle"
+    assert chosen_line([("drafter", "off", "auto: none suits")]) == ""

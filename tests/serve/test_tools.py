@@ -340,3 +340,52 @@ def test_tools_need_a_parser_unless_none_may_be_called(shared_server):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     assert "--tool-parser" in response.json()["error"]["message"]
     assert shared_server("/v1/chat/completions", {**body, "tool_choice": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize("parameters", [None, {}])
+def test_a_template_that_needs_what_a_tool_leaves_out_gets_what_that_stands_for(with_server, parameters, tmp_path):
+    """Descriptions and parameters may be left out, which the template of gpt-oss does not know."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% if messages[0].content == 'never' %}{{ raise_exception('never') }}{% endif %}"
+        "{% for t in tools %}{{ '//' + t.function.description }}{{ t.function.parameters | tojson }}{% endfor %}"
+    )
+    bare = {"type": "function", "function": {"name": "stop"} | ({} if parameters is None else {"parameters": parameters})}
+
+    async def scenario(live):
+        asked = {"tools": [bare], "max_tokens": 200}
+        reply = (await live.post("/v1/chat/completions", messages=user("x"), **asked)).json()
+        schema = {"type": "object", "properties": {}, "additionalProperties": False} if parameters is None else parameters
+        assert reply["choices"][0]["message"]["content"] == "//" + json.dumps(schema)
+        refused = await live.post("/v1/chat/completions", messages=user("never"), **asked)
+        assert (refused.status_code, "never" in refused.json()["error"]["message"]) == (400, True)
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
+def test_tools_that_the_template_does_not_write_are_refused_unless_a_call_is_forced(with_server, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}{{ messages[0].tool_calls }}")
+
+    async def scenario(live):
+        asked = {"messages": user("[call stop {}]"), "tools": TOOLS}
+        for choice, status in ((None, 400), ("auto", 400), ("none", 200), ("required", 200)):
+            reply = await live.post("/v1/chat/completions", **asked, tool_choice=choice)
+            assert reply.status_code == status, choice
+            if status == 400:
+                assert reply.json()["error"]["param"] == "tools"
+                assert "does not write tools" in reply.json()["error"]["message"]
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
+def test_a_tool_without_parameters_has_none(with_server, monkeypatch):
+    seen = []
+    force = PARSERS.tools.force
+    tools = dataclasses.replace(PARSERS.tools, force=lambda tools, *rest, **more: seen.extend(tools) or force(tools, *rest, **more))
+
+    async def scenario(live):
+        await live.post("/v1/chat/completions", messages=user("x"), tools=TOOLS, tool_choice="required")
+        assert [tool.parameters.get("additionalProperties") for tool in seen] == [None, False]
+
+    with_server(scenario, parsers=dataclasses.replace(PARSERS, tools=tools))

@@ -47,6 +47,8 @@ class StoredTensor:
 
 def _no_file(file: Path, folder: Path, *, index: Path | None) -> CheckpointError:
     """For a checkpoint without one of its files. index: the file that lists it, where there is one."""
+    if file.is_symlink():
+        return CheckpointError(f"{file} is a link to {file.readlink()}, where nothing is; download the checkpoint again")
     if index is None and (other := other_weights(folder)):
         return CheckpointError(f"{file} does not exist; {other}")
     others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -140,7 +142,7 @@ def _scan_file(file: Path) -> dict[str, StoredTensor]:
             if size < 8 or length > size - 8:
                 header_end = f"its header ends at byte {8 + length:,}, " if len(first) == 8 else ""
                 raise CheckpointError(
-                    f"{file} is cut off or no safetensors file: {header_end}the file has {size:,}; fetch it again"
+                    f"{file} is cut off or no safetensors file: {header_end}the file has {size:,} bytes; fetch it again"
                 )
             header: dict[str, object] = dict(json.loads(stream.read(length)))
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,15 +25,10 @@ _WEIGHTS: Final = ["*.safetensors", "*.safetensors.index.json"]
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; `architectures` is in it. Raises `CheckpointError`."""
     path = folder / "config.json"
-    try:
-        config = _json_object(json.loads(path.read_bytes()), path)
-    except FileNotFoundError as error:
+    if not path.exists():
         check_folder(folder)
-        raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
+        raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout")
+    config = read_json(path)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(
@@ -48,8 +44,14 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+        raise unreadable(path, error) from error
     return _json_object(content, path)
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """For a file of a checkpoint. One that is whole but not ours to read need not be fetched again."""
+    why = error.strerror if isinstance(error, OSError) else f"{error}; download the checkpoint again"
+    return CheckpointError(f"{path} cannot be read: {why}")
 
 
 def _json_object(content: object, path: Path) -> dict[str, object]:
@@ -66,15 +68,15 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
     """
     if not model:
         raise CheckpointError("the name of the model is empty; give a folder, an installed checkpoint or a Hugging Face id")
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = local_path(model)
+    if path is not None and path.is_dir():
         _refuse_revision(revision, f"{model} is a folder here")
         check_folder(path)
         return path
     if (offer := registry.checkpoint(model)) is not None:
         _refuse_revision(revision, f"{model} is an installed checkpoint")
         return Path(offer.spec.folder)
-    if path.exists():
+    if path is not None:
         raise refuse_file(path)
     if _HUB_ID.fullmatch(model):
         return _download(model, revision, with_weights=with_weights)
@@ -83,6 +85,18 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
         f"{model!r} is no folder, no installed checkpoint and no Hugging Face id (owner/name){did_you_mean(model, names) or '.'} "
         f"Installed checkpoints: {known_names(names)}."
     )
+
+
+def local_path(model: str) -> Path | None:
+    """Where `model` is, if it is a path of this machine. Raises `CheckpointError` where that cannot be told."""
+    path = Path(os.path.expanduser(model))
+    try:
+        is_here = path.exists()
+    except OSError as error:  # in a folder that others own, or too long
+        raise unreadable(path, error) from error
+    if is_here and path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{path} cannot be read: Permission denied")
+    return path if is_here else None
 
 
 def _refuse_revision(revision: str | None, found: str) -> None:

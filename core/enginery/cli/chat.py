@@ -11,7 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Final, Protocol
 
 import typer
 
@@ -21,6 +21,9 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import EnginError, RequestError
+
+if TYPE_CHECKING:
+    from enginery.text.text_side import TextSide
 
 Message = dict[str, str]
 _HOPELESS: Final = (401, 403, 404, 405)  # the key, the model or the server is wrong, so every further question would fail too
@@ -49,7 +52,7 @@ def chat(
 ) -> None:
     """Talk with a model."""
     partner: Partner
-    partner = LocalPartner(build_engine(options), options, sampling) if url is None else ServerPartner(url, options.model, sampling)
+    partner = LocalPartner(*build_engine(options), sampling) if url is None else ServerPartner(url, options.model, sampling)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() a history and line editing
     print(_HELP)
@@ -103,12 +106,9 @@ def _answer(partner: Partner, messages: Sequence[Message]) -> str | None:
 class LocalPartner:
     """Answers with an engine in this process."""
 
-    def __init__(self, engine: EngineLike, options: EngineOptions, sampling: GivenSampling) -> None:
-        from enginery.text.text_side import TextSide
-
-        self._engine, facts = engine, engine.facts
-        self._text = TextSide.load(facts.folder, tokenizer_folder=facts.tokenizer_folder, chat_template=options.chat_template)
-        self._sampling = self._text.defaults.given() | dict(sampling)
+    def __init__(self, engine: EngineLike, text: TextSide, sampling: GivenSampling) -> None:
+        self._engine, self._text = engine, text
+        self._sampling = text.defaults.given() | dict(sampling)
         self._ids = itertools.count()
 
     def reply(self, messages: Sequence[Message]) -> Generator[str, None, None]:
@@ -170,7 +170,8 @@ class ServerPartner:
                 kind = EnginError if error.code in _HOPELESS else RequestError
                 raise kind(f"{self._url} answers {error.code}: {_message(error.read())}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise EnginError(f"{self._url} cannot be reached: {error}; is engine serve running there?") from error
+            why = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise EnginError(f"{self._url} cannot be reached: {why}; is engine serve running there?") from error
 
 
 def _message(body: bytes) -> str:

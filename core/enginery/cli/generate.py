@@ -15,6 +15,7 @@ from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import ConfigError, EnginError
 
 if TYPE_CHECKING:
+    from enginery.text.text_side import TextSide
     from enginery.text.tokenizer import Tokenizer
 
 
@@ -27,8 +28,6 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input if it is left out.")] = None,
 ) -> None:
     """Continue a text."""
-    from enginery.text.text_side import TextSide
-
     if prompt is None and sys.stdin.isatty():
         print("reading the prompt from the terminal; Ctrl-D on a new line ends it", file=sys.stderr)
     try:
@@ -37,8 +36,7 @@ def generate(
         raise ConfigError(f"standard input is no UTF-8 text: {error}") from error
     if not text:
         raise ConfigError("there is no prompt; give it as an argument or on standard input")
-    engine = build_engine(options)
-    side = TextSide.load(engine.facts.folder, tokenizer_folder=engine.facts.tokenizer_folder)
+    engine, side = build_engine(options)
     params = SamplingParams(**(side.defaults.given() | dict(sampling)))
     token_ids = tuple(side.tokenizer.encode(text, add_special_tokens=True))
     for piece in stream_text(engine, side.tokenizer, GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)):
@@ -46,21 +44,25 @@ def generate(
     print()
 
 
-def build_engine(options: EngineOptions) -> EngineLike:
-    """An engine in this process; says on standard error what must be said about it, and what its start took."""
+def build_engine(options: EngineOptions) -> tuple[EngineLike, TextSide]:
+    """An engine in this process, and its text side; says on standard error what must be said about it, and what its start took."""
     from enginery.config.installed import registry_for
     from enginery.engine.engine import Engine
     from enginery.engine.process_age import phases_text, process_age_s
+    from enginery.text.text_side import TextSide
+    from enginery.worker.choice import find_checkpoint
 
     imports_s = process_age_s()
     registry = registry_for(options)
     plugins_s = process_age_s() - imports_s
+    found = find_checkpoint(options, registry)
+    side = TextSide.load(found.folder, tokenizer_folder=found.tokenizer_folder, chat_template=options.chat_template)
     engine = Engine.build(options, registry)
     note = f" ({engine.facts.note})" if engine.facts.note else ""
     print(f"{engine.facts.model_name}{note}", file=sys.stderr)
     phases = {"imports": imports_s, "plugins": plugins_s, **engine.facts.phases_s}
     print(f"ready {phases_text(process_age_s(), phases)}", file=sys.stderr)
-    return engine
+    return engine, side
 
 
 def stream_text(engine: EngineLike, tokenizer: Tokenizer, request: GenerationRequest) -> Iterator[str]:

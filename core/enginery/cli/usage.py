@@ -12,7 +12,8 @@ from enginery.plugin.near import did_you_mean
 # Typer has a click of its own, or takes the one that is installed; the parent of what it exports is what both raise.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
-_ONE_DEVICE: Final = "parallelism over several GPUs or hosts is not there yet; --device cuda:1 takes another one, --tp is for CPUs"
+_EVENLY: Final = "--tp N divides every layer evenly, --pp-layers N,N the layers as you like"
+_HOSTS: Final = "--executor join waits for ranks of other hosts, which `engine rank` starts there"
 _ONE_PROCESS: Final = "one process serves HTTP; --dp N runs several engines behind it"
 _QUANTIZED: Final = (
     "float8 in blocks is known by a checkpoint's config.json; other methods, and quantising at the start, are not there yet"
@@ -24,9 +25,12 @@ _ALWAYS: Final = "that is always so here; leave it out"
 _NOT_NAMED: Final = "the parser that suits the model is taken by itself; --tool-parser names another"
 
 FOREIGN: Final = {
-    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "-tp"), "--tp, which is for ranks on CPUs so far"),
-    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp"), "--pp, which is for ranks on CPUs so far"),
-    **dict.fromkeys(("--tensor-split", "--split-mode", "--enable-expert-parallel", "--ep-size", "--nnodes"), _ONE_DEVICE),
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "-tp"), "--tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "-pp"), "--pp"),
+    **dict.fromkeys(("--enable-expert-parallel", "--ep-size", "-ep"), "--ep, with --tp or --dp-attention"),
+    **dict.fromkeys(("--tensor-split", "--split-mode"), _EVENLY),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), _HOSTS),
+    "--enable-dp-attention": "--dp-attention N",
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "-dp"), "--dp of engine serve, engines behind one server"),
     **dict.fromkeys(("--data-parallel-rank", "--data-parallel-start-rank"), "--dp-rank"),
     **dict.fromkeys(("--api-server-count", "--workers"), _ONE_PROCESS),
@@ -65,7 +69,7 @@ def told(error: Any, given: Sequence[str]) -> str:
     """The message for a `UsageError`, empty if the help was shown instead. given: the command line."""
     is_option = "possibilities" in vars(error)
     text = _no_option(error.option_name, given, error.ctx) if is_option else error.format_message().rstrip(".")
-    command = "engine" if error.ctx is None else error.ctx.command_path
+    command = " ".join(["engine", *given[: 1 + (given[:1] == ["bench"])]]) if error.ctx is None else error.ctx.command_path
     return f"{text}\n{command} --help shows how it is used" if text else ""
 
 

@@ -129,7 +129,7 @@ class Collectives(Protocol):
 
 
 class Death(NamedTuple):
-    """A rank whose process has ended. how: for people. last_lines: of what it wrote to stderr."""
+    """A rank whose process has ended. how: for people. last_lines: of its stderr, where the engine's has not got them yet."""
 
     rank: int
     exit_code: int

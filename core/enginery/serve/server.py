@@ -11,7 +11,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import h11
@@ -21,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from enginery.checkpoint.folder import find_folder, find_tokenizer_folder
+from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, local_path
 from enginery.config.schema import EngineOptions
 from enginery.engine.process_age import phases_text, process_age_s
 from enginery.plugin.records import PluginRecord
@@ -45,7 +44,7 @@ from enginery.serve.http.listening import Listener, bind, is_loopback
 from enginery.serve.http.logs import configure, dropped
 from enginery.serve.http.traces import Tracer
 from enginery.serve.settings import ServeSettings
-from enginery.serve.start_display import StartDisplay, chosen_line, summary
+from enginery.serve.start_display import Served, StartDisplay, chosen_line, summary
 from enginery.text.text_side import TextSide
 
 _LAST_ANSWERS_S: Final = 1
@@ -99,15 +98,22 @@ async def _serve(
         routes = APIRouter()
         added = registry.register_routes(settings.routes, routes, engine)
         service.chosen.extend((*parsers.decisions, *_route_decisions(added, settings)))
-        owners = owners_of(added)
         if settings.admin_keys:
             routes.include_router(administration(service, Keys(settings.admin_keys)))
-        app = build_app(service, plugin_routes=routes, owners=owners)
+        app = build_app(service, plugin_routes=routes, owners=owners_of(added))
         http = _http(_guarded(app, service, settings, tracer), settings, listener)
         stopping, hurrying = _signals()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         phases_s = {"server": front_s, "text": text_s}
-        ready = _Announcement(url=_url(listener, settings), has_page=_has_page(routes), phases_s=phases_s, display=display)
+        served = Served(
+            url=_url(listener, settings),
+            has_page=_has_page(routes),
+            has_key=bool(settings.api_keys),
+            chats=text.template.source is not None,
+            num_engines=settings.dp,
+            num_ranks=options.num_ranks,
+        )
+        ready = _Announcement(served=served, phases_s=phases_s, display=display)
         starting = asyncio.create_task(_start(service, registry, text, ready, parsers=parsers))
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and starting.exception() is None:
@@ -217,7 +223,7 @@ def _text_side(
 ) -> tuple[TextSide, Parsers]:
     """Read the tokenizer, the template and the parsers before the weights, so that a missing one is told at once."""
     model = registry.default_checkpoint().name if options.model is None else options.model
-    is_here = Path(model).expanduser().exists() or registry.checkpoint(model) is not None
+    is_here = local_path(model) is not None or registry.checkpoint(model) is not None
     with contextlib.nullcontext() if is_here else display.aside(f"fetching {model} from the Hugging Face hub"):
         folder = find_folder(model, registry, revision=options.revision)
         tokenizer_folder = find_tokenizer_folder(options, registry, folder)
@@ -245,7 +251,7 @@ async def _start(service: Service, registry: Registry, text: TextSide, ready: _A
     for setting, value, reason in told:
         _log.debug("%s %s: %s", setting, value, reason)
     _log.debug("loaded %s", phases_text(process_age_s(), ready.phases_s | dict(facts.phases_s)))
-    print(summary(facts, ready.url, seconds=process_age_s(), has_page=ready.has_page, parts=chosen_line(told)), flush=True)
+    print(summary(facts, ready.served, seconds=process_age_s(), parts=chosen_line(told)), flush=True)
 
 
 def _route_decisions(added: Sequence[tuple[PluginRecord, APIRouter]], settings: ServeSettings) -> Iterator[tuple[str, str, str]]:
@@ -265,8 +271,7 @@ async def _show(engine: Replicas, display: StartDisplay) -> None:
 class _Announcement:
     """What the end of the start tells besides the engine's facts, and the display until then."""
 
-    url: str
-    has_page: bool
+    served: Served
     phases_s: dict[str, float]
     display: StartDisplay
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from enginery.errors import ConfigError
 from enginery.serve.engine.client import ENGINE_COMMAND
 from enginery.serve.http.connection import Limits
 from enginery.serve.http.logs import LEVELS, LogFormat
+
+_ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")  # as browsers write it: small letters, and no path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,10 @@ class ServeSettings:
             _check_key(key)
         if self.log_level not in LEVELS:
             raise ConfigError(f"--log-level {self.log_level} is unknown; there are {', '.join(LEVELS)}")
+        for origin in self.allow_origins:
+            if not _ORIGIN.fullmatch(origin):
+                why = "which no browser sends; write it as https://app.example or http://127.0.0.1:3000, or * for every page"
+                raise ConfigError(f"--allow-origin is {origin!r}, {why}")
         _check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
     def shown(self) -> Mapping[str, object]:
@@ -88,7 +96,8 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         except OSError as error:
-            raise ConfigError(f"the certificate in {certificate} cannot be used: {error}") from error
+            needed = "it must be PEM: the certificate and its key, or the key in --ssl-keyfile"
+            raise ConfigError(f"the certificate in {certificate} cannot be used: {error.strerror}; {needed}") from error
 
 
 def refuse_blank(variable: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -104,7 +113,8 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the keys in {file} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the keys in {file} cannot be read: {why}") from error
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"{file} has no key; write one to a line")

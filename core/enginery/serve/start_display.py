@@ -5,10 +5,13 @@ On a terminal that is one line which changes; elsewhere a plain line at once and
 
 from __future__ import annotations
 
+import json
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -26,7 +29,7 @@ _TEXTS: Final = {
     "warm up": "running each kind of step once, compiling what is not compiled",
     "graphs": "capturing graphs",
 }
-_PARTS: Final = ("family", "weight format", "ops", "schedule policy", "tool parser", "reasoning parser", "routes")
+_PARTS: Final = ("family", "weight format", "ops", "schedule policy", "drafter", "tool parser", "reasoning parser", "routes")
 
 
 class StartDisplay:
@@ -108,26 +111,52 @@ def chosen_line(decisions: Iterable[tuple[str, str, str]]) -> str:
     """What won of each kind of plugin part but attention, in one line; why is in the debug log and at /server_info."""
     winners: dict[str, list[str]] = {}
     for setting, value, _ in decisions:
-        if setting in _PARTS and value != "none":
+        if setting in _PARTS and value not in ("none", "off"):
             winners.setdefault(setting, []).append(value.partition(":")[0])
     return "; ".join(f"{setting} {' + '.join(winners[setting])}" for setting in _PARTS if setting in winners)
 
 
-def summary(facts: EngineFacts, url: str, *, seconds: float, has_page: bool, parts: str = "") -> str:
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What the summary tells besides an engine's facts. chats: the model has a chat template. num_ranks: of each engine."""
+
+    url: str
+    has_page: bool = False
+    has_key: bool = False
+    chats: bool = True
+    num_engines: int = 1
+    num_ranks: int = 1
+
+    def processes(self) -> str:
+        """How many there are, to go on with where each of them is; empty of one."""
+        engines = f"{self.num_engines} engines" * (self.num_engines > 1)
+        ranks = f"{self.num_ranks} ranks" * (self.num_ranks > 1)
+        several = " of ".join(filter(None, (engines, ranks)))
+        return f"{several}, each " if several else ""
+
+    def example(self, model: str) -> str:
+        """A request that is answered."""
+        asked = {"messages": [{"role": "user", "content": "Hello"}]} if self.chats else {"prompt": "Hello"}
+        key = '-H "Authorization: Bearer $ENGINERY_API_KEY" ' if self.has_key else ""
+        path, body = "chat/completions" if self.chats else "completions", json.dumps({"model": model, **asked})
+        return f"curl {self.url}/v1/{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(body)}"
+
+
+def summary(facts: EngineFacts, served: Served, *, seconds: float, parts: str = "") -> str:
     """What is served, where and how, in a few lines. seconds: how long the start took. parts: see `chosen_line`."""
     chosen = {setting: (value, reason) for setting, value, reason in facts.decisions}
     device, name = chosen.get("device", ("", ""))
-    where = f"on {device} ({name}), " if device else ""
+    where = f"{served.processes()}on {device} ({name}), " if device else ""
     note = f" ({facts.note})" if facts.note else ""
-    body = f'{{"model": "{facts.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    in_each = " in each engine" if served.num_engines > 1 else ""
     lines = [
-        f"ready: {facts.model_name} at {url}, up to {facts.max_model_len:,} tokens of context{note}",
-        f"  {where}{facts.dtype}; attention by {facts.attn_backend}; KV cache of {facts.num_pages * facts.page_size:,} tokens; "
-        f"started in {seconds:.1f} s",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"ready: {facts.model_name} at {served.url}, up to {facts.max_model_len:,} tokens of context{note}",
+        f"  {where}{facts.dtype}; attention by {facts.attn_backend}; KV cache of {facts.num_pages * facts.page_size:,} tokens"
+        f"{in_each}; started in {seconds:.1f} s",
+        f"  {served.example(facts.model_name)}",
     ]
-    if has_page:
-        lines.insert(2, f"  page: {url}/")
+    if served.has_page:
+        lines.insert(2, f"  page: {served.url}/")
     if parts:
         lines.insert(2, f"  chosen: {parts}")
     return "\n".join(lines)

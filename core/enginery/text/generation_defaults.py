@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from enginery.checkpoint.folder import read_json
-from enginery.errors import CheckpointError
+from enginery.contracts.request import SamplingParams
+from enginery.errors import CheckpointError, RequestError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,13 @@ class GenerationDefaults:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> GenerationDefaults:
-        """Read generation_config.json of a folder. Raises `CheckpointError` for a file that is damaged."""
+        """Read generation_config.json of a folder. Raises `CheckpointError` for what no request could use."""
         path = Path(folder) / "generation_config.json"
         try:
-            return msgspec.convert(read_json(path), type=cls)
-        except msgspec.ValidationError as error:
+            found = msgspec.convert(read_json(path), type=cls)
+            SamplingParams(**found.given())
+            return found
+        except (msgspec.ValidationError, RequestError) as error:
             raise CheckpointError(f"{path}: {error}; correct it, or start with --generation-config none") from error
 
     def given(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ the server or its memory, in jinja's sandbox, with a bound on time, memory and o
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,10 @@ from typing import Final
 import msgspec
 from jinja2.defaults import DEFAULT_NAMESPACE
 
-from enginery.checkpoint.folder import read_json
+from enginery.checkpoint.folder import read_json, unreadable
 from enginery.errors import CheckpointError, ConfigError, EnginError, RequestError
 from enginery.text.renderer import Renderer, RendererDied
-from enginery.text.template_process import GIVEN, Limits, Rendered, Rendering, Start
+from enginery.text.template_process import GIVEN, Limits, Rendered, Rendering, Start, syntax_error
 from enginery.text.tokenizer import Tokenizer
 
 _TESTS_FOR_NONE: Final = re.compile(r"content['\"]?\]? is none")
@@ -46,7 +47,7 @@ def read_template(folder: Path | str) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+            raise unreadable(path, error) from error
     config = Path(folder) / "tokenizer_config.json"
     found = read_json(config).get("chat_template")
     if isinstance(found, list):
@@ -220,7 +221,12 @@ def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_pro
 
 
 def _read_file(file: str) -> str:
+    """The template that is asked for, which must be one. The model's own is untrusted, so that only its process looks at it."""
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--chat-template {file} cannot be read: {error}; give a file with the template's text") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--chat-template {file} cannot be read: {why}; give a file with the template's text") from error
+    if told := "is empty" if not text.strip() else syntax_error(text):
+        raise ConfigError(f"--chat-template {file} {told}; correct it, or leave it out")
+    return text

@@ -108,6 +108,15 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+def syntax_error(source: str) -> str:
+    """What is wrong with a template as it is written, to go on from its name; empty if nothing is."""
+    try:
+        _environment().parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"is broken in line {error.lineno}: {error.message}"
+    return ""
+
+
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)

@@ -13,7 +13,7 @@ from typing import Final, TypeGuard
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from enginery.checkpoint.folder import read_json
+from enginery.checkpoint.folder import read_json, unreadable
 from enginery.errors import CheckpointError, RequestError
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -57,7 +57,7 @@ class Tokenizer:
             advice = "save one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             raise CheckpointError(f"{path} is missing, and only that format is read; {advice}") from error
         except Exception as error:  # the tokenizers library raises plain Exception
-            raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+            raise unreadable(path, error) from error
         config = read_json(path.with_name("tokenizer_config.json"))
         if "added_tokens_decoder" not in config:
             config |= read_json(path.with_name("special_tokens_map.json"))

@@ -21,7 +21,7 @@ def device_facts(asked: str, num_threads: int | None) -> DeviceFacts:
     if kind == "cpu":
         return DeviceFacts(
             kind="cpu",
-            name=f"{threads} threads",
+            name=f"{threads} thread{'s' * (threads > 1)}",
             available_bytes=available_host_bytes(),
             num_threads=threads,
             has_bfloat16=torch.ops.mkldnn._is_mkldnn_bf16_supported(),

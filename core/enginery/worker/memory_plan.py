@@ -171,11 +171,19 @@ def plan_memory(
         window=others.window,
     )
     if num_pages < 1 or plan.kv_bytes + plan.state_bytes > left:
-        wanted = f"{asked.num_pages:,} pages" if asked.num_pages else "a single page"
-        raise OutOfMemory(
-            f"{wanted} of KV memory do not fit: {plan}. Available on {device.name}: {device.available_bytes / GIB:.2f} GiB, of "
-            f"which --memory-fraction {asked.memory_fraction} may be used. Raise --memory-fraction, or lower --max-batch-tokens "
-            f"({settings.max_batch_tokens}), --max-batch-requests ({settings.max_batch_requests}) or --num-pages; a smaller "
-            "--dtype halves the weights"
-        )
+        raise _too_little(asked, settings, device, plan)
     return plan
+
+
+def _too_little(asked: EngineOptions, settings: Settings, device: DeviceFacts, plan: MemoryPlan) -> OutOfMemory:
+    if not plan.num_pages and asked.kv_memory_gib is not None:
+        size = f"a page of {asked.page_size} tokens, {_readable(plan.page_bytes)}"
+        return OutOfMemory(f"--kv-memory-gib {asked.kv_memory_gib} has no room for {size}; raise it")
+    flag = "--num-pages" if asked.num_pages else "--kv-memory-gib"
+    wanted = f"{flag} {asked.num_pages or asked.kv_memory_gib}" if plan.num_pages else "a single page of KV memory"
+    return OutOfMemory(
+        f"{wanted} does not fit: {plan}. Available on {device.name}: {device.available_bytes / GIB:.2f} GiB, of which "
+        f"--memory-fraction {asked.memory_fraction} may be used. Raise that, or lower {f'{flag}, ' if plan.num_pages else ''}"
+        f"--max-batch-tokens ({settings.max_batch_tokens}) or --max-batch-requests ({settings.max_batch_requests}); a smaller "
+        "--dtype halves the weights"
+    )

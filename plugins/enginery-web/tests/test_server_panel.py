@@ -7,7 +7,7 @@ import time
 import pytest
 
 GAP = "\u2013"
-EXPORTS = {"figures.js": "samples", "metrics.js": "parseMetrics, total, quantile"}
+EXPORTS = {"figures.js": "samples", "metrics.js": "parseMetrics, total, mean, quantile"}
 
 
 def until(page, module: str, expression: str) -> None:
@@ -100,6 +100,11 @@ def test_quantiles_are_prometheus_s(page) -> None:
             return quantile(before ? now : [], now, share);
         }"""
         assert evaluate(page, "metrics.js", code, [buckets, before, share]) == (wanted and pytest.approx(wanted))
+
+
+def test_a_share_of_several_engines_is_their_mean(page) -> None:
+    code = "(text) => { const found = parseMetrics(text); return [mean(found, 'a'), mean(found, 'b')]; }"
+    assert evaluate(page, "metrics.js", code, 'a{engine="0"} 0.75\na{engine="1"} 0.5\n') == [0.625, None]
 
 
 def test_metrics_are_read_as_prometheus_writes_them(page) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, read_config
+from enginery.checkpoint.files import scan_checkpoint
+from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, read_config, read_json
 from enginery.config.schema import EngineOptions
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
@@ -47,6 +49,36 @@ def test_a_path_that_is_not_there_is_taken_for_no_hub_id(site, path: str, tmp_pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):
         find_folder(path, Registry.load())
+
+
+def test_what_may_not_be_looked_at_is_an_error_of_ours(site, tmp_path, monkeypatch) -> None:
+    with pytest.raises(CheckpointError, match=r"^x+ cannot be read: File name too long$"):
+        find_folder("x" * 300, Registry.load())
+    with pytest.raises(CheckpointError, match="'~nobody-of-this-name/m' is no folder"):
+        find_folder("~nobody-of-this-name/m", Registry.load())
+    monkeypatch.setattr("os.access", lambda path, rights: False)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path} cannot be read: Permission denied$"):
+        find_folder(str(tmp_path), Registry.load())
+
+
+def test_a_file_that_may_not_be_read_need_not_be_fetched_again(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"a.json cannot be read: .*; download the checkpoint again"):
+        read_json(tmp_path / "a.json")
+
+    def denied(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(CheckpointError, match=r"a.json cannot be read: Permission denied$"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_link_to_nothing_is_told_as_one(tmp_path) -> None:
+    """As in a cache of which a part was deleted."""
+    (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
+    with pytest.raises(CheckpointError, match=r"model.safetensors is a link to ../blobs/gone, where nothing is"):
+        scan_checkpoint(tmp_path)
 
 
 def test_an_empty_name_is_refused(site) -> None:
@@ -123,7 +155,7 @@ def test_a_hub_id_that_cannot_be_had_offline_says_what_to_do(site, monkeypatch, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "cannot be read: .*; download the checkpoint again"),
         ("[]", "holds list where a JSON object is needed"),
         ("{}", "does not name its architecture"),
         ('{"architectures": []}', "and has \\[\\]"),

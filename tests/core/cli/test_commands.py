@@ -15,6 +15,7 @@ from enginery.cli import chat, generate
 from enginery.cli.main import main
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.errors import EnginError
+from enginery.text.text_side import TextSide
 from enginery.text.tokenizer import Tokenizer
 
 
@@ -36,8 +37,9 @@ class Terminal:
 @pytest.fixture
 def console(engine, monkeypatch, capsys):
     """The command with the fake engine: (standard output, standard error, exit code)."""
-    monkeypatch.setattr("enginery.cli.generate.build_engine", lambda options: engine)
-    monkeypatch.setattr("enginery.cli.chat.build_engine", lambda options: engine)
+    built = engine, TextSide.load(engine.facts.folder)
+    monkeypatch.setattr("enginery.cli.generate.build_engine", lambda options: built)
+    monkeypatch.setattr("enginery.cli.chat.build_engine", lambda options: built)
 
     def run(*arguments, lines=()):
         said = iter(lines)
@@ -107,6 +109,23 @@ def test_wrong_sampling_is_refused_before_an_engine_is_built(console, monkeypatc
     out, err, code = console(*command, *flags)
     assert (out, code) == ("", 2)
     assert err.startswith(f"engine: {words}")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_what_is_wrong_with_the_text_side_is_told_before_weights_are_read(command, folder, tmp_path, capsys, monkeypatch):
+    (folder / "config.json").write_text('{"architectures": ["NobodyServesThis"]}')
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for %}")
+    monkeypatch.setattr("sys.stdin", Terminal(sys.stdin))
+    for flags, told in (
+        (("--chat-template", str(template)), "template.jinja is broken in line 1: "),
+        ((), "tokenizer.json is missing, and only that format is read"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--model", str(folder), *flags, *(["x"] if command == "generate" else [])])
+        assert told in capsys.readouterr().err
+        assert ended.value.code == 2
+        (folder / "tokenizer.json").unlink(missing_ok=True)
 
 
 def test_chat_keeps_the_conversation(console):

@@ -391,11 +391,11 @@ OTHER_FAMILY = damage("config.json", '{"architectures": ["ThatForCausalLM"]}')
         ((cut, lose("tokenizer.json")), {"weights": "is cut off: tensor", "tokenizer": "tokenizer.json is missing"}),
         (
             (lose_a_shard, damage("tokenizer.json", "{")),
-            {"weights": "model-2.safetensors does not exist", "tokenizer": "download it again"},
+            {"weights": "model-2.safetensors does not exist", "tokenizer": "download the checkpoint again"},
         ),
         ((cut_deep, OTHER_FAMILY), {"weights": "is cut off or no safetensors file", "model family": "ThatForCausalLM"}),
         ((lose("model.safetensors"),), {"weights": "--load-format dummy"}),
-        ((damage("config.json", "{"),), {"model family": "is not JSON", "tokenizer": "config.json cannot be read"}),
+        ((damage("config.json", "{"),), {"model family": "config.json cannot be read", "tokenizer": "config.json cannot be read"}),
     ],
 )
 def test_a_damaged_checkpoint_is_told(

@@ -36,11 +36,12 @@ def test_no_foreign_flag_is_one_of_ours_and_what_is_advised_exists() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("--tensor-parallel-size", "2"), "no option --tensor-parallel-size; here it is --tp, which is for ranks on CPUs"),
+        (("--tensor-parallel-size", "2"), "no option --tensor-parallel-size; here it is --tp\n"),
         (("--tensor_parallel_size=2",), "no option --tensor_parallel_size; here it is --tp"),
         (("-tp", "2"), "no option -tp; here it is --tp"),
         (("--pipeline-parallel-size", "2"), "here it is --pp"),
-        (("--ep-size", "2"), "parallelism over several GPUs or hosts is not there yet"),
+        (("--ep-size", "2"), "here it is --ep, with --tp or --dp-attention"),
+        (("--nnodes", "2"), "--executor join waits for ranks of other hosts"),
         (("--gpu-memory-utilization", "0.9"), "here it is --memory-fraction"),
         (("--mem-fraction-static", "0.9"), "here it is --memory-fraction"),
         (("--max-num-seqs", "9"), "here it is --max-batch-requests"),
@@ -71,7 +72,9 @@ def test_a_flag_that_is_not_there_gets_an_answer(run, given: tuple[str, ...], wo
         (("bench", "latency"), "Missing argument 'MODEL'\nengine bench latency --help"),
         (("bench", "offline"), "Missing argument 'WORKLOAD'"),
         (("test-backend",), "Missing argument 'BACKEND'"),
-        (("list-backends", "--why"), "'--why' requires an argument"),
+        (("list-backends", "--why"), "'--why' requires an argument\nengine list-backends --help"),
+        (("serve", "--record-steps", "5"), "'--record-steps' requires 2 arguments\nengine serve --help"),
+        (("bench", "offline", "C1", "--repeats"), "'--repeats' requires an argument\nengine bench offline --help"),
     ],
 )
 def test_other_slips_are_told_in_the_same_form(run, given: tuple[str, ...], words: str) -> None:

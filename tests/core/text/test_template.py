@@ -9,7 +9,7 @@ import pytest
 from tokenizers_made import byte_level, save
 from transformers import AutoTokenizer
 
-from enginery.errors import CheckpointError, RequestError
+from enginery.errors import CheckpointError, ConfigError, RequestError
 from enginery.text.template import ChatTemplate, read_template
 from enginery.text.template_process import Limits
 from enginery.text.tokenizer import Tokenizer
@@ -82,6 +82,29 @@ def test_a_template_that_is_no_text_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(CheckpointError, match=r"chat_template in .*tokenizer_config\.json is int"):
         read_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{% for x in %}", "is broken in line 1: "),
+        ("{{ messages }}\n{% endif %}", "is broken in line 2: "),
+        (" \n", "is empty"),
+        (None, "cannot be read: No such file or directory; give a file"),
+        ("{% generation %}{% break %}{% endgeneration %}{{ raise_exception(strftime_now('')) }}", None),  # of transformers
+    ],
+)
+def test_a_template_that_is_asked_for_is_looked_at_at_once(text, told, tmp_path):
+    save(byte_level(), tmp_path)
+    file = tmp_path / "asked.jinja"
+    if text is not None:
+        file.write_text(text)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    if told is None:
+        assert ChatTemplate.from_folder(tmp_path, tokenizer, file=str(file)).source == text
+    else:
+        with pytest.raises(ConfigError, match=f"^--chat-template {file} {told}"):
+            ChatTemplate.from_folder(tmp_path, tokenizer, file=str(file))
 
 
 def test_a_model_without_a_template_says_what_to_do(rendered):

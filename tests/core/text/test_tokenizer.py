@@ -146,3 +146,6 @@ def test_wrong_generation_defaults_are_named(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*temperature.*--generation-config none"):
         GenerationDefaults.from_folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')  # no request could be served with it
+    with pytest.raises(CheckpointError, match=r"json: temperature is -1.*, but must lie.*--generation-config none"):
+        GenerationDefaults.from_folder(tmp_path)

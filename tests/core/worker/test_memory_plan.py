@@ -64,6 +64,25 @@ def test_what_does_not_fit_names_the_flags_and_the_sizes(asked: EngineOptions) -
 
 
 @pytest.mark.parametrize(
+    ("asked", "told", "untold"),
+    [
+        (EngineOptions(), "a single page of KV memory does not fit: ", "--num-pages"),
+        (EngineOptions(num_pages=100_000), "--num-pages 100000 does not fit: .* lower --num-pages, ", "--kv-memory-gib"),
+        (EngineOptions(kv_memory_gib=64), "--kv-memory-gib 64 does not fit: .* lower --kv-memory-gib, ", "--num-pages"),
+        (
+            EngineOptions(kv_memory_gib=1e-6),
+            "--kv-memory-gib 1e-06 has no room for a page of 16.* 1.0 MiB; raise it$",
+            "fraction",
+        ),
+    ],
+)
+def test_what_asks_for_too_much_or_too_little_is_named_and_nothing_else(asked: EngineOptions, told: str, untold: str) -> None:
+    with pytest.raises(OutOfMemory, match=f"^{told}") as error:
+        planned(asked, device(1.2 if asked == EngineOptions() else 20))
+    assert untold not in str(error.value)
+
+
+@pytest.mark.parametrize(
     "asked",
     [
         EngineOptions(page_size=0),

@@ -98,11 +98,11 @@ def test_a_rank_has_its_heads_of_a_recurrence_and_their_keys(rule: dict[str, Any
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ({"rule": "delta", "key_heads": 2}, "key heads has 2 in units of 1, which 4 ranks cannot share; 2 ranks can"),
-        ({"ssm": True, "key_heads": 3, "value_heads": 12}, "key heads has 3 in units of 1, which 4 ranks cannot share"),
+        ({"rule": "delta", "key_heads": 2}, "key heads: 2, which 4 ranks cannot share; 2 ranks can"),
+        ({"ssm": True, "key_heads": 3, "value_heads": 12}, "key heads: 3, which 4 ranks cannot share"),
         (
             {"ssm": True, "key_heads": 1, "value_heads": 6},
-            "value heads has 6 in units of 1, which 4 ranks cannot share; 2 ranks can",
+            "value heads: 6, which 4 ranks cannot share; 2 ranks can",
         ),
     ],
 )

@@ -146,7 +146,7 @@ class _Member:
             self._tell(Death(message.rank, CheckpointError.exit_code, why, ()))
             raise CheckpointError(f"this host {why}")
         boot = msgspec.structs.replace(boot, options=dataclasses.replace(boot.options, **changes))
-        self._ranks = LocalRanks([COMMAND], first=message.rank)
+        self._ranks = LocalRanks([COMMAND], first=message.rank, is_elsewhere=True)
         self._ranks.boot(message.rank, messages.encode(boot))
 
     def _tell(self, death: Death) -> None:

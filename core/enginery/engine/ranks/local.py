@@ -22,9 +22,9 @@ _LAST_WORDS_S: Final = 1.0
 class LocalRanks:
     """Implements `RunningRanks` by processes of this host."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], *, first: int = 1) -> None:
-        """commands: of ranks first .. N."""
-        self._first = first
+    def __init__(self, commands: Sequence[Sequence[str]], *, first: int = 1, is_elsewhere: bool = False) -> None:
+        """commands: of ranks first .. N. is_elsewhere: the engine does not see this stderr, so it is told the last lines."""
+        self._first, self._is_elsewhere = first, is_elsewhere
         self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for command in commands]
         self._said: list[deque[str]] = [deque(maxlen=_LAST_LINES) for _ in commands]
         self._told: set[int] = set()
@@ -47,7 +47,8 @@ class LocalRanks:
             if rank not in self._told and (code := process.poll()) is not None:
                 self._told.add(rank)
                 self._relays[rank - self._first].join(_LAST_WORDS_S)  # a process of its own may keep its stderr open
-                deaths.append(Death(rank, abs(code), how_it_ended(code), tuple(self._said[rank - self._first])))
+                said = tuple(self._said[rank - self._first]) if self._is_elsewhere else ()
+                deaths.append(Death(rank, abs(code), how_it_ended(code), said))
         return deaths
 
     def dump_stacks(self) -> None:

@@ -163,8 +163,9 @@ class Watch:
             cause.exit_code = first.exit_code
             return cause
         death = next((death for death in deaths if death.rank not in failed), deaths[0])
-        said = "; its last lines were:\n  " + "\n  ".join(death.last_lines) if death.last_lines else ""
-        return EngineDied(f"{running.name(death.rank)} {death.how}, in {self._patience.doing(death.rank)}{said}")
+        for line in death.last_lines:
+            print(f"rank {death.rank}: {line}", file=sys.stderr, flush=True)
+        return EngineDied(f"{running.name(death.rank)} {death.how}, in {self._patience.doing(death.rank)}")
 
     def _fail(self, cause: EnginError) -> None:
         if self.running is not None:

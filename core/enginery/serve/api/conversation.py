@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from enginery.contracts.parsers import ParserSpec, Tool
 from enginery.errors import RequestError
-from enginery.serve.api.answer_parsers import AnswerFormat, Parsers
+from enginery.serve.api.answer_parsers import AnswerFormat
 from enginery.serve.api.choices import ChoiceDelta, Tally, choice_deltas
 from enginery.serve.api.served_model import Job, Prompt, ServedModel
 from enginery.serve.api.service import Heading, Service
-from enginery.serve.schemas.chat import ChatMessage, ChatRequest, FunctionTool, ToolChoice
+from enginery.serve.schemas.chat import NO_PARAMETERS, ChatMessage, ChatRequest, FunctionTool, ToolChoice
 from enginery.serve.schemas.structured_outputs import FieldGrammar, asked_grammar
 
 
@@ -74,7 +74,7 @@ class _Ready:
 
 async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
     model.check_name(asked.model)
-    tools = _usable_tools(asked, model.parsers)
+    tools = _usable_tools(asked, model)
     grammar = asked_grammar(asked)
     if tools and grammar is not None:
         advice = "leave one out, or send tool_choice none"
@@ -88,16 +88,26 @@ async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
     return _Ready(prompt=prompt, how=how, grammar=grammar)
 
 
-def _usable_tools(asked: ChatRequest, parsers: Parsers) -> Sequence[FunctionTool]:
+def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTool]:
     """The tools that the model may call, and is told about. With tool_choice none there are none. Raises `RequestError`."""
     tools, choice = asked.tools or (), asked.tool_choice
     _check_tools([tool.function.name for tool in tools], choice)
     if not tools or choice == "none":
         return ()
-    if parsers.tools is None:
+    if model.parsers.tools is None:
         advice = "start the server with --tool-parser NAME, or send tool_choice none"
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
+    if choice in (None, "auto") and not _writes_tools(asked.chat_template or model.text.template.source):
+        why = "the chat template does not write tools, so the model would not know of them"
+        raise RequestError(
+            f"{why}; force a call with tool_choice, or start the server with a --chat-template that does", param="tools"
+        )
     return tools
+
+
+def _writes_tools(template: str | None) -> bool:
+    """Whether a template knows of tools, as that of DeepSeek-V3 does not: it has calls and their results alone."""
+    return template is None or "tools" in template
 
 
 def _check_tools(names: Sequence[str], choice: str | ToolChoice | None) -> None:
@@ -168,4 +178,6 @@ def _opens_reasoning(final: ChatMessage, spec: ParserSpec) -> bool:
 
 def _for_parser(tools: Sequence[FunctionTool]) -> list[Tool]:
     functions = [tool.function for tool in tools]
-    return [Tool(name=each.name, parameters=each.parameters or {}, strict=each.strict is True) for each in functions]
+    schemas = [NO_PARAMETERS if each.parameters is None else each.parameters for each in functions]
+    named = zip(functions, schemas, strict=True)
+    return [Tool(name=each.name, parameters=schema, strict=each.strict is True) for each, schema in named]

@@ -117,9 +117,20 @@ class ServedModel:
         """The conversation as text, with special tokens, by the chat template. tools: those that the model is told about."""
         options = template_options(asked, reasons=self.parsers.reasoning is not None, trusts_templates=self.trusts_templates)
         given = [message.for_template() for message in asked.messages]
-        offered = [tool.for_template() for tool in tools]
         template = self.text.template
-        return await self.turns.render(template, partial(template.render, given, tools=offered, **options))
+
+        async def with_tools(offered: Sequence[dict[str, object]]) -> str:
+            return await self.turns.render(template, partial(template.render, given, tools=offered, **options))
+
+        offered, whole = ([tool.for_template(whole=whole) for tool in tools] for whole in (False, True))
+        try:
+            return await with_tools(offered)
+        except RequestError:
+            if offered == whole:
+                raise
+            with contextlib.suppress(RequestError):  # gpt-oss' template takes it that every tool has a description
+                return await with_tools(whole)
+            raise
 
     async def can_render(self) -> bool:
         """Whether conversations are rendered; true where there is no template."""

@@ -156,7 +156,7 @@ def families(engines: Sequence[EngineNow], manifest: Manifest, answered: Counter
     """Every metric, as prometheus_client writes them. engines: none while the model is loading. answered: by route and status."""
     yield from _http(answered)
     yield _info("enginery:plugin", "A plugin that is loaded.", _plugins(manifest))
-    yield from by_engine([_of_engine(engine) for engine in engines])
+    yield from by_engine([_labelled(_of_engine(engine), "model_name", engine.facts.model_name) for engine in engines])
 
 
 def by_engine(every: Sequence[Iterable[Metric]]) -> list[Metric]:
@@ -165,30 +165,31 @@ def by_engine(every: Sequence[Iterable[Metric]]) -> list[Metric]:
         return list(every[0])
     found: dict[str, Metric] = {}
     for number, metrics in enumerate(every):
-        for metric in metrics:
-            samples = [sample._replace(labels={**sample.labels, "engine": str(number)}) for sample in metric.samples]
-            metric.samples = []
-            found.setdefault(metric.name, metric).samples += samples
+        for metric in _labelled(metrics, "engine", str(number)):
+            if (first := found.setdefault(metric.name, metric)) is not metric:
+                first.samples += metric.samples
     return list(found.values())
 
 
+def _labelled(metrics: Iterable[Metric], name: str, value: str) -> Iterator[Metric]:
+    for metric in metrics:
+        metric.samples = [sample._replace(labels={**sample.labels, name: value}) for sample in metric.samples]
+        yield metric
+
+
 def _of_engine(now: EngineNow) -> Iterator[Metric]:
-    name = now.facts.model_name
     for kind, told in ((GaugeMetricFamily, _gauges(now)), (CounterMetricFamily, _counters(now))):
         for title, text, value in told:
-            family = kind(title, text, labels=["model_name"])
-            family.add_metric([name], value)
-            yield family
-    ended = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"])
+            yield kind(title, text, value=value)
+    ended = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=["finished_reason"])
     for reason in REASONS:
-        ended.add_metric([name, reason], now.meter.ended[reason])
+        ended.add_metric([reason], now.meter.ended[reason])
     yield ended
     for title, text, histogram in _histograms(now.meter):
-        yield _histogram(title, text, name, bounds=histogram.bounds, counts=histogram.counts, total=histogram.total)
+        yield _histogram(title, text, bounds=histogram.bounds, counts=histogram.counts, total=histogram.total)
     yield _histogram(
         "vllm:iteration_tokens_total",
         "Tokens in a step.",
-        name,
         bounds=STEP_SIZES,
         counts=now.stats.steps_by_size,
         total=now.stats.num_tokens,
@@ -204,11 +205,7 @@ def _gauges(now: EngineNow) -> Iterator[tuple[str, str, float]]:
     stats, full = now.stats, _pages(now)[FULL]
     yield "vllm:num_requests_running", "Requests in the running batch.", stats.num_running
     yield "vllm:num_requests_waiting", "Requests that wait to run.", stats.num_waiting
-    yield (
-        "vllm:kv_cache_usage_perc",
-        "Share of the KV pages that requests or the prefix cache hold; 1 is all.",
-        1 - full.free / full.total,
-    )
+    yield "vllm:kv_cache_usage_perc", "Share of the KV pages that requests hold; 1 is all.", full.held / full.total
     yield "enginery:kv_pages", "KV pages.", full.total
     yield "enginery:kv_pages_free", "KV pages that nobody holds.", full.free
     yield "enginery:kv_pages_cached", "KV pages of the prefix cache, in use by requests or not.", full.cached
@@ -312,11 +309,10 @@ def _histograms(meter: RequestMeter) -> Iterator[tuple[str, str, Histogram]]:
     yield "vllm:request_decode_time_seconds", "From a request's first token to its last.", meter.decode
 
 
-def _histogram(title: str, text: str, model: str, *, bounds: tuple[float, ...], counts: object, total: float) -> Metric:
-    family = HistogramMetricFamily(title, text, labels=["model_name"])
+def _histogram(title: str, text: str, *, bounds: tuple[float, ...], counts: object, total: float) -> Metric:
     sums = list(accumulate(counts))  # type: ignore[call-overload]
-    family.add_metric([model], list(zip([*map(str, map(float, bounds)), "+Inf"], sums, strict=True)), total)
-    return family
+    buckets = list(zip([*map(str, map(float, bounds)), "+Inf"], sums, strict=True))
+    return HistogramMetricFamily(title, text, buckets=buckets, sum_value=total)
 
 
 def _http(answered: Counter[tuple[str, int]]) -> Iterator[Metric]:
@@ -327,7 +323,8 @@ def _http(answered: Counter[tuple[str, int]]) -> Iterator[Metric]:
 
 
 def _engine_info(facts: EngineFacts, stats: EngineStats) -> Iterator[Metric]:
-    sizes = {"block_size": facts.page_size, "num_gpu_blocks": facts.num_pages, "cache_dtype": facts.dtype}
+    kv_dtype = next((value for setting, value, _ in facts.decisions if setting == "kv_dtype"), facts.dtype)
+    sizes = {"block_size": facts.page_size, "num_gpu_blocks": facts.num_pages, "cache_dtype": kv_dtype}
     yield _info("vllm:cache_config", "The KV cache.", [{name: str(value) for name, value in sizes.items()}])
     backend = CounterMetricFamily("enginery:backend_steps", "Steps by attention backend.", labels=["attention_backend"])
     for name, count in (stats.steps_by_backend or {facts.attn_backend: 0}).items():

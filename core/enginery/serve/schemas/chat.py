@@ -79,8 +79,11 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise RequestError(f"content of a message of the role {self.role} is missing or null", param="messages")
 
 
+NO_PARAMETERS: Final[dict[str, object]] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the model may call. parameters: a JSON schema."""
+    """What the model may call. parameters: a JSON schema; without one it has none, as with OpenAI."""
 
     name: FunctionName
     description: str | None = None
@@ -94,10 +97,12 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     type: Literal["function"]
     function: Function
 
-    def for_template(self) -> dict[str, object]:
-        """The tool as a chat template reads it, without the fields that the request left out."""
+    def for_template(self, *, whole: bool = False) -> dict[str, object]:
+        """The tool as a chat template reads it, without the fields that the request left out. whole: with what they stand for."""
         function = {"name": self.function.name, "description": self.function.description, "parameters": self.function.parameters}
-        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+        left_out = {"description": "", "parameters": NO_PARAMETERS} if whole else {}
+        given = {name: value for name, value in function.items() if value is not None}
+        return {"type": "function", "function": {**left_out, **given}}
 
 
 class ChosenFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

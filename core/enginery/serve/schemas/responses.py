@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -110,7 +111,7 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
     tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[str], msgspec.Meta(max_length=0)] | None = None
+    include: list[Id] | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, object] | None = None
     truncation: Literal["disabled"] | None = None
@@ -127,6 +128,7 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def as_chat(self) -> chat.ChatRequest:
         """The same as a body of /v1/chat/completions. Raises `RequestError`, which may name fields as that body does."""
+        _check_included(self.include)
         messages = [] if self.instructions is None else [chat.ChatMessage(role="developer", content=self.instructions)]
         messages += _messages([InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input)
         tool = self.tool_choice
@@ -159,6 +161,12 @@ class InputTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     def as_chat(self) -> chat.ChatRequest:
         """The conversation that /v1/responses would make of the same fields. Raises `RequestError`."""
         return ResponsesRequest(**{name: getattr(self, name) for name in self.__struct_fields__}).as_chat()
+
+
+def _check_included(names: Sequence[str] | None) -> None:
+    for name in names or ():
+        why = "nothing can be added to a response; its reasoning is in it as text, to be sent back as it is"
+        raise RequestError(f"include has {name!r}, but {why}", param="include")
 
 
 def _tool(tool: ResponsesTool) -> chat.FunctionTool:

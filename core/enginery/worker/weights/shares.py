@@ -46,7 +46,8 @@ def share_unevenly(size: int, *, unit: int, parallel: ParallelFacts, what: str) 
 
 def _unshared(size: int, unit: int, ranks: int, *, what: str, able: Sequence[int]) -> Unsupported:
     that_do = f"{' or '.join(map(str, able))} ranks can" if able else "it is not for several ranks"
-    return Unsupported(f"{what} has {size} in units of {unit}, which {ranks} ranks cannot share; {that_do}")
+    units = f" in units of {unit}" if unit > 1 else ""
+    return Unsupported(f"{what}: {size}{units}, which {ranks} ranks cannot share; {that_do}")
 
 
 def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts:
@@ -59,7 +60,7 @@ def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts
         shared = rule.ssm or rule.rule in (
             "conv",
             "scan",
-        )  # a group of heads has its keys in common, as with KV heads; or there are none
+        )  # heads of a group have one key, as KV heads; or there is none
         _, keys = share(rule.key_heads, unit=1, parallel=parallel, what="a recurrent layer's key heads", repeats=shared)
         rule = dataclasses.replace(rule, key_heads=keys, value_heads=values)
         return dataclasses.replace(layer, num_heads=keys, num_kv_heads=keys, recurrent=rule)

@@ -2,7 +2,7 @@
 
 import { duration } from "./answer.js";
 import { find, make, makeSvg } from "./dom.js";
-import { buckets, quantile, total } from "./metrics.js";
+import { buckets, mean, quantile, total } from "./metrics.js";
 
 const KEPT = 60, WINDOW_MS = 30000;
 const rate = (value) => `${value.toFixed(value < 100 ? 1 : 0)}/s`;
@@ -14,7 +14,7 @@ const TILES = [
   { title: "Between tokens", unit: duration, of: (span) => middle(span, "vllm:inter_token_latency_seconds") },
   { title: "Requests running", unit: String, of: ({ now }) => total(now.metrics, "vllm:num_requests_running") },
   { title: "Requests waiting", unit: String, of: ({ now }) => total(now.metrics, "vllm:num_requests_waiting") },
-  { title: "KV cache held", unit: share, most: 1, of: ({ now }) => total(now.metrics, "vllm:kv_cache_usage_perc") },
+  { title: "KV cache held", unit: share, most: 1, of: ({ now }) => mean(now.metrics, "vllm:kv_cache_usage_perc") },
   { title: "Prefix cache hits", unit: share, most: 1, of: hits },
   { title: "Tokens a verification", unit: (value) => value.toFixed(2), of: acceptanceLength },
 ];

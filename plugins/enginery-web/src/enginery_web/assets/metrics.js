@@ -19,6 +19,11 @@ export function total(metrics, name) {
   return samples ? samples.reduce((sum, sample) => sum + sample.value, 0) : null;
 }
 
+// Of several engines, as of `--dp`, each with its own share of the same.
+export function mean(metrics, name) {
+  return metrics.has(name) ? total(metrics, name) / metrics.get(name).length : null;
+}
+
 export function buckets(metrics, name) {
   const counts = new Map();
   for (const { labels, value } of metrics.get(`${name}_bucket`) || []) {

@@ -1,0 +1,58 @@
+"""What `/metrics` makes of what engines report."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from enginery.contracts.engine import EngineFacts, EngineStats
+from enginery.contracts.schedule import PageCounts
+from enginery.plugin.registry import Registry
+from enginery.serve.http.metrics import EngineNow, RequestMeter, families
+
+
+def told(*pages: PageCounts, decisions: tuple[tuple[str, str, str], ...] = ()) -> list:
+    """The samples of engines with these pages that clients are concerned with."""
+    facts = EngineFacts(
+        model_name="m",
+        folder="",
+        max_model_len=64,
+        vocab_size=8,
+        dtype="bfloat16",
+        attn_backend="echo",
+        note="",
+        num_pages=10,
+        page_size=16,
+        eos_token_ids=(),
+        decisions=decisions,
+        phases_s={"weights": 1.0},
+    )
+    engines = [EngineNow(facts, EngineStats(pages={"full": counts}), RequestMeter(), 0) for counts in pages]
+    manifest = Registry.load(no_plugins=True).manifest
+    return [sample for family in families(engines, manifest, Counter({("/v1", 200): 1})) for sample in family.samples]
+
+
+def test_what_the_prefix_cache_could_give_up_is_not_in_use():
+    """Routers and dashboards read the share as vLLM's, where it falls when requests end."""
+    (sample,) = (each for each in told(PageCounts(free=1, cached=7, total=10, held=4)) if each.name == "vllm:kv_cache_usage_perc")
+    assert sample.value == pytest.approx(0.4)
+
+
+def test_every_sample_of_an_engine_names_its_model_and_of_several_its_engine():
+    page = PageCounts(free=10, cached=0, total=10)
+    for pages, labels in (((page,), {"model_name": "m"}), ((page, page), {"model_name": "m", "engine": None})):
+        of_server = ("enginery:plugin_info", "enginery:http_requests")
+        samples = [each for each in told(*pages) if not each.name.startswith(of_server)]
+        assert len(samples) > 200
+        for sample in samples:
+            assert sample.labels.keys() >= labels.keys(), sample
+            assert sample.labels["model_name"] == "m"
+        assert {sample.labels.get("engine") for sample in samples} == ({None} if len(pages) == 1 else {"0", "1"})
+
+
+def test_the_dtype_of_the_cache_is_that_of_keys_and_values():
+    page = PageCounts(free=10, cached=0, total=10)
+    for decisions, dtype in (((), "bfloat16"), ((("kv_dtype", "float8_e4m3fn", "asked for"),), "float8_e4m3fn")):
+        (sample,) = (each for each in told(page, decisions=decisions) if each.name == "vllm:cache_config_info")
+        assert sample.labels["cache_dtype"] == dtype

@@ -166,7 +166,7 @@ class Runner:
         num_top = sampling.num_top if sampling is not None else ()
         logprobs = token_logprobs(logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if num_top else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
-        told = None if accepted is None else accepted.to("cpu", non_blocking=True)
+        told = None if accepted is None else accepted.to("cpu", non_blocking=True, copy=True)
         copied = recorded(is_cuda=self._is_cuda)  # before anything is guessed, so that the host goes on with what is told meanwhile
         if self.agreement is not None:
             self.agreement.outcome(step, tokens.clamp(min=0), accepted)
@@ -255,6 +255,7 @@ class Runner:
             tokens, marked = tokens.index_select(0, order), marked.index_select(0, order)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
         self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
+        self.feed.wrong.index_copy_(0, kept_at[:count], num_drafts - right)
         return Verified(tokens, marked, accepted, path)
 
     def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor | None = None) -> None:

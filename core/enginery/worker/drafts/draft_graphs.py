@@ -65,7 +65,8 @@ class _Steps:
 class DraftGraphs:
     """Captured when first needed. Their inputs and results are the same for all sizes.
 
-    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; state: [most rows, C'], ids: [most rows,
+    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; moved: [most rows] int64, as
+    `CapturedBatch` has it; state: [most rows, C'], ids: [most rows,
     1 + n] int64, what follows the last told token stands on, and a guess at it with n others, or that token alone where the model
     takes no features.
     """
@@ -84,8 +85,7 @@ class DraftGraphs:
         """state: [most rows, C'], zeros. geometry: the target's. siblings: n."""
         self._model, self._relay, self._ops = model, relay, ops
         self._geometry, self._capture, self.state, self._siblings = geometry, capture, state, siblings
-        numbers = torch.zeros(2, len(state), dtype=torch.int64, device=state.device)
-        self.tokens, self.right = numbers[0], numbers[1]
+        self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows: dict[tuple[int, int, int], _Follow] = {}
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
@@ -129,6 +129,10 @@ class DraftGraphs:
             self.right[:count].zero_()
         else:
             self.right[:count].copy_(accepted)
+        if forwarded.captured.moved is None:
+            self.moved[:count].zero_()
+        else:
+            self.moved[:count].copy_(forwarded.captured.moved[:count])
         self._follow(forwarded.captured, forwarded.padded, features)
         step = as_chain(step, deepest(step)) if step.parents else step
         ids = self.ids[:count]
@@ -216,7 +220,7 @@ class DraftGraphs:
 
     def _capture_steps(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
         model, device = self._model, self.state.device
-        width = 1 + model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
+        width = 1 + 2 * model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
         nobody = Ahead(
             np.empty(0, np.int32),
             np.empty(0, np.int64),
@@ -240,7 +244,7 @@ class DraftGraphs:
         def run() -> None:
             for there in batches:
                 self._relay.ask("device_prologue", plan=there.plan)
-            at, window, right = packed[0], packed[1:], self.right[:size]
+            at, window, right = packed[0], packed[1:], self.right[:size] + self.moved[:size]
             for index, there in enumerate(batches):
                 for place, value in zip(_fields_of(there), model.one_step(at, window, right, index), strict=True):
                     place.copy_(value)

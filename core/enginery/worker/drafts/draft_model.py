@@ -171,8 +171,8 @@ class DraftModel:
         """Of the items of a step that sample."""
         items, size = step.columns(), tables.page_size
         seats = items.seat[step.sampling]
-        at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64)
-        width = step.decode_len + step.draft_len
+        at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64) - step.behind
+        width = step.behind + step.decode_len + step.draft_len
         places = at + np.arange(width)[:, None]  # [W, S]
         longest = np.minimum(at + width - 1, self._max_positions)
         columns, offsets = np.divmod(np.minimum(places, self._max_positions - 1), size)

@@ -28,6 +28,11 @@ class CapturedBatch(Protocol):
         """Where it verifies combs, which rows stand."""
         ...
 
+    @property
+    def moved(self) -> torch.Tensor | None:
+        """Where the device finds where requests begin: how far behind its earliest place each does, [requests] int64, device."""
+        ...
+
     def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""
         ...

@@ -232,11 +232,8 @@ class DraftGraphs:
         packed = torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))).to(device)
         count = num_verified(num_steps + model.takes_features, self._siblings)
         guesses = torch.zeros(size, count, dtype=torch.int64, device=device)
-        unplanned = []
-        for _ in range(num_steps):
-            numbers = torch.zeros(2, size, dtype=torch.int64, device=device)
-            one = OneStep(numbers[0], numbers[1], torch.ones(size, dtype=torch.int32, device=device))
-            unplanned.append(one_each(ahead, one, lengths=None))
+        steps = OneStep.of(num_steps, size, device)
+        unplanned = [one_each(ahead, one, lengths=None) for one in map(OneStep, *steps)]
         batches = plan_steps(self._relay, unplanned, capture=True) if unplanned else []
         assert len(batches) == num_steps, "a backend that knows lengths of the device plans all steps"
         draws = None if kind is None else CapturedDraws(kind, size, ops=self._ops, device=device, siblings=self._siblings)
@@ -245,9 +242,7 @@ class DraftGraphs:
             for there in batches:
                 self._relay.ask("device_prologue", plan=there.plan)
             at, window, right = packed[0], packed[1:], self.right[:size] + self.moved[:size]
-            for index, there in enumerate(batches):
-                for place, value in zip(_fields_of(there), model.one_step(at, window, right, index), strict=True):
-                    place.copy_(value)
+            model.place(steps, at, window, right)
             first, state, choose = self.ids[:size], None, self._best if draws is None else draws.choose
             behind = at + right + 1
             if model.takes_features:

@@ -147,12 +147,36 @@ def test_most_steps_are_launched_before_the_one_before_is_told(
     engine._scheduler.check_integrity()
 
 
-def test_steps_that_need_the_host_between_wait_for_it(
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 1.1, "seed": 3},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
+        {"logprobs": 2},
+        {"temperature": 0.9, "logprobs": 1},
+    ],
+)
+def test_what_is_drawn_or_reported_is_launched_before_too(
+    unread: None,  # noqa: F811
+    registry: Registry,
+    asked: dict[str, object],
+) -> None:
+    """With the numbers of positions that the device finds; some beside it take their best tokens."""
+    requests = [asking(f"{at}", prompt_of(said), max_tokens=30 - 4 * at, **asked) for at, said in enumerate(SAID)]
+    requests.append(asking("best", prompt_of(SAID[0]), max_tokens=20))
+    engine = overlapping(captured(embedded(**ASKED), registry)[0])
+    found = untold(engine)
+    assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))
+    assert sum(found) > 0.6 * len(found)
+    assert engine.meter.stats().drafts.accepted > 0
+
+
+def test_what_needs_the_host_between_waits_for_it(
     unread: None,  # noqa: F811
     registry: Registry,
 ) -> None:
-    """Numbers that tokens are drawn with, and log-probabilities, are of positions that the host has to know."""
-    for asked in ({"temperature": 0.8, "seed": 3}, {"logprobs": 2}):
+    """What a request has said changes its logits."""
+    for asked in ({"presence_penalty": 0.4}, {"min_tokens": 8}, {"logit_bias": {5: 1.0}}):
         request = asking("it", prompt_of(SAID[1]), max_tokens=12, **asked)
         engine = overlapping(captured(embedded(**ASKED), registry)[0])
         found = untold(engine)
@@ -211,8 +235,6 @@ def test_requests_come_and_go_and_every_page_has_one_owner(
     """Few pages, requests that come later, aborts; those that are not aborted are told what they would be alone."""
     draw, asked = random.Random(seed), dataclasses.replace(embedded(**ASKED), num_pages=24, max_batch_requests=4)
     engine = overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
-    if how == "captured":
-        requests = [request for request in requests if request.request_id != "drawn"]  # beside it all wait
     waiting, aborted = draw.sample(requests, len(requests)), set[str]()
     told = {request.request_id: Told() for request in requests}
     while waiting or engine.has_work:

@@ -210,9 +210,13 @@ def test_launching_waits_for_nothing(
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "standalone"])
-def test_verifications_are_launched_before_the_ones_before_are_told(registry: Registry, drafter: str) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_verifications_are_launched_before_the_ones_before_are_told(
+    registry: Registry, *, drafter: str, temperature: float
+) -> None:
     """Some requests end at a stop token, others amid what a step tells; no token differs."""
-    requests = [asking(f"{at}", prompt_of(said), max_tokens=40 - 7 * at) for at, said in enumerate(SAID)]
+    drawn = {"temperature": temperature, "seed": 5}
+    requests = [asking(f"{at}", prompt_of(said), max_tokens=40 - 7 * at, **drawn) for at, said in enumerate(SAID)]
     engine = Engine.build(embedded(**ON, attention_backend="triton", drafter=drafter, draft_length="3"), registry)
     found = untold(engine)
     assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))

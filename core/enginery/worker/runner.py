@@ -225,19 +225,18 @@ class Runner:
         What follows each item's last right draft is kept for the next step; what stands is kept, see `keep_accepted`. cuts: how
         many tokens some items may be told at the most.
         """
-        step, logits = launched.step, launched.logits
+        step, logits, batch = launched.step, launched.logits, launched.forwarded.batch
         if (verified := launched.verified(cuts)) is not None:
             self.keep_accepted(launched, verified.accepted, verified.path)
             return verified
+        assert batch is not None, "a step that verifies keeps its batch"
         if launched.forwarded.greedy is not None and step.run.greedy:
             marked = launched.forwarded.greedy[: len(logits)]
             tokens = marked.clamp(min=0)
         else:
-            tokens = sample(logits, sampling, ops=self.ops)
+            tokens = sample(logits, sampling, ops=self.ops, positions=launched.found_positions())
             marked = mark_nan(logits, tokens)
         count, length = step.num_decode, step.decode_len
-        batch = launched.forwarded.batch
-        assert batch is not None, "a step that verifies keeps its batch"
         values = (batch.input_ids, batch.positions, marked)
         inputs, places, sampled = (each[: count * length].view(count, length) for each in values)
         if self._forced is not None:

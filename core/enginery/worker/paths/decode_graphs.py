@@ -335,9 +335,7 @@ def _placed(named: NamedTensors, batch: ForwardBatch, *, followed: bool) -> Forw
 
 def finds_starts(graphs: DecodeGraphs | None, step: StepInput) -> bool:
     """Whether the device finds where the items of a step that verifies begin, so that the one before need not be told first."""
-    if graphs is None or not graphs.buffers.most_positions:
-        return False
-    return step.run.way is Way.GRAPH and step.run.tokens_only and graphs.ready(step)
+    return graphs is not None and graphs.buffers.most_positions > 0 and step.run.way is Way.GRAPH and graphs.ready(step)
 
 
 def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: torch.Tensor, moved: torch.Tensor | None) -> None:

@@ -112,6 +112,11 @@ class Launched(NamedTuple):
             return to_device(sampled_seats(self.step), self.logits.device)
         return first_rows(self.forwarded.seats, len(self.step.sampling))
 
+    def found_positions(self) -> torch.Tensor | None:
+        """Of the tokens that are sampled of each row, where the device alone knows them: [S] int64."""
+        batch = self.forwarded.batch
+        return batch.positions[: len(self.logits)] + 1 if self.step.behind and batch is not None else None
+
     def verified(self, cuts: Mapping[int, int]) -> Verified | None:
         """As `Runner._verify`, where a graph has done it: best tokens are asked for, as many as there are."""
         accepted, best = self.forwarded.accepted, self.forwarded.greedy

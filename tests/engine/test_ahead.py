@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.schedule import ahead as scheduling
 from enginery.schedule.request import Request
+from enginery.worker.paths.path import Launched
 
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
 ASKED = {"drafter": "eagle", "draft_length": "3", "attention_backend": "torch", "num_pages": 120, "max_batch_requests": 16}
@@ -34,8 +36,8 @@ def settled(unread: None, monkeypatch: pytest.MonkeyPatch) -> list[StepInput]:  
     """The steps that were scheduled ahead, as they were launched."""
     found, settle = list[StepInput](), scheduling.settled
 
-    def noting(ahead: StepInput, requests: list[Request], before: StepInput, output: StepOutput) -> StepInput:
-        found.append(settle(ahead, requests, before, output))
+    def noting(ahead: StepInput, requests: list[Request], before: StepInput, output: StepOutput, *, is_launched: bool) -> StepInput:
+        found.append(settle(ahead, requests, before, output, is_launched=is_launched))
         return found[-1]
 
     monkeypatch.setattr(scheduling, "settled", noting)
@@ -77,10 +79,13 @@ def test_no_token_differs_and_most_steps_are_scheduled_ahead(
     assert engine.meter.stats().drafts.accepted > 0
 
 
+@pytest.mark.parametrize("told_first", [True, False])
 def test_right_guesses_are_right_at_the_end_of_a_context_too(
     settled: list[StepInput],
     write_oracle: Callable[..., Oracle],
     registry: Registry,
+    *,
+    told_first: bool,
 ) -> None:
     """Nothing lies behind the last position that there is, though a step is scheduled as if all before were right."""
     oracle = write_oracle("self llama", SELVES["llama"])
@@ -88,13 +93,96 @@ def test_right_guesses_are_right_at_the_end_of_a_context_too(
     longest = max(len(each.prompt_token_ids) + each.params.max_tokens for each in requests)
     expected = answers_of(Engine.build(options(oracle), registry), requests)
     asked = by_itself(oracle, page_size=4, draft_length="3", num_pages=200, max_model_len=longest)
-    engine = overlapping(captured(asked, registry)[0])
+    engine, ran = overlapping(captured(asked, registry, told_first=told_first)[0]), list[int]()
+    launch = engine._runner.launch
+
+    def noting(step: StepInput) -> Launched:
+        launched = launch(step)
+        if launched.forwarded.captured is not None:
+            ran.append(int(launched.forwarded.captured.batch.positions.max()))
+        return launched
+
+    engine._runner.launch = noting  # type: ignore[method-assign]
     assert_told(answers_of(engine, requests), expected)
     assert_always_right(engine)
     assert len(settled) > 4
     columns = Item._fields.index("start"), Item._fields.index("num_tokens")
     ends = [sum(item[column] for column in columns) for step in settled for item in step.each()]
-    assert max(ends) < longest
+    assert (max(ends) < longest) is told_first
+    assert max(ran) < longest
+
+
+def untold(engine: Engine) -> list[bool]:
+    """Of each step that verifies, from now on, whether it is launched before the one before it is told."""
+    launch, found = engine._runner.launch, list[bool]()
+
+    def noting(step: StepInput) -> Launched:
+        if step.verifies:
+            found.append(any("_output" not in vars(flight.running) for flight in engine._in_flight))
+        return launch(step)
+
+    engine._runner.launch = noting  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize("wrong", [(0,), (0, 0, 1), (1,), (0, 1, 0, 0, 0, 2)])
+def test_most_steps_are_launched_before_the_one_before_is_told(
+    unread: None,  # noqa: F811
+    write_oracle: Callable[..., Oracle],
+    registry: Registry,
+    wrong: tuple[int, ...],
+) -> None:
+    """Whatever is right: the device finds where each request goes on, on which page too."""
+    oracle, shifts = write_oracle("self llama", SELVES["llama"]), itertools.cycle(wrong)
+    requests = requests_of([oracle.prompts[index] for index in (0, 5, 2, 4)])
+    expected = answers_of(Engine.build(options(oracle), registry), requests)
+    built, _, drafts = captured(by_itself(oracle, page_size=4, draft_length="3", num_pages=200), registry)
+    assert drafts is not None
+    engine, guess = overlapping(built), drafts._model.guess
+    drafts._model.guess = lambda *given: (guess(*given) + next(shifts)) % 250  # type: ignore[method-assign]
+    found = untold(engine)
+    assert_told(answers_of(engine, requests), expected)
+    assert len(found) > 5
+    assert sum(found) > 0.7 * len(found)
+    engine._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 1.1, "seed": 3},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
+        {"logprobs": 2},
+        {"temperature": 0.9, "logprobs": 1},
+    ],
+)
+def test_what_is_drawn_or_reported_is_launched_before_too(
+    unread: None,  # noqa: F811
+    registry: Registry,
+    asked: dict[str, object],
+) -> None:
+    """With the numbers of positions that the device finds; some beside it take their best tokens."""
+    requests = [asking(f"{at}", prompt_of(said), max_tokens=30 - 4 * at, **asked) for at, said in enumerate(SAID)]
+    requests.append(asking("best", prompt_of(SAID[0]), max_tokens=20))
+    engine = overlapping(captured(embedded(**ASKED), registry)[0])
+    found = untold(engine)
+    assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))
+    assert sum(found) > 0.6 * len(found)
+    assert engine.meter.stats().drafts.accepted > 0
+
+
+def test_what_needs_the_host_between_waits_for_it(
+    unread: None,  # noqa: F811
+    registry: Registry,
+) -> None:
+    """What a request has said changes its logits."""
+    for asked in ({"presence_penalty": 0.4}, {"min_tokens": 8}, {"logit_bias": {5: 1.0}}):
+        request = asking("it", prompt_of(SAID[1]), max_tokens=12, **asked)
+        engine = overlapping(captured(embedded(**ASKED), registry)[0])
+        found = untold(engine)
+        assert_told(answers_of(engine, [request]), answers_of(Engine.build(embedded(), registry), [request]))
+        assert found
+        assert not any(found)
 
 
 def test_it_is_the_step_that_is_scheduled_afterwards(
@@ -105,7 +193,7 @@ def test_it_is_the_step_that_is_scheduled_afterwards(
     """Of one request, all steps are alike, item by item, those of its last tokens too."""
     steps: dict[bool, list[tuple[object, ...]]] = {}
     for overlaps in (False, True):
-        engine = captured(embedded(**ASKED), registry)[0]
+        engine = captured(embedded(**ASKED), registry, told_first=True)[0]
         engine._overlap, launch, noted = int(overlaps), engine._runner.launch, steps.setdefault(overlaps, [])
 
         def noting(step: StepInput, launch: Callable[..., object] = launch, noted: list[object] = noted) -> object:
@@ -134,17 +222,19 @@ def test_what_is_not_known_before_is_told_first(
     assert not settled
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "how"), [*((seed, "eager") for seed in range(4)), *((seed, "captured") for seed in range(4))])
 def test_requests_come_and_go_and_every_page_has_one_owner(
     settled: list[StepInput],
     registry: Registry,
     requests: list[GenerationRequest],
     plainly: dict[str, Told],
+    *,
     seed: int,
+    how: str,
 ) -> None:
     """Few pages, requests that come later, aborts; those that are not aborted are told what they would be alone."""
-    draw = random.Random(seed)
-    engine = overlapping(Engine.build(dataclasses.replace(embedded(**ASKED), num_pages=24, max_batch_requests=4), registry))
+    draw, asked = random.Random(seed), dataclasses.replace(embedded(**ASKED), num_pages=24, max_batch_requests=4)
+    engine = overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
     waiting, aborted = draw.sample(requests, len(requests)), set[str]()
     told = {request.request_id: Told() for request in requests}
     while waiting or engine.has_work:
@@ -170,10 +260,11 @@ class Lost:
         raise TypeError("lost")
 
 
+@pytest.mark.parametrize("how", ["eager", "captured"])
 @pytest.mark.parametrize("fails", ["launch", "wait"])
-def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Registry, fails: str) -> None:
+def test_an_error_gives_up_both_steps(settled: list[StepInput], registry: Registry, *, fails: str, how: str) -> None:
     """Of the one that is scheduled ahead, and of the one that is waited for."""
-    engine = overlapping(Engine.build(embedded(**ASKED), registry))
+    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
     engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=40))
     while not settled:
         engine.step()

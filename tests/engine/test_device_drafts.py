@@ -21,6 +21,7 @@ from parity.oracle import Oracle
 from enginery.api import ForwardBatch, ForwardPlan, Phase, Unsupported, hookimpl
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import BackendContext
+from enginery.contracts.batch import FULL
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest
@@ -68,11 +69,13 @@ def captured(
     registry: Registry,
     *,
     recurrent: Callable[[BackendContext], object] | None = None,
+    told_first: bool = False,
     **named: object,
 ) -> tuple[Engine, AgainAndAgain, DraftGraphs | None]:
     """An engine whose decoding steps, and the draft model's behind them, are captured; requests have 128 positions at most.
 
-    recurrent: builds the backend of recurrent layers. No graphs of the draft model: it runs eagerly, or none does.
+    recurrent: builds the backend of recurrent layers. told_first: where verifications begin, the host knows. No graphs
+    of the draft model: it runs eagerly, or none does.
     """
 
     class Short(GraphBackend):
@@ -98,7 +101,10 @@ def captured(
         )
         assert drafts is not None
     combs = Combs(parts.pool, siblings) if (siblings := parts.choice.draft_siblings) else None
-    buffers = GraphBuffers(torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size), combs=combs)
+    logits, hidden = torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size)
+    has_others = any(geometry.kind_of(layer) != FULL for layer in geometry.layers)
+    most_positions = 0 if told_first or has_others or drafts is None else parts.choice.settings.max_model_len
+    buffers = GraphBuffers(logits, hidden, combs=combs, most_positions=most_positions)
     graphs = DecodeGraphs.build(
         parts.model,
         parts.relay,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.heads_made import Eagle3
+from engine.test_ahead import untold
 from engine.test_combs import branching, shuffled
 from engine.test_device_chains import RATES, guesses_and_answers
 from engine.test_device_chains import requests_of as mixed_requests
@@ -206,6 +207,21 @@ def test_launching_waits_for_nothing(
     if temperature and drafter != "lookup":
         assert engine._runner._draft_graphs is not None
         assert any(kind is not None for *_, kind in engine._runner._draft_graphs._steps), "what is drawn is guessed within a graph"
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "standalone"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_verifications_are_launched_before_the_ones_before_are_told(
+    registry: Registry, *, drafter: str, temperature: float
+) -> None:
+    """Some requests end at a stop token, others amid what a step tells; no token differs."""
+    drawn = {"temperature": temperature, "seed": 5}
+    requests = [asking(f"{at}", prompt_of(said), max_tokens=40 - 7 * at, **drawn) for at, said in enumerate(SAID)]
+    engine = Engine.build(embedded(**ON, attention_backend="triton", drafter=drafter, draft_length="3"), registry)
+    found = untold(engine)
+    assert_told(answers_of(engine, requests), answers_of(Engine.build(embedded(), registry), requests))
+    assert sum(found) > 0.6 * len(found) > 3
+    engine._scheduler.check_integrity()
 
 
 @pytest.mark.parametrize(("drafter", "length"), [("lookup", "3"), ("scripted", "3"), ("mtp", "3"), ("mtp", "1")])

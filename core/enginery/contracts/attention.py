@@ -137,13 +137,13 @@ class LayerSpec:
 class Capabilities:
     """What an attention backend can do, as data. A set that is None allows everything.
 
-    min_compute_capability, max_compute_capability: of CUDA devices, inclusive. causal: softmax attention over keys and values.
-    recurrences: the (rule, decay) of recurrent layers that `advance` takes; empty: none. mla: paged attention over latents.
-    latent_dims: the (rank, rope_dim) it takes. mla_ragged: attention of MLA prefills over keys and values it is given
-    (`init_mha_chunk_metadata`). lse_base: of the log-sum-exp it can return, None if it returns none. unequal_values: layers
-    whose values are not as wide as their keys. device_lengths: decoding batches whose lengths the device alone knows
-    (`ForwardBatch.kv_lens`, `draft_steps_plan`). trees: drafts that branch (`ForwardBatch.trees`, `verify_mask`), in layers without
-    windows. prompt_checkpoints: amid prompts (`StateView`). needs_jit: compiles on first use. workspace_bytes: of the arena.
+    min_compute_capability, max_compute_capability: of CUDA devices, inclusive. causal: softmax attention. recurrences: the (rule,
+    decay) of recurrent layers that `advance` takes; empty: none. mla: paged attention over latents. latent_dims: the (rank,
+    rope_dim) it takes. mla_ragged: MLA prefills over keys and values it is given (`init_mha_chunk_metadata`). lse_base: of the log-
+    sum-exp it can return, None for none. unequal_values: layers whose values are not as wide as their keys. device_lengths:
+    decoding batches whose lengths the device alone knows (`ForwardBatch.kv_lens`, `draft_steps_plan`). verify_lengths: those that
+    verify too. trees: drafts that branch (`ForwardBatch.trees`, `verify_mask`), in layers without windows. prompt_checkpoints: amid
+    prompts (`StateView`). needs_jit: compiles on first use. workspace_bytes: of the arena.
     """
 
     devices: frozenset[str]
@@ -168,6 +168,7 @@ class Capabilities:
     lse_base: Literal["e", "2"] | None = None
     unequal_values: bool = False
     device_lengths: bool = False
+    verify_lengths: bool = False
     trees: bool = False
     prompt_checkpoints: bool = False
     needs_jit: bool = False
@@ -388,8 +389,7 @@ def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[b
 
 
 def _compute_capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
-    rule, has = "compute capability", needs.compute_capability
-    low, high = can.min_compute_capability, can.max_compute_capability
+    rule, has, low, high = "compute capability", needs.compute_capability, can.min_compute_capability, can.max_compute_capability
     if has is None and low is not None:
         why = "that of the device is not known" if needs.device == "cuda" else "the device is no CUDA device"
         return [Reason(rule=rule, text=f"needs compute capability {low[0]}.{low[1]} or more, {why}")]

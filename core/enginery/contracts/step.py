@@ -121,8 +121,9 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     of each draft of the leading items the row of its item that it follows, 0 for the first. inputs: what only one model or plugin
     knows, by the name of its `NamedTensor`, in its dtype; what is not there is zeros. decode_len: rows of each of the leading items
     in a step that verifies drafts; what an item has fewer is padding behind its tokens, in scratch memory. draft_len: how many
-    tokens a draft model guesses to follow. lanes: what each lane runs, all with one number, run and padding; the items are then
-    those of all, see `together`, and what is not there is in the lanes' alone.
+    tokens a draft model guesses to follow. behind: how many positions before its `start` an item may begin, at the most: one for
+    each guess of its previous item that was wrong, which the device alone knows. lanes: what each lane runs, all with one number,
+    run and padding; the items are then those of all, see `together`, and what is not there is in the lanes' alone.
     """
 
     number: int
@@ -140,6 +141,7 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaul
     inputs: dict[str, bytes] = {}
     decode_len: int = 1
     draft_len: int = 0
+    behind: int = 0
     lanes: tuple[StepInput, ...] = ()
 
     def of_lane(self, lane: int) -> StepInput:

@@ -17,7 +17,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
-from enginery.contracts.step import StepInput
+from enginery.contracts.step import StepInput, StepOutput
 from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
 from enginery.engine.facts import facts_of
@@ -29,12 +29,15 @@ from enginery.engine.sampling_input import GrammarFailures, prepare_sampling, re
 from enginery.engine.scheduling import scheduling_of
 from enginery.errors import Overloaded, RequestError
 from enginery.plugin.registry import Registry
+from enginery.schedule.ahead import Ahead
+from enginery.schedule.lanes import AnyScheduler
 from enginery.schedule.request import Request
 from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.guesses import Guesses
+from enginery.worker.paths.decode_graphs import finds_starts
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
 
@@ -172,7 +175,8 @@ class Engine:
         With overlap, the step launched now runs on the device while the one before is published: its results come one call later.
         Empty when there is nothing to do, when only prompts' chunks ran, or when the first results are yet to come.
         """
-        self._told = outputs = self._release_compiled()  # one list: should a launch fail, `recover` has what came before
+        outputs = _release_compiled(self._grammars, self._scheduler, idle=not self._in_flight)
+        self._told = outputs  # one list: should a launch fail, `recover` has what came before
         step, began_s = self._next_step(outputs)
         if step.items:
             at = SteppedAt(began_s, time.perf_counter(), len(self._scheduler.preempted))
@@ -250,19 +254,25 @@ class Engine:
         changeover, guesses, began_s = _ready(self._changeover), _guess(self._in_flight), time.perf_counter()
         ahead = self._scheduling.ahead if self._overlap and changeover is None else None
         if guesses and ahead is not None and (step := ahead.begin(self._runner.sizes)) is not None:
-            flight = self._in_flight[0]
-            self._sent.append(_Sent(step, self._scheduler.requests, flight.at))  # to be given up too, should it fail
-            with self._naming(flight.step):
-                output = flight.running.wait()
-                step = ahead.settle(output)
-            self._sent.clear()
-            return step, began_s + output.times.arrived_s - output.times.waited_from_s
+            return self._ahead_of_tokens(ahead, step, began_s)
         while self._in_flight and (guesses or changeover is not None):
             outputs += self._publish_first()
         if changeover is not None:
             changeover.change(self._runner)
         began_s = time.perf_counter()
         return self._scheduler.next_step(self._runner.sizes), began_s
+
+    def _ahead_of_tokens(self, ahead: Ahead, step: StepInput, began_s: float) -> tuple[StepInput, float]:
+        """The step that was scheduled ahead: as it is, where the device finds where it begins, else settled."""
+        if ahead.follows and finds_starts(self._runner.graphs, step):
+            return step, began_s
+        flight = self._in_flight[0]
+        self._sent.append(_Sent(step, self._scheduler.requests, flight.at))  # to be given up too, should it fail
+        with self._naming(flight.step):
+            output = flight.running.wait()
+            step = ahead.settle(output, is_launched=False)
+        self._sent.clear()
+        return step, began_s + output.times.arrived_s - output.times.waited_from_s
 
     def _sample(self, launched: Launched, requests: Sequence[Request], at: SteppedAt) -> _InFlight:
         """Have the tokens chosen of a step whose forward is on its way."""
@@ -279,6 +289,7 @@ class Engine:
         with self._naming(step):
             output = self._ranks.wait(running)
         self._in_flight.popleft()
+        _settle_launched(self._in_flight, self._scheduling.ahead, output)
         self._ranks.landed(step)
         self.meter.arrived(step, output, at)
         if self._recorder is not None:
@@ -318,21 +329,28 @@ class Engine:
             self._ranks.failed(error)
             raise
 
-    def _release_compiled(self) -> list[RequestOutput]:
-        """Let the requests run whose grammars are there, and refuse those whose are not to be had."""
-        answers = []
-        num_others = self._scheduler.num_running + self._scheduler.num_waiting - self._grammars.num_waiting
-        for request_id, found in self._grammars.settled(idle=not (self._in_flight or num_others)):
-            if isinstance(found, RequestError):
-                self._scheduler.fail([request_id])
-                is_late = isinstance(found, Overloaded)
-                answers.append(
-                    RequestOutput(request_id=request_id, error=str(found), param=found.param, is_answer=True, is_overload=is_late)
-                )
-            else:
-                self._scheduler.release(request_id, found)
-                answers.append(RequestOutput(request_id=request_id, is_answer=True))
-        return answers
+
+def _settle_launched(in_flight: deque[_InFlight], ahead: Ahead | None, output: StepOutput) -> None:
+    """Say where the first step in flight began, if it was launched before the one in front of it was told, which gave `output`."""
+    if ahead is not None and in_flight and in_flight[0].step is ahead.unsettled:
+        in_flight[0] = in_flight[0]._replace(step=ahead.settle(output, is_launched=True))
+
+
+def _release_compiled(grammars: GrammarQueue, scheduler: AnyScheduler, *, idle: bool) -> list[RequestOutput]:
+    """Let the requests run whose grammars are there, and refuse those whose are not to be had. idle: nothing is in flight."""
+    answers = []
+    num_others = scheduler.num_running + scheduler.num_waiting - grammars.num_waiting
+    for request_id, found in grammars.settled(idle=idle and not num_others):
+        if isinstance(found, RequestError):
+            scheduler.fail([request_id])
+            is_late = isinstance(found, Overloaded)
+            answers.append(
+                RequestOutput(request_id=request_id, error=str(found), param=found.param, is_answer=True, is_overload=is_late)
+            )
+        else:
+            scheduler.release(request_id, found)
+            answers.append(RequestOutput(request_id=request_id, is_answer=True))
+    return answers
 
 
 def _guess(in_flight: Iterable[_InFlight]) -> bool:

@@ -4,9 +4,14 @@
     host        schedule n + 1, as if all        ┃ settle │ launch ┃ take in n
                 guesses of n were right           n is told
 
+    host        schedule and launch n + 1        ┃ settle │ take in n      where the device finds where its rows begin
+
 What requests, guesses and pages it has follows from the step before. Where each request goes on follows from what that told, and
-is put in then (`settled`): what is launched is the step that would have been scheduled after it. Only a request that ended with the
-step before is in it too; what comes of that is dropped. Where all ended, nothing is launched.
+is put in then (`settled`): what is launched, or what is taken in later, is the step that would have been scheduled after it. Only
+a request that ended with the step before is in it too; what comes of that is dropped. Where all ended, nothing is launched.
+
+A step that is launched before also has rows behind a request's limit, where the device finds that it comes near: in memory that
+nobody owns, and what they tell is dropped.
 """
 
 from __future__ import annotations
@@ -25,10 +30,16 @@ from enginery.schedule.step import agreed
 
 
 class Ahead:
-    """Schedules the step behind the one that is in flight. Between `begin` and `settle` nothing else is asked of the scheduler."""
+    """Schedules the step behind the one that is in flight. Between `begin` and `settle` nothing else is asked of the scheduler.
+
+    unsettled: the step that was begun. follows: whether it may be launched as it is: not all of its requests end before it for
+    sure, and each begins no further before its rows than it has rows.
+    """
 
     def __init__(self, scheduler: Scheduler, drafting: Drafts) -> None:
         self._scheduler, self._drafting = scheduler, drafting
+        self.unsettled: StepInput | None = None
+        self.follows = False
 
     def begin(self, sizes: RunSizes) -> StepInput | None:
         """What runs behind the one step in flight, as far as is known before that is told. None: it has to be taken in first.
@@ -43,23 +54,27 @@ class Ahead:
         if built is None:
             return None
         built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)
-        scheduler.preempted = ()
-        return scheduler.begin(built, agreed([built], sizes))
+        scheduler.preempted, built.behind = (), before.decode_len - 1
+        goes_on = any(len(request.token_ids) + before.decode_len < request.limit for request in built.requests)
+        self.follows = goes_on and before.decode_len <= built.decode_len
+        self.unsettled = scheduler.begin(built, agreed([built], sizes))
+        return self.unsettled
 
-    def settle(self, output: StepOutput) -> StepInput:
+    def settle(self, output: StepOutput, *, is_launched: bool) -> StepInput:
         """The step itself, by what the step before gave, which is not taken in yet. Empty, and not in flight: all requests end."""
         (before, requests), (ahead, own) = self._scheduler.in_flight
-        if all_end(requests, output):
+        self.unsettled = None
+        if not is_launched and all_end(requests, output):
             self._take_back(ahead, own)
             return msgspec.structs.replace(ahead, items=b"")
-        step = settled(ahead, own, before, output)
+        step = settled(ahead, own, before, output, is_launched=is_launched)
         self._scheduler.in_flight[-1] = step, own
         return step
 
     def _goes_on(self) -> bool:
         """Whether the requests of the next step are those that run in the one in flight, and their guesses its own."""
         table, in_flight = self._scheduler.table, self._scheduler.in_flight
-        if len(in_flight) != 1 or table.waiting or table.leaving or table.kv.finite.allocators:
+        if len(in_flight) != 1 or table.waiting or table.kv.finite.allocators:
             return False
         before, requests = in_flight[0]
         decodes = before.phase in (Phase.DECODE, Phase.VERIFY) and before.draft_len > 0
@@ -85,11 +100,13 @@ def all_end(requests: Sequence[Request], output: StepOutput) -> bool:
     )
 
 
-def settled(ahead: StepInput, requests: Sequence[Request], before: StepInput, output: StepOutput) -> StepInput:
+def settled(
+    ahead: StepInput, requests: Sequence[Request], before: StepInput, output: StepOutput, *, is_launched: bool = False
+) -> StepInput:
     """With each item where its request goes on, behind its last told token, and as few guesses as the request's limit leaves.
 
     ahead: each item begins as far as it may. requests: of its items, which are told if they get fewer guesses. output: of `before`,
-    in which all of them were.
+    in which all of them were. is_launched: with all of its guesses, then.
     """
     was = before.columns()
     told = np.array([(len(tokens), max(0, tokens[-1])) for tokens in output.token_ids], INT)  # NaN gives no token
@@ -101,10 +118,11 @@ def settled(ahead: StepInput, requests: Sequence[Request], before: StepInput, ou
     each.start[:] -= wrong
     each.first_write[:] = each.start
     room = np.array([request.limit for request in requests]) - each.start - 2  # beside the token that a step tells anyhow
-    over = np.maximum(each.num_drafts - np.maximum(room, 0), 0).astype(INT)
-    for column in (each.num_tokens, each.num_logits, each.num_drafts, each.pending):
+    over = np.maximum(each.num_drafts - np.maximum(room, 0), 0).astype(INT) * (not is_launched)
+    for column in (each.num_tokens, each.num_logits, each.num_drafts):
         column -= over
+    each.pending[:] = each.num_drafts
     for index in over.nonzero()[0].tolist():
         requests[index].num_computed -= int(over[index])
         requests[index].num_expected -= int(over[index])
-    return msgspec.structs.replace(ahead, items=items.tobytes(), input_ids=last.astype(INT).tobytes())
+    return msgspec.structs.replace(ahead, items=items.tobytes(), input_ids=last.astype(INT).tobytes(), behind=0)

@@ -28,13 +28,15 @@ def take_in(
     """
     if index in output.failed:
         return RequestOutput(request_id=request.request_id, error=output.failed[index])
-    told = output.token_ids[index]
+    told, most = output.token_ids[index], num_drafts
     request.kv.num_written = end
     if num_drafts:
         _take_back(request, num_drafts + 1 - len(told))
+        room = request.limit - len(request.token_ids)
+        told, most = told[:room], min(num_drafts, room - 1)  # guesses behind its limit are neither right nor wrong
     if index in refused:
         return RequestOutput(request_id=request.request_id, error=refused[index], param="grammar")
-    added = _append(request, index, told, output, num_drafts=num_drafts) if told else None
+    added = _append(request, index, told, output, num_drafts=most) if told else None
     if num_drafts:
         request.kv.num_written = min(request.kv.num_written, len(request.token_ids))  # it may have ended amid its drafts
     return added

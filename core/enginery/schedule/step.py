@@ -37,7 +37,7 @@ class _PageNews:
 class StepBuilder:
     """Collects one step, of one lane. requests: those of its items, in order.
 
-    greedy: each token that is sampled is that of the largest logit. branches: whether drafts do.
+    greedy: each token that is sampled is that of the largest logit. branches: whether drafts do. behind: see `StepInput`.
     """
 
     def __init__(self, *, has_states: bool = False) -> None:
@@ -45,7 +45,7 @@ class StepBuilder:
         self.num_decode = 0
         self.num_tokens = 0
         self.decode_len = 1
-        self.draft_len = 0
+        self.draft_len = self.behind = 0
         self.greedy = True
         self._items: list[bytes] = []
         self._ids = array("i")
@@ -60,13 +60,15 @@ class StepBuilder:
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
         """Schedule its last token and guesses at the next ones. It has the pages.
 
-        In a step in flight, its last token is not known and told later, see `ahead`.
+        In a step in flight, its last token is on the device too, see `ahead`.
         """
         start, count, kv = request.num_computed, 1 + len(drafts), request.kv
         self.greedy &= start + 1 >= request.greedy_from
+        pending = len(drafts) if ON_DEVICE in drafts else 0
         if start < len(request.token_ids):
             self._ids.append(request.token_ids[start])
-        pending = len(drafts) if ON_DEVICE in drafts else 0
+        else:
+            pending = count
         if not pending:
             self._ids.extend(drafts)
         self._drafts.append(drafts)
@@ -141,6 +143,7 @@ class StepBuilder:
             parents=self._parents().tobytes() if self.branches else b"",
             decode_len=self.decode_len,
             draft_len=self.draft_len,
+            behind=self.behind,
         )
 
     def _parents(self) -> array[int]:

@@ -41,11 +41,11 @@ def accept(
     """
     num_rows = tokens.shape[1]
     row = torch.arange(num_rows, device=tokens.device)
-    is_draft = (row > 0) & (row <= num_drafts[:, None])  # [B, N]
     if parents is None:
-        matches = (tokens[:, 1:] == sampled[:, :-1]) & is_draft[:, 1:]
-        counts = matches.long().cumprod(1).sum(1)
+        matches = (tokens[:, 1:] == sampled[:, :-1]) & (row[:-1] < num_drafts[:, None])
+        counts = matches.cumprod(1).sum(1)
         return Accepted(torch.minimum(row, counts[:, None]), counts)
+    is_draft = (row > 0) & (row <= num_drafts[:, None])  # [B, N]
     node = torch.zeros_like(num_drafts)  # [B]
     counts, path = torch.zeros_like(num_drafts), [node]
     depth = num_rows - 1 if depth is None else depth

@@ -25,6 +25,7 @@ from enginery.worker.paths.host_capture import HostCapture
 
 _GRAPH_SIZE: Final = 8
 _VERIFIED: Final = 3  # rows of a request that verifies drafts
+_LONGER: Final = 4  # keys of each, as far as the host knows, than there are
 
 
 @rule(leaf_cases, "Return a frozen dataclass derived from ForwardPlan, with context.instance in its key.")
@@ -141,21 +142,25 @@ def captured_equals_eager(subject: Subject, case: AttnCase) -> str | None:
         step.replay(bench.turns([(length, 1) for length in cached]))
     if Phase.VERIFY not in subject.can.phases or subject.device.type == "cpu":  # where steps that verify are not recorded
         return None
-    return verifies_captured(_bench_of(subject, case, capture, most_rows=_GRAPH_SIZE * _VERIFIED), capture)
+    answers = [
+        verifies_captured(_bench_of(subject, case, capture, most_rows=_GRAPH_SIZE * _VERIFIED), capture, on_device=on_device)
+        for on_device in (False, True)[: 1 + subject.can.verify_lengths]
+    ]
+    return answers[0]
 
 
-def verifies_captured(bench: Workbench, capture: Capture) -> str | None:
+def verifies_captured(bench: Workbench, capture: Capture, *, on_device: bool = False) -> str | None:
     """Drafts are verified in a graph, and recurrent states moved in another. Returns why it is done eagerly, where it is.
 
-    Raises `BrokenRule`. bench: whose graphs have room.
+    Raises `BrokenRule`. bench: whose graphs have room. on_device: lengths are true there alone.
     """
     try:
-        step = CapturedCall(bench, capture, size=_GRAPH_SIZE, length=_VERIFIED)
+        step = CapturedCall(bench, capture, size=_GRAPH_SIZE, length=_VERIFIED, on_device=on_device)
     except Unsupported as error:
         return f"drafts are verified eagerly: {error}"
     for cached in ((40, 0, 15, 16, 3, 30, 33, 1), (9, 0, 50), (20,)):
         bench.forget()
-        whole = bench.turns([(length, _VERIFIED + 4) for length in cached])
+        whole = bench.turns([(length, _VERIFIED + _LONGER) for length in cached])
         turns = [turn._replace(new=_VERIFIED) for turn in whole]
         step.replay(turns)
         if bench.case.facts.recurrent is None:
@@ -170,12 +175,13 @@ def verifies_captured(bench: Workbench, capture: Capture) -> str | None:
 
 
 class CapturedCall:
-    """One layer of a captured step of `size` requests of `length` rows each."""
+    """One layer of a captured step of `size` requests of `length` rows each. on_device: as `verifies_captured` has it."""
 
-    def __init__(self, bench: Workbench, capture: Capture, *, size: int, length: int = 1) -> None:
+    def __init__(self, bench: Workbench, capture: Capture, *, size: int, length: int = 1, on_device: bool = False) -> None:
         """Raises `Unsupported` where the backend captures no such step."""
         self.bench, self.capture, self.size, self.length = bench, capture, size, length
         self.phase = Phase.DECODE if length == 1 else Phase.VERIFY
+        self.lengths = torch.full((size,), length, dtype=torch.int32, device=bench.device) if on_device else None
         self.batch = bench.relay.plan(self.padded([]), capture=True)
         self.inputs, self.whole = bench.inputs([], size * length), bench.guarded_out(size * length)
         self.counts = torch.zeros(size, dtype=torch.int64, device=bench.device)
@@ -187,7 +193,12 @@ class CapturedCall:
         """As long as what is captured."""
         more = self.size - len(turns)
         batch = dataclasses.replace(self.bench.batch(turns, self.phase), decode_len=self.length)
-        return self.bench.pad(batch, requests=more, tokens=more * self.length)
+        batch = self.bench.pad(batch, requests=more, tokens=more * self.length)
+        if self.lengths is None:
+            return batch
+        self.lengths.copy_(batch.kv_lens_cpu)
+        longer = torch.arange(self.size) < len(turns)
+        return dataclasses.replace(batch, kv_lens=self.lengths, kv_lens_cpu=batch.kv_lens_cpu + _LONGER * longer.int())
 
     def replay(self, turns: Sequence[Turn], batch: ForwardBatch | None = None) -> None:
         """Raises `BrokenRule` if the results are not the formula's. batch: of these turns, padded; None: as they are."""

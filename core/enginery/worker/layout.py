@@ -180,7 +180,8 @@ def token_sources(step: StepInput, *, width: int, size: int | None = None) -> to
         place = step.row_places
         drafted = items.num_drafts.repeat(rows)
         is_guess = (place >= 1) & (place <= drafted)
-        sources = np.where((sources == KNOWN) | ((drafted > 0) & ~is_guess), KNOWN, sources + place * is_guess)
+        on_host = (drafted > 0) & ~is_guess & ((items.pending == items.num_drafts).repeat(rows) | (place > 0))
+        sources = np.where((sources == KNOWN) | on_host, KNOWN, sources + place * is_guess)
     return _as_long(sources, size, fill=KNOWN)
 
 

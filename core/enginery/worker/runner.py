@@ -166,7 +166,7 @@ class Runner:
         num_top = sampling.num_top if sampling is not None else ()
         logprobs = token_logprobs(logits, tokens.clamp(min=0), [max(count, 0) for count in num_top]) if num_top else None
         sampled = marked.to("cpu", non_blocking=True, copy=True)  # the next replay overwrites a graph's own
-        told = None if accepted is None else accepted.to("cpu", non_blocking=True)
+        told = None if accepted is None else accepted.to("cpu", non_blocking=True, copy=True)
         copied = recorded(is_cuda=self._is_cuda)  # before anything is guessed, so that the host goes on with what is told meanwhile
         if self.agreement is not None:
             self.agreement.outcome(step, tokens.clamp(min=0), accepted)
@@ -225,19 +225,18 @@ class Runner:
         What follows each item's last right draft is kept for the next step; what stands is kept, see `keep_accepted`. cuts: how
         many tokens some items may be told at the most.
         """
-        step, logits = launched.step, launched.logits
+        step, logits, batch = launched.step, launched.logits, launched.forwarded.batch
         if (verified := launched.verified(cuts)) is not None:
             self.keep_accepted(launched, verified.accepted, verified.path)
             return verified
+        assert batch is not None, "a step that verifies keeps its batch"
         if launched.forwarded.greedy is not None and step.run.greedy:
             marked = launched.forwarded.greedy[: len(logits)]
             tokens = marked.clamp(min=0)
         else:
-            tokens = sample(logits, sampling, ops=self.ops)
+            tokens = sample(logits, sampling, ops=self.ops, positions=launched.found_positions())
             marked = mark_nan(logits, tokens)
         count, length = step.num_decode, step.decode_len
-        batch = launched.forwarded.batch
-        assert batch is not None, "a step that verifies keeps its batch"
         values = (batch.input_ids, batch.positions, marked)
         inputs, places, sampled = (each[: count * length].view(count, length) for each in values)
         if self._forced is not None:
@@ -255,6 +254,7 @@ class Runner:
             tokens, marked = tokens.index_select(0, order), marked.index_select(0, order)
         accepted = torch.nn.functional.pad(right, (0, len(step.sampling) - count))
         self.feed.keep(tokens.index_select(0, first_rows + accepted), kept_at)
+        self.feed.wrong.index_copy_(0, kept_at[:count], num_drafts - right)
         return Verified(tokens, marked, accepted, path)
 
     def keep_accepted(self, launched: Launched, right: torch.Tensor, path: torch.Tensor | None = None) -> None:

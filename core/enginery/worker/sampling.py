@@ -46,15 +46,20 @@ def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def sample(logits: torch.Tensor, sampling: SamplingInput | None, *, ops: OpTable) -> torch.Tensor:
-    """Choose a token for each row of [S, V]; None: that of its largest logit. Returns [S] int64 on the same device."""
+def sample(
+    logits: torch.Tensor, sampling: SamplingInput | None, *, ops: OpTable, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Choose a token for each row of [S, V]; None: that of its largest logit. Returns [S] int64 on the same device.
+
+    positions: [S] int64, device, in place of those that the host gives, where it does not know them.
+    """
     if sampling is None:
         return ops.greedy(logits)
     if sampling.adjusts:
         logits = _adjusted(logits, sampling)
     if (sampling.params[0] < LEAST_TEMPERATURE).all():
         return ops.greedy(logits)
-    drawn = ops.sample_rows(logits, _draws(sampling, logits))
+    drawn = ops.sample_rows(logits, _draws(sampling, logits, positions))
     return drawn.clamp(0, logits.shape[-1] - 1)  # NaN may have led beyond the last column
 
 
@@ -99,13 +104,17 @@ def _apply_mask(logits: torch.Tensor, mask: np.ndarray) -> None:
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, _NOTHING)
 
 
-def _draws(sampling: SamplingInput, logits: torch.Tensor) -> SamplingTensors:
-    """One upload for all rows, without waiting for the device."""
+def _draws(sampling: SamplingInput, logits: torch.Tensor, positions: torch.Tensor | None) -> SamplingTensors:
+    """One upload for all rows, and another where the device has the positions, without waiting for it."""
     table = np.empty((5, len(logits)), np.float32)
     table[:4] = sampling.params
     table[4] = uniform(sampling.seeds, sampling.positions)
     kept, cut = most_kept(sampling.params, logits.shape[-1])
-    return SamplingTensors(table=to_device(torch.from_numpy(table), logits.device), most_kept=kept, cut=cut)
+    there = to_device(torch.from_numpy(table), logits.device)
+    if positions is not None:
+        seeds = to_device(torch.from_numpy(sampling.seeds.astype(np.int64)), logits.device)
+        there[4] = uniform_on_device(seeds, positions)
+    return SamplingTensors(table=there, most_kept=kept, cut=cut)
 
 
 def most_kept(params: np.ndarray, vocab_size: int) -> tuple[int, bool]:

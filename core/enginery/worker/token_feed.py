@@ -25,7 +25,8 @@ from enginery.worker.named_tensors import NamedTensors
 class TokenFeed:
     """Owns the last token of each running request on the device, and the guesses at the next: [num_seats + 1, 1 + D] int64.
 
-    The `scratch_seat` is for padding. named: where the inputs and outputs are that only the model knows. most_drafts: D.
+    The `scratch_seat` is for padding. wrong: [num_seats + 1] int64, device, of the guesses that a step verified last.
+    named: where the inputs and outputs are that only the model knows. most_drafts: D.
     """
 
     def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None, most_drafts: int = 0) -> None:
@@ -35,6 +36,7 @@ class TokenFeed:
         self.scratch_seat = num_seats
         self.width = 1 + most_drafts
         self.tokens = torch.zeros(num_seats + 1, self.width, dtype=torch.int64, device=device)
+        self.wrong = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
 
     def unpack(self, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
         """`batch` with its token fields from `packed`, on the device. Pending ids are not filled in."""

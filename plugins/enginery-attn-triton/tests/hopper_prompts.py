@@ -1,7 +1,9 @@
-"""Compiles what few rows of prompts with long contexts run, for compute capability 9.0: no GPU is needed for it."""
+"""Compiles for compute capability 9.0, without a GPU, what few rows of prompts with long contexts run, and what decodes: plainly,
+with drafts, and with lengths of the device."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -12,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 import compile_only
 
 from enginery.api import AttnLayerFacts
-from enginery_attn_triton.launch import Memory, Scores, run_prefill
-from enginery_attn_triton.plan import Tiles, tiles_of
-from enginery_attn_triton.splitting import split_tiles
+from enginery_attn_triton.launch import Memory, Scores, run_decode, run_prefill
+from enginery_attn_triton.plan import Split, Tiles, tiles_of
+from enginery_attn_triton.splitting import split_alone, split_tiles
 from enginery_attn_triton.tiling import Device, LayerCut, prefill_tile
 
 H200 = Device(num_units=132, shared_bytes=compile_only.SHARED_BYTES, chained=True)
@@ -44,6 +46,20 @@ def main() -> None:
         parts=parts,
         scores=scores,
     )
+    for length, known, trees in ((1, True, False), (1, False, False), (4, True, False), (4, False, False), (5, False, True)):
+        cut = LayerCut.of(dataclasses.replace(facts, sliding_window=None), itemsize=2, device=H200, length=length)
+        items, splits = map(torch.from_numpy, split_alone(np.array([900, 300], np.int32), cut.decode, columns=64, exact=True)[:2])
+        run_decode(
+            q,
+            memory,
+            torch.empty_like(q),
+            cut=cut,
+            split=Split(items=items, splits=splits, tall=None, merged=True),
+            parts=torch.empty(cut.workspace_bytes, dtype=torch.uint8),
+            scores=Scores(scale=0.1),
+            lengths=None if known else torch.zeros(2, dtype=torch.int32),
+            trees=torch.zeros(2, length, length, dtype=torch.bool) if trees else None,
+        )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from enginery.api import AttnBackendSpec, AttnLayerFacts, AttnNeeds, ForwardBatch, LatentFacts, Phase, StalePlan, Unsupported
 from enginery.kv.arena import DeviceArena
@@ -191,6 +192,39 @@ def test_keys_behind_lengths_that_the_device_alone_knows_weigh_nothing(interpret
         whole = bench.guarded_out(6)
         bench.call_leaf(bench.inputs(turns, 6), batch, plan, whole[1:-1])
         compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype="float32", what="bounds")
+
+
+@pytest.mark.parametrize("layer", VERIFYING)
+@pytest.mark.parametrize("length", [2, 4])
+@pytest.mark.parametrize("capture", [False, True])
+def test_verifications_whose_lengths_the_device_alone_knows(interpreter, layer, length, capture) -> None:
+    """The host has more keys of each, whole items too; what lies behind the true ones is not even numbers."""
+    bench = Workbench(Interpreted.subject(), AttnCase(facts=VERIFYING[layer], page_size=16, dtype="float32"))
+    bench.relay.ask("init_graph_state", max_batch_size=12, max_num_tokens=12)
+    size, captured = 12 // length, None
+    for cached, more in (((200, 3, 30), 90), ((9, 300, 0), 5), ((1, 45), 1)):
+        turns = bench.turns([(kept, length) for kept in cached])
+        bench.batch(turns, Phase.VERIFY)  # as a model does, its keys are written first
+        for pages in bench.pool.layer(bench.layer.local_id):
+            for tokens, kept, new in turns:
+                pages[tokens.pages[-1], (kept + new - 1) % 16 + 1 :] = torch.nan
+            pages[bench.geometry.scratch_page("full")] = torch.nan
+            pages[bench.geometry.scratch_page("full"), :length] = 0.0  # the keys of padding
+        exact = dataclasses.replace(bench.batch(turns, Phase.VERIFY), decode_len=length)
+        exact = bench.pad(exact, requests=size - len(turns), tokens=(size - len(turns)) * length)
+        columns, table = -(-(max(cached) + length + more) // 16), exact.page_table_cpu
+        wider = F.pad(table, (0, columns - table.shape[1]), value=bench.geometry.scratch_page("full"))
+        view = dataclasses.replace(exact.pages, page_table_cpu=wider)
+        longer = exact.kv_lens_cpu + more * (torch.arange(size) < len(turns)).int()
+        batch = dataclasses.replace(exact, kv_lens_cpu=longer, kv_lens=exact.kv_lens_cpu, views={"full": view})
+        if captured is None or not capture:
+            captured = bench.relay.plan(batch, capture=capture)
+        elif captured.kv_lens is not None:
+            captured.kv_lens.copy_(exact.kv_lens_cpu)
+            bench.relay.refresh(captured.plan, batch)
+        whole = bench.guarded_out(12)
+        bench.call_leaf(bench.inputs(turns, 12), captured, captured.plan, whole[1:-1])
+        compare(bench.rows_of(whole, turns), [bench.expected(turn) for turn in turns], dtype="float32", what=f"{cached}")
 
 
 SPLIT_PROMPTS = (

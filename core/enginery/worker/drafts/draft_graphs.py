@@ -65,7 +65,8 @@ class _Steps:
 class DraftGraphs:
     """Captured when first needed. Their inputs and results are the same for all sizes.
 
-    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; state: [most rows, C'], ids: [most rows,
+    tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; moved: [most rows] int64, as
+    `CapturedBatch` has it; state: [most rows, C'], ids: [most rows,
     1 + n] int64, what follows the last told token stands on, and a guess at it with n others, or that token alone where the model
     takes no features.
     """
@@ -84,8 +85,7 @@ class DraftGraphs:
         """state: [most rows, C'], zeros. geometry: the target's. siblings: n."""
         self._model, self._relay, self._ops = model, relay, ops
         self._geometry, self._capture, self.state, self._siblings = geometry, capture, state, siblings
-        numbers = torch.zeros(2, len(state), dtype=torch.int64, device=state.device)
-        self.tokens, self.right = numbers[0], numbers[1]
+        self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows: dict[tuple[int, int, int], _Follow] = {}
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
@@ -129,6 +129,10 @@ class DraftGraphs:
             self.right[:count].zero_()
         else:
             self.right[:count].copy_(accepted)
+        if forwarded.captured.moved is None:
+            self.moved[:count].zero_()
+        else:
+            self.moved[:count].copy_(forwarded.captured.moved[:count])
         self._follow(forwarded.captured, forwarded.padded, features)
         step = as_chain(step, deepest(step)) if step.parents else step
         ids = self.ids[:count]
@@ -216,7 +220,7 @@ class DraftGraphs:
 
     def _capture_steps(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
         model, device = self._model, self.state.device
-        width = 1 + model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
+        width = 1 + 2 * model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
         nobody = Ahead(
             np.empty(0, np.int32),
             np.empty(0, np.int64),
@@ -228,11 +232,8 @@ class DraftGraphs:
         packed = torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))).to(device)
         count = num_verified(num_steps + model.takes_features, self._siblings)
         guesses = torch.zeros(size, count, dtype=torch.int64, device=device)
-        unplanned = []
-        for _ in range(num_steps):
-            numbers = torch.zeros(2, size, dtype=torch.int64, device=device)
-            one = OneStep(numbers[0], numbers[1], torch.ones(size, dtype=torch.int32, device=device))
-            unplanned.append(one_each(ahead, one, lengths=None))
+        steps = OneStep.of(num_steps, size, device)
+        unplanned = [one_each(ahead, one, lengths=None) for one in map(OneStep, *steps)]
         batches = plan_steps(self._relay, unplanned, capture=True) if unplanned else []
         assert len(batches) == num_steps, "a backend that knows lengths of the device plans all steps"
         draws = None if kind is None else CapturedDraws(kind, size, ops=self._ops, device=device, siblings=self._siblings)
@@ -240,10 +241,8 @@ class DraftGraphs:
         def run() -> None:
             for there in batches:
                 self._relay.ask("device_prologue", plan=there.plan)
-            at, window, right = packed[0], packed[1:], self.right[:size]
-            for index, there in enumerate(batches):
-                for place, value in zip(_fields_of(there), model.one_step(at, window, right, index), strict=True):
-                    place.copy_(value)
+            at, window, right = packed[0], packed[1:], self.right[:size] + self.moved[:size]
+            model.place(steps, at, window, right)
             first, state, choose = self.ids[:size], None, self._best if draws is None else draws.choose
             behind = at + right + 1
             if model.takes_features:

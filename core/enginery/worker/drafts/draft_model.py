@@ -70,11 +70,17 @@ class Ahead(NamedTuple):
 
 
 class OneStep(NamedTuple):
-    """What differs from step to step: positions, slots [S] int64, kv_lens [S] int32."""
+    """What differs from step to step: positions, slots [S] int64, kv_lens [S] int32. Of several steps, [steps, S]."""
 
     positions: torch.Tensor
     slots: torch.Tensor
     kv_lens: torch.Tensor
+
+    @classmethod
+    def of(cls, num_steps: int, size: int, device: torch.device) -> OneStep:
+        """Room for several, of one key each. Each begins at a multiple of 16 bytes: for others kernels may be compiled anew."""
+        room = torch.zeros(2, num_steps, -(-size // 4) * 4, dtype=torch.int64, device=device)[..., :size]
+        return cls(room[0], room[1], torch.ones(num_steps, room.stride(1), dtype=torch.int32, device=device)[:, :size])
 
 
 class DraftModel:
@@ -171,8 +177,8 @@ class DraftModel:
         """Of the items of a step that sample."""
         items, size = step.columns(), tables.page_size
         seats = items.seat[step.sampling]
-        at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64)
-        width = step.decode_len + step.draft_len
+        at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64) - step.behind
+        width = step.behind + step.decode_len + step.draft_len
         places = at + np.arange(width)[:, None]  # [W, S]
         longest = np.minimum(at + width - 1, self._max_positions)
         columns, offsets = np.divmod(np.minimum(places, self._max_positions - 1), size)
@@ -181,20 +187,24 @@ class DraftModel:
         window = pages.astype(np.int64) * size + offsets
         return Ahead(seats, at, window, torch.from_numpy(table), torch.from_numpy(longest.astype(np.int32)))
 
-    def one_step(self, at: torch.Tensor, window: torch.Tensor, right: torch.Tensor, index: int) -> OneStep:
-        """Of step `index`, of requests of whose drafts so many were right. at, right: [S], window: [W, S]. Device work only."""
-        positions = (at + right + index).clamp(max=self._max_positions - 1)
-        slots = window.gather(0, (right + index)[None]).squeeze(0)
-        return OneStep(positions, slots, (positions + 1).int())
+    def place(self, steps: OneStep, at: torch.Tensor, window: torch.Tensor, right: torch.Tensor) -> None:
+        """Write where the rows of steps are, each field [steps, S], of requests of whose drafts so many were right.
+
+        at, right: [S], window: [W, S]. Device work only, and little of it: a graph has it between those of the models.
+        """
+        behind = right + torch.arange(len(steps.positions), device=right.device)[:, None]  # [steps, S]
+        torch.gather(window, 0, behind, out=steps.slots)
+        torch.add(at, behind, out=steps.positions).clamp_(max=self._max_positions - 1)
+        torch.add(steps.positions, 1, out=steps.kv_lens)
 
     def step_batches(
         self, ahead: Ahead, at: torch.Tensor, *, window: torch.Tensor, right: torch.Tensor, count: int
     ) -> list[ForwardBatch]:
         """Of each of `count` steps, planned."""
-        batches = []
-        for index in range(count):
-            one = self.one_step(at, window, right, index)
-            batches.append(one_each(ahead, one, lengths=one.kv_lens if self.knows_lengths else None))
+        steps = OneStep.of(count, len(at), at.device)
+        self.place(steps, at, window, right)
+        each = map(OneStep, *steps)
+        batches = [one_each(ahead, one, lengths=one.kv_lens if self.knows_lengths else None) for one in each]
         assert self.socket.relay is not None, "a draft model has backends"
         return plan_steps(self.socket.relay, batches)
 

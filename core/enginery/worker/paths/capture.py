@@ -15,6 +15,7 @@ import torch
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.contracts.attention import AttnBackendSpec, KVGeometry
+from enginery.contracts.batch import FULL
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpSpec, OpTable
@@ -76,7 +77,8 @@ def capture_steps(
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
-        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=draft is not None and not draft.taps)
+        most, keeps = 0 if drafts is None else _most_positions(choice, parts, draft), draft is not None and not draft.taps
+        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=keeps, most_positions=most)
         if graphs is None:
             return CapturedSteps()
         if drafts is not None:
@@ -149,12 +151,19 @@ def _draft_graphs(
 
 
 def _decode_graphs(
-    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool
+    kind: type[DecodeGraphs],
+    choice: Choice,
+    parts: StepParts,
+    capture: Capture,
+    *,
+    keeps_hidden: bool,
+    most_positions: int = 0,
 ) -> DecodeGraphs | None:
     """None: the backend cannot be captured."""
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else choice.facts.vocab_size
     logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
+    combs = Combs(parts.pool, siblings) if (siblings := choice.draft_siblings) else None
     return kind.build(
         parts.model,
         parts.relay,
@@ -162,9 +171,19 @@ def _decode_graphs(
         feed=parts.feed,
         geometry=parts.geometry,
         capture=capture,
-        buffers=GraphBuffers(logits, hidden, combs=Combs(parts.pool, siblings) if (siblings := choice.draft_siblings) else None),
+        buffers=GraphBuffers(logits, hidden, combs=combs, most_positions=most_positions),
         results=choice.results,
     )
+
+
+def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:
+    """As `GraphBuffers` has it: where all keys are in pages of one kind, whose backends need no lengths when they plan."""
+    geometry = parts.geometry
+    if draft is None or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
+        return 0
+    chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
+    able = all(offer.spec.capabilities.verify_lengths for each in chosen for offer in each.by_role.values())
+    return choice.settings.max_model_len if able else 0
 
 
 def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draft_len: int) -> None:

@@ -39,14 +39,16 @@ class Combs(NamedTuple):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
     """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
-    Of a step that verifies, [fields + 3, T]: before the sources, in its first places, how many drafts each request has. seats: the
-    seats there, where the next step finds what this one samples: [requests] int64, device.
+    Of a step that verifies, [fields + 4, T]: the slots behind its rows, see `starts`, and, before the sources, in its first places,
+    how many drafts each request has and then how far behind its earliest place it may begin. seats: the seats there, where the
+    next step finds what this one samples: [requests] int64, device.
 
     batch: planned, its token fields in `packed`. logits: [T, V], best: [T] int64, the tokens of the largest ones, `NAN_TOKEN`
     where these are NaN; both valid from a replay to the next one of any size. So are hidden, [T, C], where somebody takes it, and
     accepted, [requests] int64, of a step that verifies: how many drafts are the best tokens; and standing, of one that verifies
     combs, which rows these are. followed: whether a draft model finds what it takes. moving: moves recurrent states by as many
     drafts as `accepted` says, or what is kept of the rows that stand; None: there is nothing to move, or nothing is verified.
+    moved: [requests] int64, of a step whose rows begin where the device finds: how far behind its earliest place each does.
     """
 
     packed: torch.Tensor
@@ -60,6 +62,7 @@ class CapturedStep:
     accepted: torch.Tensor | None
     standing: Standing | None
     moving: Replayable | None
+    moved: torch.Tensor | None = None
 
     def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""

@@ -23,22 +23,23 @@ from typing import Final, NamedTuple
 
 import torch
 
-from enginery.attention.axes import pad, token_fields
+from enginery.attention.axes import pad, renewed, token_fields
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
-from enginery.contracts.step import StepInput
+from enginery.contracts.step import StepInput, Way
 from enginery.errors import Unsupported
 from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.drafts.trees import deepest, standing_in_comb
+from enginery.worker.drafts.trees import Standing, deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.paths.captured_step import Capture, CapturedStep, Combs, Moved, Replayable, captured_moving, told_last
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import ModelResults
+from enginery.worker.paths.starts import at_the_earliest, move_on
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
 from enginery.worker.token_feed import TokenFeed
@@ -96,12 +97,14 @@ class GraphKey(NamedTuple):
 class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V], of several ranks this one's columns; hidden: [most rows, C],
     where a draft model takes the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance.
-    combs: whose rows are moved where they stand; None: drafts that branch are verified eagerly."""
+    combs: whose rows are moved where they stand; None: drafts that branch are verified eagerly. most_positions: of a request,
+    where verifications may begin where the device finds, see `starts`; 0: their lengths are known when they are launched."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     forced: ForcedAcceptance | None = None
     combs: Combs | None = None
+    most_positions: int = 0
 
     def hidden_rows(self, count: int) -> torch.Tensor | None:
         """Where so many are kept, if a draft model takes them."""
@@ -223,25 +226,23 @@ class DecodeGraphs:
     def capture(self, key: GraphKey) -> None:
         """Capture a graph. Takes as long as two or three eager steps."""
         size, length, followed, depth = key
-        combs, forced, memory = self.buffers.combs, self.buffers.forced, Moved(self.buffers.combs, self.geometry, self._capture)
+        combs, memory = self.buffers.combs, Moved(self.buffers.combs, self.geometry, self._capture)
         batch, packed = padding_alone(self.feed, self.geometry, key)
-        batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
+        moved = None if accepted is None or not self.buffers.most_positions else torch.zeros_like(accepted)
+        batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
+        batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
         kept = self.buffers.hidden_rows(size * length) if followed else None
         standing = None if combs is None or not depth else standing_in_comb(size, length, depth, combs.siblings, batch, self.relay)
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        found = list[_Best]()
 
         def run() -> None:
+            _begin(self, batch, packed, moved)
             self._fill(batch, packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
             hidden = self.results.hidden(self.model.forward(batch), batch)
-            best, logits, marked = _best_of(self, hidden)
-            found.append((logits, marked))
-            if accepted is None:
-                self.feed.keep(best, packed[-1])
-            else:
-                told = told_last(batch, found[-1][1], best, packed[-3, :size], out=accepted, standing=standing, forced=forced)
-                self.feed.keep(told, packed[-1, :size])
+            found.append(_best_of(self, hidden))
+            _keep(self, found[-1], batch, packed, out=accepted, standing=standing)
             if kept is not None:
                 kept.copy_(hidden)
 
@@ -250,13 +251,14 @@ class DecodeGraphs:
             seats=packed[-1, :size],
             batch=batch,
             graph=self._capture(run),
-            logits=found[-1][0],  # of the last run
-            best=found[-1][1],
+            logits=found[-1].logits,  # of the last run
+            best=found[-1].marked,
             followed=followed,
             hidden=kept,
             accepted=accepted,
             standing=standing,
             moving=None if accepted is None else captured_moving(self.relay, batch, accepted, standing, memory=memory),
+            moved=moved,
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
@@ -308,13 +310,19 @@ class DecodeGraphs:
     def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
         """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date: it is padded."""
         size, num_rows = captured.batch.num_requests, len(captured.best)
-        batch = self.feed.named.with_inputs(batch, step.inputs)
+        batch, beside = self.feed.named.with_inputs(batch, step.inputs), list[torch.Tensor]()
+        if captured.accepted is not None:
+            beside = [later := torch.zeros(num_rows, dtype=torch.int64), num_drafts(step, size=num_rows)]
+            if step.behind:
+                batch, later[: batch.num_tokens] = at_the_earliest(batch, step.behind, page_size=self.geometry.page_size)
+                beside[1][size : size + step.num_items] = step.behind
         padded = pad(batch, num_requests=size, num_tokens=num_rows, geometry=self.geometry)
         sources = token_sources(step, width=self.feed.width, size=num_rows)
         seats = sampled_seats(step, size=num_rows, fill=self.feed.scratch_seat)
-        drafts = [] if captured.accepted is None else [num_drafts(step, size=num_rows)]
-        self.feed.overwrite(captured.packed, [*token_fields(padded), *drafts, sources, seats])
+        self.feed.overwrite(captured.packed, [*token_fields(padded), *beside, sources, seats])
         padded = _placed(self.feed.named, padded, followed=captured.followed)
+        if captured.moved is not None:
+            padded = renewed(padded, kv_lens=captured.batch.kv_lens)
         assert captured.batch.plan is not None, "what is captured is planned"
         self.relay.refresh(captured.batch.plan, padded)
         return padded
@@ -323,6 +331,41 @@ class DecodeGraphs:
 def _placed(named: NamedTensors, batch: ForwardBatch, *, followed: bool) -> ForwardBatch:
     """With its named tensors where they stay; without those that a draft model takes, if none follows."""
     return named.placed(batch, leaves=() if followed else (FEATURES,))
+
+
+def finds_starts(graphs: DecodeGraphs | None, step: StepInput) -> bool:
+    """Whether the device finds where the items of a step that verifies begin, so that the one before need not be told first."""
+    return graphs is not None and graphs.buffers.most_positions > 0 and step.run.way is Way.GRAPH and graphs.ready(step)
+
+
+def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: torch.Tensor, moved: torch.Tensor | None) -> None:
+    """Bring the rows of a captured batch to where they begin, if they do not lie there. packed, moved: see `CapturedStep`."""
+    if moved is None:
+        return
+    size = len(moved)
+    behind, wrong = packed[-3, size : 2 * size], graphs.feed.wrong.index_select(0, packed[-1, :size])
+    move_on(batch, packed[-4], behind=behind, wrong=wrong, out=moved, most_positions=graphs.buffers.most_positions)
+
+
+def _keep(
+    graphs: DecodeGraphs,
+    found: _Best,
+    batch: ForwardBatch,
+    packed: torch.Tensor,
+    *,
+    out: torch.Tensor | None,
+    standing: Standing | None,
+) -> None:
+    """For the next step, what the requests of a captured batch go on with. out: how many drafts of each are right; None: of a batch
+    without drafts."""
+    seats = packed[-1, : batch.num_requests]
+    if out is None:
+        graphs.feed.keep(found.best, seats)
+        return
+    num_drafts, forced = packed[-3, : len(seats)], graphs.buffers.forced
+    told = told_last(batch, found.marked, found.best, num_drafts, out=out, standing=standing, forced=forced)
+    graphs.feed.keep(told, seats)
+    graphs.feed.wrong.index_copy_(0, seats, num_drafts - out)
 
 
 def _best_of(graphs: DecodeGraphs, hidden: torch.Tensor) -> _Best:
@@ -342,6 +385,6 @@ def padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple
     batch = feed.named.with_inputs(no_requests(geometry, key.length, trees=key.depth > 0))
     batch = pad(batch, num_requests=key.size, num_tokens=num_rows, geometry=geometry)
     nobody = torch.full((num_rows,), feed.scratch_seat)
-    drafts = [] if key.length == 1 else [torch.zeros(num_rows, dtype=torch.int64)]
-    packed = torch.stack([*token_fields(batch), *drafts, torch.full((num_rows,), KNOWN), nobody]).to(feed.device)
+    beside = [] if key.length == 1 else [torch.zeros(num_rows, dtype=torch.int64)] * 2
+    packed = torch.stack([*token_fields(batch), *beside, torch.full((num_rows,), KNOWN), nobody]).to(feed.device)
     return feed.unpack(batch, packed), packed

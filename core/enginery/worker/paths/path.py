@@ -28,6 +28,11 @@ class CapturedBatch(Protocol):
         """Where it verifies combs, which rows stand."""
         ...
 
+    @property
+    def moved(self) -> torch.Tensor | None:
+        """Where the device finds where requests begin: how far behind its earliest place each does, [requests] int64, device."""
+        ...
+
     def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""
         ...
@@ -106,6 +111,11 @@ class Launched(NamedTuple):
         if self.forwarded.seats is None:
             return to_device(sampled_seats(self.step), self.logits.device)
         return first_rows(self.forwarded.seats, len(self.step.sampling))
+
+    def found_positions(self) -> torch.Tensor | None:
+        """Of the tokens that are sampled of each row, where the device alone knows them: [S] int64."""
+        batch = self.forwarded.batch
+        return batch.positions[: len(self.logits)] + 1 if self.step.behind and batch is not None else None
 
     def verified(self, cuts: Mapping[int, int]) -> Verified | None:
         """As `Runner._verify`, where a graph has done it: best tokens are asked for, as many as there are."""

@@ -91,7 +91,7 @@ def run_decode(
 ) -> None:
     """q, out: [S, H, .], of which the first rows are written. parts: uint8, as large as the cut says.
 
-    lengths: [S] int32, of each row's keys, where `split` has more; None: it has them. trees: [requests, N, N] bool, which of its
+    lengths: [requests] int32, of their keys, where `split` has more; None: it has them. trees: [requests, N, N] bool, which of its
     last keys each row sees; None: all up to its own.
     """
     dims = cut.dims

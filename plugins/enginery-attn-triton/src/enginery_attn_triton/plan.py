@@ -18,7 +18,7 @@ import torch
 from enginery.api import ForwardBatch, ForwardPlan, Unsupported
 from enginery.kv.shared_prefixes import Ints, SharedPrefix
 from enginery_attn_triton.spec import MOST_ROWS, TABLE_BYTES
-from enginery_attn_triton.splitting import Cutting, RecentCut, sharing, split_alone, split_decoding, split_tiles
+from enginery_attn_triton.splitting import Cutting, RecentCut, sharing, split_alone, split_decoding, split_tiles, without_window
 from enginery_attn_triton.tiling import DecodeCut, Device, HeadDims, LayerCuts, Tile, prefill_tile
 
 TilesKey = tuple[HeadDims, int | None]  # of layers with such dims and such a window
@@ -200,10 +200,8 @@ class GraphState:
         host = _host_ints(self.table_place + table.size, self.buffer.device)
         values, layout = host.numpy(), self.layouts[batch.decode_len]
         for cut, (splits_place, tall_place, items_place) in zip(layout.cuts, layout.places, strict=True):
-            if batch.kv_lens is None:
-                items, splits, num_tall = self._recently_cut(cut, kv_lens, table.shape[1], page_size=page_size, shared=shared)
-            else:
-                items, splits, num_tall = split_alone(kv_lens, cut, columns=table.shape[1], exact=False)
+            known = cut if batch.kv_lens is None else without_window(cut)
+            items, splits, num_tall = self._recently_cut(known, kv_lens, table.shape[1], page_size=page_size, shared=shared)
             chunks = num * cut.chunks
             _fill(values[splits_place:], splits, splits.size)
             _fill(values[tall_place:], items[:num_tall], 8 * cut.tall_room(num))

@@ -46,6 +46,7 @@ def make_spec() -> AttnBackendSpec:
             graphs=True,
             lse_base="e",
             device_lengths=True,
+            verify_lengths=True,
             trees=True,
             needs_jit=True,
             workspace_bytes=WORKSPACE_BYTES + TABLE_BYTES,

@@ -126,11 +126,13 @@ def split_decoding(
 
 def split_alone(kv_lens: Ints, cut: DecodeCut, *, columns: int, exact: bool) -> Cutting:
     """Of requests of cut.length rows each, whatever they share. exact: whether these are the lengths, or none is longer."""
-    if cut.length > 1:
-        return split_verifying(kv_lens, cut, columns=columns)
-    if not exact:
-        cut = dataclasses.replace(cut, window=None)  # where it begins is not known either
-    return split_decoding(kv_lens, cut, columns=columns)
+    cut = cut if exact else without_window(cut)
+    return split_verifying(kv_lens, cut, columns=columns) if cut.length > 1 else split_decoding(kv_lens, cut, columns=columns)
+
+
+def without_window(cut: DecodeCut) -> DecodeCut:
+    """Where lengths are not known, where a window begins is not either."""
+    return cut if cut.window is None else dataclasses.replace(cut, window=None)
 
 
 def split_verifying(kv_lens: Ints, cut: DecodeCut, *, columns: int) -> Cutting:

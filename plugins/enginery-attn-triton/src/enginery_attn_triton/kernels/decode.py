@@ -32,7 +32,7 @@ def decode(
     sinks: tl.tensor,
     lengths: tl.tensor,
     trees: tl.tensor,
-    tree_rows: tl.tensor,
+    request_rows: tl.tensor,
     inner: tl.tensor,
     outer: tl.tensor,
     Q_STRIDE: tl.constexpr,
@@ -69,10 +69,10 @@ def decode(
     """Grid: (K * HEAD_BLOCKS, items). BLOCK_G: of a program's rows, those of one token.
 
     items: [., 8] int32: row, first of its pages, first key, end of keys, which part of its row or -1, how many rows from `row` on,
-    and with VERIFIES the position of `row`. WINDOW: 0 for none; without VERIFIES and LENGTHS the first key tells.
-    lengths: [.] int32, with LENGTHS the keys of each row, no more than its items have: an item behind them has a part that weighs
-    nothing.
-    trees: [., N, N] uint8, with TREES and VERIFIES, by request, of N = tree_rows rows each: which of its last N keys each row sees.
+    and with VERIFIES alone the position of `row`. WINDOW: 0 for none; without VERIFIES and LENGTHS the first key tells.
+    request_rows: of each request, N. lengths: [.] int32, with LENGTHS the keys of each request, no more than its items have: an
+    item behind them has a part that weighs nothing.
+    trees: [., N, N] uint8, with TREES and VERIFIES, by request: which of its last N keys each row sees.
     parts: [., H, V] float32, part_sums: [., H] float32, base 2: of items with a part; others write to `out`. splits: as in `merge`.
     """
     release_successor(CHAINED)
@@ -91,18 +91,19 @@ def decode(
     sink = tl.load(sinks + heads, mask=real, other=0.0) * LOG2_E if SINKS else 0.0  # early: at the end nothing else is on its way
     wait_for_predecessor(CHAINED)
     rows = row + places // BLOCK_G
-    positions = places
-    if VERIFIES:
-        positions = tl.load(item + 6) + places // BLOCK_G
-    tree = trees
-    tree_first = row
-    if TREES:
-        tree = trees + row // tree_rows * tree_rows * tree_rows
-        tree_first = tl.load(item + 6) - row % tree_rows
     if LENGTHS:
-        length = tl.load(lengths + row)
+        length = tl.load(lengths + row // request_rows)
         last = tl.minimum(last, length)
-        positions = places * 0 + length - 1
+        position = length - request_rows + row % request_rows
+    elif VERIFIES:
+        position = tl.load(item + 6)
+    else:
+        position = row  # nobody reads it
+    positions = position + places // BLOCK_G
+    tree = trees
+    tree_first = position - row % request_rows
+    if TREES:
+        tree = trees + row // request_rows * request_rows * request_rows
     q_places = rows.to(tl.int64) * Q_STRIDE + heads * Q_HEAD
     q_main = load_rows(q, q_places, real, 1, D, BLOCK_D, True).to(DOT)
     q_rope = q_main
@@ -126,7 +127,7 @@ def decode(
         last,
         last,
         tree,
-        tree_rows,
+        request_rows,
         tree_first,
         inner,
         outer,

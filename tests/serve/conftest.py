@@ -33,8 +33,8 @@ from enginery.serve.engine.replicas import Replicas  # noqa: E402
 from enginery.text.text_side import TextSide  # noqa: E402
 
 TEMPLATE = (
-    "{% set told = tools %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% set told = tools %}"
 )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from enginery.checkpoint.formats import check_folder, refuse_file
 from enginery.errors import CheckpointError
@@ -48,6 +51,22 @@ def read_json(path: Path) -> dict[str, object]:
     return _json_object(content, path)
 
 
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+def end_of_sequence(folder: Path) -> frozenset[int]:
+    """The id of a tokenizer's `eos_token`, without loading it; empty where the files do not say."""
+    named = read_json(folder / "tokenizer_config.json").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # whoever loads it tells what is wrong
+        parts = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=dict[str, msgspec.Raw])
+        added = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[_Added])
+        return frozenset(token.id for token in added if token.content == text)
+    return frozenset()
+
+
 def unreadable(path: Path, error: Exception) -> CheckpointError:
     """For a file of a checkpoint. One that is whole but not ours to read need not be fetched again."""
     why = error.strerror if isinstance(error, OSError) else f"{error}; download the checkpoint again"
@@ -68,15 +87,19 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
     """
     if not model:
         raise CheckpointError("the name of the model is empty; give a folder, an installed checkpoint or a Hugging Face id")
-    path = local_path(model)
-    if path is not None and path.is_dir():
-        _refuse_revision(revision, f"{model} is a folder here")
-        check_folder(path)
-        return path
+    path = Path(os.path.expanduser(model))
+    try:
+        if path.is_dir():
+            _refuse_revision(revision, f"{model} is a folder here")
+            check_folder(path)
+            return path
+        is_file = path.exists()
+    except OSError as error:  # in a folder that others own, or too long
+        raise unreadable(path, error) from error
     if (offer := registry.checkpoint(model)) is not None:
         _refuse_revision(revision, f"{model} is an installed checkpoint")
         return Path(offer.spec.folder)
-    if path is not None:
+    if is_file:
         raise refuse_file(path)
     if _HUB_ID.fullmatch(model):
         return _download(model, revision, with_weights=with_weights)
@@ -85,18 +108,6 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
         f"{model!r} is no folder, no installed checkpoint and no Hugging Face id (owner/name){did_you_mean(model, names) or '.'} "
         f"Installed checkpoints: {known_names(names)}."
     )
-
-
-def local_path(model: str) -> Path | None:
-    """Where `model` is, if it is a path of this machine. Raises `CheckpointError` where that cannot be told."""
-    path = Path(os.path.expanduser(model))
-    try:
-        is_here = path.exists()
-    except OSError as error:  # in a folder that others own, or too long
-        raise unreadable(path, error) from error
-    if is_here and path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
-        raise CheckpointError(f"{path} cannot be read: Permission denied")
-    return path if is_here else None
 
 
 def _refuse_revision(revision: str | None, found: str) -> None:
@@ -115,30 +126,23 @@ def find_tokenizer_folder(asked: EngineOptions, registry: Registry, model_folder
 
 
 def _download(hub_id: str, revision: str | None, *, with_weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     unwanted = _UNWANTED if with_weights else [*_UNWANTED, *_WEIGHTS]
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=unwanted))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         why = "it is gated; accept its terms on huggingface.co, then log in with `hf auth login` or set HF_TOKEN"
         raise CheckpointError(f"{hub_id} cannot be downloaded: {why}") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         why = "there is no such folder here and no such repository on huggingface.co, or it is private; check the name"
         raise CheckpointError(f"{hub_id}: {why}, and HF_TOKEN for a private one") from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         what = "it is not in the cache" if revision is None else f"its revision {revision} is not in the cache"
         why = f"there is no such folder, {what}, and huggingface.co cannot be reached or HF_HUB_OFFLINE is set"
         raise CheckpointError(f"{hub_id}: {why}; download it where there is a network, and give its folder") from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         advice = f"huggingface.co/{hub_id} lists them"
         raise CheckpointError(f"{hub_id} has no branch, tag or commit {revision!r}; {advice}") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(f"{hub_id} cannot be downloaded: {type(error).__name__}: {error}") from error

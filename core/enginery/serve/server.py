@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, local_path
+from enginery.checkpoint.folder import find_folder, find_tokenizer_folder
 from enginery.config.schema import EngineOptions
 from enginery.engine.process_age import phases_text, process_age_s
 from enginery.plugin.records import PluginRecord
@@ -223,7 +224,7 @@ def _text_side(
 ) -> tuple[TextSide, Parsers]:
     """Read the tokenizer, the template and the parsers before the weights, so that a missing one is told at once."""
     model = registry.default_checkpoint().name if options.model is None else options.model
-    is_here = local_path(model) is not None or registry.checkpoint(model) is not None
+    is_here = os.path.exists(os.path.expanduser(model)) or registry.checkpoint(model) is not None
     with contextlib.nullcontext() if is_here else display.aside(f"fetching {model} from the Hugging Face hub"):
         folder = find_folder(model, registry, revision=options.revision)
         tokenizer_folder = find_tokenizer_folder(options, registry, folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, read_config, read_json
+from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
@@ -256,13 +256,14 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
     model = registry.default_checkpoint().name if asked.model is None else asked.model
     folder = find_folder(model, registry, revision=asked.revision)
     offer, config = registry.checkpoint(model), read_config(folder)
+    tokenizer_folder = find_tokenizer_folder(asked, registry, folder)
     shipped = offer.spec if offer and offer.spec.folder == folder else None
     return Checkpoint(
         folder=folder,
-        tokenizer_folder=find_tokenizer_folder(asked, registry, folder),
+        tokenizer_folder=tokenizer_folder,
         names=served_names(asked, model),
         config=config,
-        eos_token_ids=_eos_token_ids(folder, config),
+        eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
         note=shipped.note if shipped else "",
         random=asked.load_format == "dummy",
     )
@@ -274,12 +275,10 @@ def shipped_drafters(checkpoint: Checkpoint, registry: Registry) -> Mapping[str,
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """generation_config.json states it, else config.json; one id or several."""
+    """generation_config.json states it, else config.json; one id or several. The tokenizer's own ends a text too."""
     stated = read_json(folder / "generation_config.json").get("eos_token_id")
-    stated = config.get("eos_token_id") if stated is None else stated
-    if stated is None:
-        return frozenset()
-    ids = stated if isinstance(stated, list) else [stated]
+    stated = config.get("eos_token_id", []) if stated is None else stated
+    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
     if not all(isinstance(one, int) for one in ids):
         raise CheckpointError(f"eos_token_id of {folder} is {stated!r}, which must be a token id or a list of them")
     return frozenset(ids)

@@ -10,10 +10,11 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from enginery.checkpoint.files import scan_checkpoint
-from enginery.checkpoint.folder import find_folder, find_tokenizer_folder, read_config, read_json
+from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json
 from enginery.config.schema import EngineOptions
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
+from enginery.worker.choice import find_checkpoint
 
 CHECKPOINT = """
 from pathlib import Path
@@ -56,7 +57,11 @@ def test_what_may_not_be_looked_at_is_an_error_of_ours(site, tmp_path, monkeypat
         find_folder("x" * 300, Registry.load())
     with pytest.raises(CheckpointError, match="'~nobody-of-this-name/m' is no folder"):
         find_folder("~nobody-of-this-name/m", Registry.load())
-    monkeypatch.setattr("os.access", lambda path, rights: False)
+
+    def denied(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
     with pytest.raises(CheckpointError, match=f"^{tmp_path} cannot be read: Permission denied$"):
         find_folder(str(tmp_path), Registry.load())
 
@@ -173,3 +178,18 @@ def test_a_config_is_read(tmp_path) -> None:
     config = {"architectures": ["A"], "x": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize("named", ["</s>", {"content": "</s>", "special": True}])
+def test_the_tokenizer_s_own_token_ends_a_text_too(named: object, tmp_path) -> None:
+    """A fine-tune often has it there alone: its config.json and generation_config.json are the base model's."""
+    assert end_of_sequence(tmp_path) == frozenset()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    tokens = [{"id": 5, "content": "<s>", "special": True}, {"id": 7, "content": "</s>", "special": True}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens, "model": {"vocab": {"</s>": 7}}}))
+    assert end_of_sequence(tmp_path) == {7}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"], "eos_token_id": [3]}))
+    assert find_checkpoint(EngineOptions(model=str(tmp_path)), Registry.load(no_plugins=True)).eos_token_ids == {3, 7}
+    for damaged in ("{", "[]", '{"added_tokens": 3}', "{}"):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        assert end_of_sequence(tmp_path) == frozenset()

@@ -268,6 +268,12 @@ def test_wrong_use_says_what_to_do(echo: Path) -> None:
         model.generate([1])
 
 
+def test_a_top_k_of_minus_one_keeps_all_as_others_write_it() -> None:
+    assert SamplingParams(top_k=-1).top_k == 0
+    with pytest.raises(RequestError, match="top_k is -2"):
+        SamplingParams(top_k=-2)
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
     echo: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]

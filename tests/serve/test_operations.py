@@ -54,6 +54,8 @@ NAMES = {
     "vllm:request_queue_time_seconds": "histogram",
     "vllm:request_prefill_time_seconds": "histogram",
     "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
     "vllm:iteration_tokens_total": "histogram",
     "vllm:cache_config_info": "gauge",
     "enginery:kv_pages": "gauge",
@@ -127,6 +129,9 @@ def test_metrics_count_what_clients_got(with_server):
         assert now["vllm:time_to_first_token_seconds_count"] == 4
         assert now["vllm:inter_token_latency_seconds_count"] == 10
         assert now["vllm:e2e_request_latency_seconds_count"] == 3
+        assert now["vllm:request_prompt_tokens_sum"] == 3 * 4
+        assert now["vllm:request_generation_tokens_bucket,le=5.0"] == now["vllm:request_generation_tokens_count"] == 3
+        assert now["vllm:request_generation_tokens_bucket,le=2.0"] == 0
         assert now["vllm:time_to_first_token_seconds_bucket,le=+Inf"] == 4
         assert now["enginery:requests_open"] == 0
 

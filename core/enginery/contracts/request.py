@@ -35,8 +35,9 @@ class SamplingParams:
     """How to choose tokens and when to stop. Checked when built; raises `RequestError` with the field's name.
 
     max_tokens: at the most; the context and the KV memory may end a completion sooner. stop: one text or several.
-    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: shares of probability. Penalties follow OpenAI (presence, frequency:
-    subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over prompt and output).
+    temperature: 0 is greedy. top_k: 0 keeps all; -1 becomes 0. top_p, min_p: shares of probability. Penalties follow OpenAI
+    (presence, frequency: subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over
+    prompt and output).
     logprobs: how many alternatives to report beside each sampled token; None reports nothing. prompt_logprobs: the same for the
     prompt's tokens. seed: the same seed gives the same tokens; whatever else runs in float32 only, as in bfloat16 the sums of a
     larger batch round otherwise, for greedy tokens too; None draws one. grammar: what the answer must be. It wins: `logit_bias`,
@@ -103,6 +104,7 @@ class SamplingParams:
         whole = {name: _whole(name, value) for name, value in numbers_given.items() if value is not None or name not in _OPTIONAL}
         stop = _texts(self.stop)
         ends = tuple(_whole("stop_token_ids", token) for token in self.stop_token_ids)
+        whole["top_k"] = 0 if whole["top_k"] == -1 else whole["top_k"]
         bias = {_whole("logit_bias", token): _real("logit_bias", value) for token, value in self.logit_bias.items()}
         real = {name: _real(name, getattr(self, name)) for name in _REAL_NUMBERS}
         for name, value in (whole | real | {"stop": stop, "stop_token_ids": ends, "logit_bias": bias}).items():

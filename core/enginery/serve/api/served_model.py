@@ -182,8 +182,6 @@ class ServedModel:
         self._check_ids("stop_token_ids", asked.stop_token_ids)
         given: dict[str, Any] = self.text.defaults.given()
         given |= {field: value for field in _SAME_NAME if (value := getattr(asked, field)) is not None}
-        if asked.top_k == -1:  # which is what others call all of them
-            given["top_k"] = 0
         if asked.seed is not None:
             given["seed"] = asked.seed % 2**63
         limits = (asked.max_tokens, asked.max_completion_tokens, default_max_tokens)

@@ -23,6 +23,7 @@ from enginery.plugin.manifest import Manifest
 _SHORT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _FIRST_S: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _WHOLE_S: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS: Final = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))  # up to 500,000, as vLLM has them
 REASONS: Final = ("stop", "length", "abort", "error")
 
 
@@ -81,6 +82,7 @@ class RequestMeter:
         self.ttft, self.itl, self.per_token = Histogram(_FIRST_S), Histogram(_SHORT_S), Histogram(_SHORT_S)
         self.queued, self.prefill = Histogram(_WHOLE_S), Histogram(_WHOLE_S)
         self.decode, self.e2e = Histogram(_WHOLE_S), Histogram(_WHOLE_S)
+        self.prompt_tokens, self.generation_tokens = Histogram(_TOKENS), Histogram(_TOKENS)
 
     def begin(self, request: GenerationRequest, *, num_known: int = 0) -> RequestTimes:
         """Count a request that is sent to the engine, and start its times. num_known: tokens that it is thought to have cached."""
@@ -128,6 +130,8 @@ class RequestMeter:
         if reason in ("stop", "length"):
             self.e2e.add(times.last_s - times.began_s)
             self.decode.add(times.last_s - times.first_s)
+            self.prompt_tokens.add(times.num_prompt)
+            self.generation_tokens.add(times.num_output)
             if times.num_output > 1:
                 self.per_token.add((times.last_s - times.first_s) / (times.num_output - 1))
 
@@ -307,6 +311,8 @@ def _histograms(meter: RequestMeter) -> Iterator[tuple[str, str, Histogram]]:
     yield "vllm:request_queue_time_seconds", "That requests waited before they ran.", meter.queued
     yield "vllm:request_prefill_time_seconds", "From a request's running to its first token.", meter.prefill
     yield "vllm:request_decode_time_seconds", "From a request's first token to its last.", meter.decode
+    yield "vllm:request_prompt_tokens", "Tokens of the prompt, of requests that came to an end.", meter.prompt_tokens
+    yield "vllm:request_generation_tokens", "Tokens of the completion, of the same requests.", meter.generation_tokens
 
 
 def _histogram(title: str, text: str, *, bounds: tuple[float, ...], counts: object, total: float) -> Metric:

@@ -163,7 +163,7 @@ def _words(kind: str, name: str) -> dict[str, str]:
     words["summary"] = f"{chosen.summary[0].upper()}{chosen.summary[1:]}, for Enginery."
     words["use"] = _filled(chosen.use, words)
     if isinstance(chosen.group, HookGroup):
-        words["api"] = str(CONTRACT_VERSIONS[chosen.group])
+        words["api"] = str((CONTRACT_VERSIONS[chosen.group][0], 0))  # no template uses what later minors added
     major, minor, *_ = __version__.split(".")
     words["bounds"] = f">={major}.{minor},<{major}.{int(minor) + 1}"
     return words

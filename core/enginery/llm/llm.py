@@ -10,14 +10,14 @@ from types import TracebackType
 
 from rich.progress import Progress
 
-from enginery.config.installed import registry_for
+from enginery.config.sources import registry_for
 from enginery.contracts.request import SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
 from enginery.llm.answers import Generation, GenerationDelta, GrowingCompletion, generation
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import OpenRequests
-from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch
+from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch, checked_params
 from enginery.text.tokenizer import Tokenizer
 
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
@@ -92,9 +92,7 @@ class LLM:
         their steps. Raises `RequestError` here for what is no prompt, and on the way when the request cannot be served.
         """
         self._live()
-        if not isinstance(params, SamplingParams | None):
-            raise RequestError(f"params are {params!r}, but must be SamplingParams", param="params")
-        return self._stream(self._prompts.encode_any(prompt), params or SamplingParams())
+        return self._stream(self._prompts.encode_any(prompt), checked_params(params))
 
     def generate(
         self,

@@ -9,6 +9,7 @@ from typing import SupportsIndex, TypeGuard
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
+from enginery.contracts.request import SamplingParams
 from enginery.errors import CheckpointError, RequestError
 from enginery.text.text_side import TextSide
 from enginery.text.tokenizer import Tokenizer
@@ -95,6 +96,13 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     if batch and _is_whole(batch[0]):  # it is one prompt of token ids
         batch = [batch]
     return [prompt if isinstance(prompt, str) else _token_ids(prompt) for prompt in batch]
+
+
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    """Those given, or the usual ones. Raises `RequestError`."""
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(f"params are {params!r}, but must be SamplingParams", param="params")
+    return params or SamplingParams()
 
 
 def _is_chat(prompt: object) -> TypeGuard[Messages]:

@@ -58,7 +58,7 @@ class BackendRelay:
         self._watch = watch
         self.methods = _layer_methods(backend, source)
         self.attend, self.advance = (self._called(name) for name in LAYER_METHODS)
-        hooks = _hooks_of(backend)
+        hooks = _hooks_of(backend, source)
         if PLANNING not in hooks:
             raise PluginError(
                 f"{source}: {type(backend).__name__} has no @hookimpl {PLANNING}(batch, capture); every backend plans"
@@ -140,7 +140,6 @@ class BackendRelay:
             raise StalePlan(f"the captured plan for {plan.key} was refreshed for another batch; only its graph may run with it")
 
     def _called(self, name: str) -> Callable[..., object]:
-        """`attend` or `advance` as it is to be called."""
         method, watch = self.methods.get(name), self._watch
 
         def refuse(*given: object) -> None:
@@ -197,10 +196,13 @@ def _layer_methods(backend: AttnBackend, source: str) -> dict[str, Callable[...,
     return found
 
 
-def _hooks_of(backend: AttnBackend) -> dict[str, pluggy.HookImpl]:
+def _hooks_of(backend: AttnBackend, source: str) -> dict[str, pluggy.HookImpl]:
     """The hooks that it has, by name. Raises `PluginError` with every broken rule."""
     manager = StrictPluginManager(BackendHooks)
-    manager.register(backend, name=backend.backend_id)
+    try:
+        manager.register(backend, name=backend.backend_id)
+    except PluginError as error:
+        raise PluginError(f"{source}: {error}") from None
     manager.freeze()
     return {hook: found[0] for hook in HOOKS if (found := manager.subset_hook_caller(hook, ()).get_hookimpls())}
 

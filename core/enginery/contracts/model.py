@@ -213,9 +213,7 @@ class DraftTarget(Protocol):
 class Tapped(Protocol):
     """A model that writes hidden states for a draft model, side by side, to the named output `FEATURES`: [T, F * C].
 
-    A batch without that output is one that the draft model does not follow.
-
-    taps: which it writes, `ModelContext.taps`.
+    A batch without that output is one that the draft model does not follow. taps: which it writes, `ModelContext.taps`.
     """
 
     taps: tuple[Feature, ...]

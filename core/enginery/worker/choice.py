@@ -22,7 +22,7 @@ from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
 from enginery.errors import CheckpointError
 from enginery.kv.pool import TORCH_DTYPES
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import described
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
@@ -128,8 +128,7 @@ def choose(
     """
     checkpoint = find_checkpoint(asked, registry)
     family, family_reason = registry.find_model(checkpoint.config)
-    with inside(family, f"describe the model in {checkpoint.folder}"):
-        facts = family.spec.describe(checkpoint.config)
+    facts = described(family, checkpoint.config, f"the model in {checkpoint.folder}")
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)
     settings = resolve(asked, device, facts, config=checkpoint.config)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)

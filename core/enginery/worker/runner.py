@@ -191,7 +191,6 @@ class Runner:
         )
 
     def _path_of(self, step: StepInput) -> ForwardPath:
-        """The way that the step is to be run in."""
         ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self._pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"

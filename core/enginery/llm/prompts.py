@@ -90,7 +90,7 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     """Prompts as a list of texts and tuples of token ids. A single prompt is a batch of one. Raises `RequestError`."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts are {prompts!r}, but must be texts or lists of token ids", param="prompt")
     batch: list[object] = list(prompts)
     if batch and _is_whole(batch[0]):  # it is one prompt of token ids
@@ -101,7 +101,9 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
 def checked_params(params: SamplingParams | None) -> SamplingParams:
     """Those given, or the usual ones. Raises `RequestError`."""
     if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"params are {params!r}, but must be SamplingParams", param="params")
+        raise RequestError(
+            f"params are {params!r}, but must be SamplingParams; several prompts may have a list of them", param="params"
+        )
     return params or SamplingParams()
 
 
@@ -111,7 +113,7 @@ def _is_chat(prompt: object) -> TypeGuard[Messages]:
 
 def _token_ids(prompt: object) -> tuple[int, ...]:
     """A prompt of whole numbers of any kind, as ints. Raises `RequestError`."""
-    ids = tuple(prompt) if isinstance(prompt, Iterable) else (None,)
+    ids = tuple(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else (None,)
     if set(map(type, ids)) <= {int}:  # looking at each in Python takes ten times as long
         return ids
     if not all(map(_is_whole, ids)):

@@ -97,10 +97,11 @@ def test_when_all_refuse_every_ones_reasons_are_listed() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, ["a word"]])
-def test_a_rule_that_fails_is_a_reason_that_names_the_plugin(answer) -> None:
+def test_a_rule_that_fails_is_a_reason_that_names_the_plugin_and_is_told(answer, caplog) -> None:
     candidates = weigh(NEEDS, [offer("odd", 9, refuse_also=lambda needs: answer), offer("fine")])
     assert [candidate.chosen for candidate in candidates] == [False, True]
-    assert "plugin p-odd (d-odd==1) failed while it was asked" in candidates[0].reasons[0].text
+    assert "plugin p-odd (d-odd==1) failed while it was asked: TypeError: " in candidates[0].reasons[0].text
+    assert [record.getMessage() for record in caplog.records] == [candidates[0].reasons[0].text]
 
 
 MODELS = """

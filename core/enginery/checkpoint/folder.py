@@ -24,15 +24,10 @@ _WEIGHTS: Final = ["*.safetensors", "*.safetensors.index.json"]
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json; `architectures` is in it. Raises `CheckpointError`."""
     path = folder / "config.json"
-    try:
-        config = _json_object(json.loads(path.read_bytes()), path)
-    except FileNotFoundError as error:
+    if not path.exists():
         check_folder(folder)
-        raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
+        raise CheckpointError(f"{folder} has no config.json; it must be a checkpoint folder of the Hugging Face layout")
+    config = read_json(path)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(
@@ -46,13 +41,11 @@ def read_json(path: Path) -> dict[str, object]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
-    return _json_object(content, path)
-
-
-def _json_object(content: object, path: Path) -> dict[str, object]:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}; download the checkpoint again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__} where a JSON object is needed; download the checkpoint again")
     return content
@@ -124,7 +117,6 @@ def _download(hub_id: str, revision: str | None, *, with_weights: bool) -> Path:
         why = f"there is no such folder, {what}, and huggingface.co cannot be reached or HF_HUB_OFFLINE is set"
         raise CheckpointError(f"{hub_id}: {why}; download it where there is a network, and give its folder") from error
     except RevisionNotFoundError as error:
-        advice = f"huggingface.co/{hub_id} lists them"
-        raise CheckpointError(f"{hub_id} has no branch, tag or commit {revision!r}; {advice}") from error
+        raise CheckpointError(f"{hub_id} has no branch, tag or commit {revision!r}; huggingface.co/{hub_id} lists them") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise CheckpointError(f"{hub_id} cannot be downloaded: {type(error).__name__}: {error}") from error

@@ -144,11 +144,14 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> None:
         """As `EngineLike` says; one without a seed gets one, by which its tokens are drawn."""
-        _check_token_ids(request, vocab_size=self.facts.vocab_size)
-        if request.params.seed is None:
-            seeded = dataclasses.replace(request.params, seed=self._seeds.getrandbits(63))
+        params, vocab_size = request.params, self.facts.vocab_size
+        check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
+        check_token_ids("logit_bias", params.logit_bias, vocab_size=vocab_size)
+        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size=vocab_size)
+        if params.seed is None:
+            seeded = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
             request = dataclasses.replace(request, params=seeded)
-        grammar = request.params.grammar
+        grammar = params.grammar
         if grammar is None:
             self._scheduler.submit(request)
         else:
@@ -364,9 +367,3 @@ def _note_first_turns(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.queued_s is None:
             request.queued_s = max(now_s - request.arrival_s, 0.0)
-
-
-def _check_token_ids(request: GenerationRequest, *, vocab_size: int) -> None:
-    check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
-    check_token_ids("logit_bias", request.params.logit_bias, vocab_size=vocab_size)
-    check_token_ids("stop_token_ids", request.params.stop_token_ids, vocab_size=vocab_size)

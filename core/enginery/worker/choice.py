@@ -229,17 +229,15 @@ def _weight_format(
 def op_decisions(offers: Sequence[Offer[OpSpec]]) -> list[Decision]:
     """One for each set that an operation is taken from. offers: those that refuse nothing, the highest priority first."""
     taken: dict[str, list[str]] = {}
-    sources = {offer.spec.name: offer for offer in offers}
-    for operation, offer in op_winners(offers).items():
-        taken.setdefault(offer.spec.name, []).append(operation)
+    for operation, winner in op_winners(offers).items():
+        taken.setdefault(winner.name, []).append(operation)
+    why = "the highest priority that has them and refuses nothing"
     return [
         Decision(
-            setting="ops",
-            value=f"{name}: {', '.join(operations)}",
-            reason=f"the highest priority that has them and refuses nothing, from {sources[name].source}",
-            source=sources[name].source,
+            setting="ops", value=f"{name}: {', '.join(taken[name])}", reason=f"{why}, from {offer.source}", source=offer.source
         )
-        for name, operations in taken.items()
+        for offer in offers
+        if (name := offer.name) in taken
     ]
 
 

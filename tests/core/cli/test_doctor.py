@@ -395,7 +395,7 @@ OTHER_FAMILY = damage("config.json", '{"architectures": ["ThatForCausalLM"]}')
         ),
         ((cut_deep, OTHER_FAMILY), {"weights": "is cut off or no safetensors file", "model family": "ThatForCausalLM"}),
         ((lose("model.safetensors"),), {"weights": "--load-format dummy"}),
-        ((damage("config.json", "{"),), {"model family": "is not JSON", "tokenizer": "config.json cannot be read"}),
+        ((damage("config.json", "{"),), {"model family": "is not JSON", "tokenizer": "config.json is not JSON"}),
     ],
 )
 def test_a_damaged_checkpoint_is_told(

@@ -21,6 +21,7 @@ import pluggy
 import torch
 
 from enginery.attention.hookspecs import BackendHooks
+from enginery.attention.policies import Dispatching
 from enginery.attention.watch import Watch, is_capturing
 from enginery.contracts.attention import AttnBackend
 from enginery.contracts.batch import ForwardBatch
@@ -73,8 +74,8 @@ class BackendRelay:
         return None if bound is None else bound(arguments)
 
     def has(self, hook: str) -> bool:
-        """Whether the backend has the hook of that name. A composite has all of them, for what its children answer."""
-        return hook in self._bound
+        """Whether the backend has the hook of that name. Of a composite, which answers for its children, whether they have it."""
+        return hook in self._bound and (not isinstance(self.backend, Dispatching) or self.backend.has(hook))
 
     def plan(self, batch: ForwardBatch, *, capture: bool = False) -> ForwardBatch:
         """The same batch with a plan of this backend; the one it has, if that covers it."""

@@ -145,6 +145,7 @@ def write_plugin(kind: str, name: str, folder: Path) -> Path:
     for template, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_filled(template.read_text(), words))
+    (package / "py.typed").touch()
     if kind == "checkpoint":
         from enginery.testing.fixtures import TINY_CONFIG
 

@@ -303,7 +303,7 @@ class Engine:
             self._sent.clear()
             given_up = [] if self._failure is None or self._failure.error is not error else self._failure.request_ids
             given_up += [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
-            self._runner.resume_at(self._scheduler.next_number)
+            self._runner.tables.next_number = self._scheduler.next_number  # what has not come is given up
             self._failure = _Failure(error, given_up)
             used = "; ".join(f"{setting} {value} ({reason})" for setting, value, reason in self.facts.decisions)
             during = f"step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"

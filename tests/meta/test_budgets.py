@@ -38,7 +38,7 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # 430 more for ranks on CPUs: recorded steps whose calls are exchanges too, lanes in stages, their KV events and what is replayed of
 # them, and counts of what each rank's experts are given.
 # 460 more for ranks on GPUs: a device each, groups that exchange on them, memory that they reach of each other, graphs of several.
-CORE_LINES = 29_820
+CORE_LINES = 29_780
 APART = {"testing": 3_700, "bench": 1_770, "serve": 7_600, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token
 FORWARD_BATCH_FIELDS = 20

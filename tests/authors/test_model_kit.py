@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from enginery.cli.main import build_app
+from enginery.contracts.parallel import Cut
+from enginery.contracts.weights import LinearShape
 from enginery.errors import CheckpointError
 from enginery.nn import attention
 from enginery.nn.decoder import Decoder
@@ -78,8 +80,11 @@ def test_nan_has_its_own_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_sum_that_is_taken_twice_is_caught_by_tensor_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = attention._out_shape
-    monkeypatch.setattr(attention, "_out_shape", lambda *of, **named: dataclasses.replace(shape(*of, **named), complete=True))
+    def complete(weights, name, *, hidden, heads, dim, bias):
+        columns, rows = heads * dim, (hidden,)
+        return weights.linear(LinearShape(names=(name,), rows=rows, columns=columns, cut=Cut.COLUMNS, unit=dim, bias=bias))
+
+    monkeypatch.setattr(attention, "take_out", complete)
     report = tried(folder, only="ranks")
     assert outcomes(report) == {"tensor-ranks": "failed"}
 

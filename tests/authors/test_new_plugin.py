@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -73,6 +75,17 @@ def test_a_new_plugin_is_found_and_its_tests_pass(kinds: tuple[str, ...], tmp_pa
         assert (status, reason) == ("loaded", "")
         group = str(KINDS[kind].group)
         assert offers == [group if kind in ("observer", "route", "command") else f"{group}:my-own"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_plugin_runs_on_older_cores_of_the_same_contract_and_is_annotated(kind: str, tmp_path: Path) -> None:
+    """State the higher minor version only if you use it, says docs/versions.md; and authors check their types."""
+    made = write_plugin(kind, "my-own", tmp_path)
+    assert [path.parent.parent.name for path in made.rglob("py.typed")] == ["src"]
+    for path in (made / "src").rglob("*.py"):
+        assert set(re.findall(r"api=\((\d+, \d+)\)", path.read_text())) <= {"2, 0"}
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        assert [function.name for function in functions if function.returns is None] == []
 
 
 def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:

@@ -111,5 +111,8 @@ def test_a_coordinator_beside_a_backend_that_is_not_sparse_is_refused_before_any
 @pytest.mark.parametrize("built", ["a text", object(), type("Named", (), {"coordinator_id": "x"})])
 def test_what_is_no_coordinator_is_refused_with_its_plugin(plugin, monkeypatch, built) -> None:
     monkeypatch.setattr(plugin, "InMemoryCoordinator", lambda context: built)
-    with pytest.raises(PluginError, match=r"plugin watching \(watching-plugin==1.0\) built .* which has no coordinator_id"):
+    with pytest.raises(
+        PluginError,
+        match=r"\(watching-plugin==1.0\) built .* is no SparseCoordinator: it has no coordinator_id",
+    ):
         build_parts(EngineOptions(attention_backend="watching", sparse_coordinator="in-memory", num_pages=8), Registry.load())

@@ -26,8 +26,8 @@ PATIENCE_S = 50
 
 
 class Compiled:
-    def start(self) -> Compiled:
-        return self
+    def start(self) -> BoundedState:
+        return BoundedState(self, "plugin p")
 
 
 class Compilers:
@@ -301,7 +301,7 @@ class Costly:
 
 @pytest.mark.parametrize("part", ["mask", "token"])
 def test_an_answer_whose_grammar_holds_every_step_up_ends(part: str) -> None:
-    state = BoundedState(Costly(0.03))
+    state = BoundedState(Costly(0.03), "plugin p")
     row = np.zeros(1, dtype=np.int32)
 
     def go_on() -> None:
@@ -318,7 +318,7 @@ def test_an_answer_whose_grammar_holds_every_step_up_ends(part: str) -> None:
 
 
 def test_an_answer_may_take_long_once_and_little_often() -> None:
-    once, often = BoundedState(Costly(grammar_budget.SPARE_S * 0.6)), BoundedState(Costly(0.0002))
+    once, often = (BoundedState(Costly(each), "plugin p") for each in (grammar_budget.SPARE_S * 0.6, 0.0002))
     row = np.zeros(1, dtype=np.int32)
     once.fill_mask(row)
     once._state.seconds = 0

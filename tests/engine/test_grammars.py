@@ -236,20 +236,25 @@ class Slow:
             self.num_masks = 0
             self.num_accepted = 0
 
-        def start(self) -> Slow.Compiled:
-            return Slow.Compiled(self.source)
+        def start(self) -> Slow.Compiled | None:
+            assert self.source != "starts badly"
+            return None if self.source == "stateless" else Slow.Compiled(self.source)
 
         def fill_mask(self, row: np.ndarray) -> None:
             assert not self.is_finished, "an answer that has ended was asked what may follow"
             self.num_masks += 1
             if self.source == "fails" and self.num_masks == 3:
                 raise RequestError("too many states")
+            if self.source == "buggy" and self.num_masks == 3:
+                raise KeyError("a bug")
             row[:] = 0
             row[0] = 0 if self.source == "nothing" else 1 << 5
 
         def accept(self, token_id: int) -> bool:
             assert token_id == 5
             self.num_accepted += 1
+            if self.source == "buggy later" and self.num_accepted == 3:
+                raise KeyError("a bug")
             return self.source != "liar"
 
         @property
@@ -357,7 +362,10 @@ def test_an_answer_that_has_ended_is_not_asked_for_more(slow: tuple[Registry, Sl
     assert outputs["a"][-1].stop_token_id is None
 
 
-@in_turn(("source", ["broken", "fails", "nothing", "liar"]), ("overlap", [False, True]))
+@in_turn(
+    ("source", ["broken", "fails", "nothing", "liar", "starts badly", "stateless", "buggy", "buggy later"]),
+    ("overlap", [False, True]),
+)
 def test_a_grammar_that_fails_ends_its_request_alone(slow: tuple[Registry, Slow], source: str, *, overlap: bool) -> None:
     slow[1].go.set()
     engine = build(slow[0], overlap=overlap)
@@ -368,11 +376,15 @@ def test_a_grammar_that_fails_ends_its_request_alone(slow: tuple[Registry, Slow]
         "fails": (2, "too many states"),
         "nothing": (0, "allows no token"),
         "liar": (0, "does not take the token 5"),
+        "starts badly": (0, "plugin p (enginery-p==1) failed in the answer's grammar: AssertionError"),
+        "stateless": (0, "plugin p (enginery-p==1) built None, which is no GrammarState: it has no fill_mask, accept, is_finished"),
+        "buggy": (2, "plugin p (enginery-p==1) failed in the answer's grammar: KeyError: 'a bug'"),
+        "buggy later": (2, "does not take the token 5"),
     }
     count, error = expected[source]
     assert len(tokens(outputs["bad"])) == count
     assert error in (outputs["bad"][-1].error or "")
-    assert outputs["bad"][-1].is_answer == (source == "broken")
+    assert outputs["bad"][-1].is_answer == (source in ("broken", "starts badly", "stateless"))
     assert tokens(outputs["fine"]) == [5] * 12
     assert len(tokens(outputs["free"])) == 12
 

@@ -156,7 +156,7 @@ def test_a_grammar_that_fails_behind_a_right_draft_ends_the_answer_where_plain_d
 
 
 def test_what_is_asked_about_drafts_has_a_bound_of_its_own() -> None:
-    state, row = BoundedState.of(Fussy("takes long", 7)), np.zeros(1, np.int32)
+    state, row = BoundedState.of(Fussy("takes long", 7), "plugin p"), np.zeros(1, np.int32)
     assert isinstance(state, RevocableBoundedState)
     state.fill_mask(row)
 
@@ -184,4 +184,4 @@ def test_a_state_that_cannot_go_back_is_bounded_all_the_same() -> None:
         def accept(self, token_id: int) -> bool:
             return True
 
-    assert not isinstance(BoundedState.of(Forward()), RevocableBoundedState)
+    assert not isinstance(BoundedState.of(Forward(), "plugin p"), RevocableBoundedState)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +295,52 @@ def test_after_a_failed_step_the_memory_is_whole_and_the_next_call_works(
         assert "enginery-echo==0.1.0" in error.value.__notes__[0]
     model._engine._scheduler.check_idle()
     assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
+
+
+def test_threads_take_turns_and_share_an_open_stream(echo: Path) -> None:
+    model = llm(echo)
+    begun = model.stream([7, 8, 9], GREEDY)
+    first = next(begun)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda first: model.generate([first, 8, 9], GREEDY)[0].token_ids, range(1, 13)))
+    assert answers == [continued([first, 8, 9], 20) for first in range(1, 13)]
+    assert tuple(token for delta in (first, *begun) for token in delta.token_ids) == continued([7, 8, 9], 20)
+    model._engine._scheduler.check_idle()  # type: ignore[union-attr]
+
+
+def test_a_forked_process_is_told_that_the_model_is_not_its_own(echo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads do not come along when a process is forked, and torch would wait for its own."""
+    model, pid = llm(echo), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    for use in (lambda: model.generate([1], GREEDY), lambda: model.stream([1], GREEDY)):
+        with pytest.raises(EnginError, match="this one was forked from; build one here, or start processes by spawn"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"stop": 3}, "stop is 3, but must be a text or a list of them"),
+        ({"stop_token_ids": 3}, "stop_token_ids is 3, and names no token ids"),
+        ({"logit_bias": [3]}, r"logit_bias is \[3\], and names no token ids"),
+    ],
+)
+def test_what_is_no_list_is_refused_by_the_name_of_the_field(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said) as error:
+        SamplingParams(**wrong)
+    assert error.value.param == next(iter(wrong))
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, ["greedy"]], ids=["a mapping", "a list of texts"])
+def test_params_of_another_kind_are_refused(echo: Path, params: Any) -> None:
+    with pytest.raises(RequestError, match="but must be SamplingParams"):
+        llm(echo).generate([[1]], params)
+
+
+@pytest.mark.parametrize("prompts", [b"text", [b"text"]], ids=["alone", "among others"])
+def test_bytes_are_no_token_ids(echo: Path, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="b'text'"):
+        llm(echo).generate(prompts)
 
 
 def test_token_ids_may_come_from_numpy_torch_or_a_generator(echo: Path) -> None:

@@ -111,16 +111,19 @@ def narrowed(batch: ForwardBatch, views: Mapping[MemoryKind, AnyView]) -> Forwar
 
 
 class Cut(NamedTuple):
-    """Requests of a batch and their rows in it."""
+    """Requests of a batch and their rows in it. None: all."""
 
-    rows: slice
-    requests: slice
+    rows: slice | None
+    requests: slice | None
     batch: ForwardBatch
 
 
-def decoding_phase(batch: ForwardBatch) -> Phase:
-    """What the leading requests of a mixed batch do."""
-    return Phase.DECODE if batch.decode_len == 1 else Phase.VERIFY
+def cut_by_phase(batch: ForwardBatch) -> list[Cut]:
+    """Of a mixed batch the requests at its front, which decode or verify, and the rest; of any other all."""
+    if batch.phase is not Phase.MIXED:
+        return [Cut(None, None, batch)]
+    count, first = batch.num_decode_requests, Phase.DECODE if batch.decode_len == 1 else Phase.VERIFY
+    return cut_at(batch, count, count * batch.decode_len, (first, Phase.PREFILL))
 
 
 def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase, Phase]) -> list[Cut]:
@@ -135,13 +138,6 @@ def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase
         for some, part, phase in zip(requests, rows, phases, strict=True)
         if some.start < some.stop
     ]
-
-
-def num_decoding(batch: ForwardBatch) -> int:
-    """How many requests at the front of the batch decode: all, none, or in a mixed batch those before the first longer one."""
-    if batch.phase is not Phase.MIXED:
-        return 0 if batch.phase is Phase.PREFILL else batch.num_requests
-    return batch.num_decode_requests
 
 
 def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> ForwardBatch:

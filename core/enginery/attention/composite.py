@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class Composite(ABC):
         return range(len(self.children))
 
     @hookimpl
-    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> CompositePlan:
+    def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
         """Cut the batch and have each part planned by its child."""
         parts = [self.plan_part(part, capture=capture) for part in self.cut(batch, capture=capture)]
         return CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
@@ -102,7 +103,7 @@ class Composite(ABC):
         return part.planned(self.children[part.child].make_plan(part.batch, capture=capture))
 
     @hookimpl
-    def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[CompositePlan, ...] | None:
+    def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[ForwardPlan, ...] | None:
         """Cut every batch; what each child does of them, it plans together. None: a child can plan the first step only."""
         cuts = [tuple(self.cut(batch, capture=capture)) for batch in batches]
         planned: list[list[Part]] = [[] for _ in batches]
@@ -155,6 +156,11 @@ class Composite(ABC):
         if not found and batch.num_requests:
             raise Unsupported(f"no part of {self.backend_id} serves layer {layer.global_id}, of kind {layer.kind}")
         return found
+
+    def has(self, hook: str) -> bool:
+        """Whether it has the hook of its own, or all of its children have it."""
+        is_derived = inspect.getattr_static(type(self), hook) is vars(Composite)[hook]
+        return not is_derived or all(child.has(hook) for child in self.children)
 
     def dispatch(self, policy: Policy, hook: str, arguments: Mapping[str, object]) -> object:
         """The answer of the children to `hook`, as the policy says; None if they have none."""

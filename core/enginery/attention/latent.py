@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from enginery.attention.axes import cut_at, decoding_phase, num_decoding
+from enginery.attention.axes import cut_by_phase
 from enginery.attention.composite import Composite, CompositePlan, Part
 from enginery.attention.lse import fold, to_natural_log
 from enginery.attention.prefill_strategy import cut_pieces, strategies_to_try
@@ -72,11 +72,7 @@ class LatentAttention(Composite):
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """Decoding requests, then prefilling ones."""
-        if batch.phase is not Phase.MIXED:
-            yield Part(child=0, rows=None, batch=batch)
-            return
-        count = num_decoding(batch)
-        for cut in cut_at(batch, count, count * batch.decode_len, (decoding_phase(batch), Phase.PREFILL)):
+        for cut in cut_by_phase(batch):
             yield Part(child=0, rows=cut.rows, requests=cut.requests, batch=cut.batch)
 
     def plan_part(self, part: Part, *, capture: bool) -> Part:

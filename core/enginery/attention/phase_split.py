@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from enginery.attention.axes import cut_at, decoding_phase, num_decoding
+from enginery.attention.axes import cut_by_phase
 from enginery.attention.composite import Composite, Part
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch, Phase
@@ -37,9 +37,5 @@ class PhaseSplit(Composite):
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """One part, or of a mixed batch the decoding requests at its front and the rest."""
-        if batch.phase is not Phase.MIXED:
-            yield Part(child=self.serving_phase(batch.phase)[0], rows=None, batch=batch)
-            return
-        count = num_decoding(batch)
-        for cut in cut_at(batch, count, count * batch.decode_len, (decoding_phase(batch), Phase.PREFILL)):
+        for cut in cut_by_phase(batch):
             yield Part(child=self.serving_phase(cut.batch.phase)[0], rows=cut.rows, requests=cut.requests, batch=cut.batch)

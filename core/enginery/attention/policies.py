@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from enginery.attention.hookspecs import BackendHooks
 from enginery.plugin.checker import hooks_of
@@ -47,12 +47,12 @@ POLICIES: Final[Mapping[str, Policy]] = {
 }
 
 
+@runtime_checkable
 class Dispatching(Protocol):
-    """What the generated hooks call."""
+    """A composite as its generated hooks see it, see `Composite`."""
 
-    def dispatch(self, policy: Policy, hook: str, arguments: Mapping[str, object]) -> object:
-        """The composite's answer to `hook`."""
-        ...
+    def dispatch(self, policy: Policy, hook: str, arguments: Mapping[str, object]) -> object: ...
+    def has(self, hook: str) -> bool: ...
 
 
 ClassT = TypeVar("ClassT", bound=type[Dispatching])

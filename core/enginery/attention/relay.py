@@ -21,6 +21,7 @@ import pluggy
 import torch
 
 from enginery.attention.hookspecs import BackendHooks
+from enginery.attention.policies import Dispatching
 from enginery.attention.watch import Watch, is_capturing
 from enginery.contracts.attention import AttnBackend
 from enginery.contracts.batch import ForwardBatch
@@ -58,7 +59,7 @@ class BackendRelay:
         self._watch = watch
         self.methods = _layer_methods(backend, source)
         self.attend, self.advance = (self._called(name) for name in LAYER_METHODS)
-        hooks = _hooks_of(backend)
+        hooks = _hooks_of(backend, source)
         if PLANNING not in hooks:
             raise PluginError(
                 f"{source}: {type(backend).__name__} has no @hookimpl {PLANNING}(batch, capture); every backend plans"
@@ -73,8 +74,8 @@ class BackendRelay:
         return None if bound is None else bound(arguments)
 
     def has(self, hook: str) -> bool:
-        """Whether the backend has the hook of that name. A composite has all of them, for what its children answer."""
-        return hook in self._bound
+        """Whether the backend has the hook of that name. Of a composite, which answers for its children, whether they have it."""
+        return hook in self._bound and (not isinstance(self.backend, Dispatching) or self.backend.has(hook))
 
     def plan(self, batch: ForwardBatch, *, capture: bool = False) -> ForwardBatch:
         """The same batch with a plan of this backend; the one it has, if that covers it."""
@@ -140,7 +141,6 @@ class BackendRelay:
             raise StalePlan(f"the captured plan for {plan.key} was refreshed for another batch; only its graph may run with it")
 
     def _called(self, name: str) -> Callable[..., object]:
-        """`attend` or `advance` as it is to be called."""
         method, watch = self.methods.get(name), self._watch
 
         def refuse(*given: object) -> None:
@@ -197,10 +197,13 @@ def _layer_methods(backend: AttnBackend, source: str) -> dict[str, Callable[...,
     return found
 
 
-def _hooks_of(backend: AttnBackend) -> dict[str, pluggy.HookImpl]:
+def _hooks_of(backend: AttnBackend, source: str) -> dict[str, pluggy.HookImpl]:
     """The hooks that it has, by name. Raises `PluginError` with every broken rule."""
     manager = StrictPluginManager(BackendHooks)
-    manager.register(backend, name=backend.backend_id)
+    try:
+        manager.register(backend, name=backend.backend_id)
+    except PluginError as error:
+        raise PluginError(f"{source}: {error}") from None
     manager.freeze()
     return {hook: found[0] for hook in HOOKS if (found := manager.subset_hook_caller(hook, ()).get_hookimpls())}
 

@@ -20,8 +20,8 @@ from enginery.bench.offline import BenchRun, free_memory, with_room
 from enginery.bench.report import Report, Row, facts_details, make_report
 from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.checkpoint.folder import read_config
-from enginery.config.installed import registry_for
 from enginery.config.schema import EngineOptions
+from enginery.config.sources import registry_for
 from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError

@@ -12,8 +12,8 @@ from enginery.bench.offline import floor_and_fraction, free_memory, with_room
 from enginery.bench.report import Report, Row, facts_details, make_report, percentiles
 from enginery.bench.sizes import engine_sizes
 from enginery.bench.workloads import Workload, checkpoint_folder
-from enginery.config.installed import registry_for
 from enginery.config.schema import EngineOptions
+from enginery.config.sources import registry_for
 from enginery.contracts.engine import EngineLike
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.engine import Engine

@@ -15,8 +15,8 @@ from enginery.bench.floor import DeviceLimits, floor_s
 from enginery.bench.report import Report, Row, facts_details, make_report
 from enginery.bench.sizes import ModelSizes, engine_sizes
 from enginery.bench.workloads import Workload, checkpoint_folder
-from enginery.config.installed import registry_for
 from enginery.config.schema import EngineOptions
+from enginery.config.sources import registry_for
 from enginery.contracts.engine import EngineFacts
 from enginery.llm.llm import LLM
 from enginery.worker.device import torch_device

@@ -59,7 +59,7 @@ def start_once(options: EngineOptions, *, input_len: int) -> Start:
 
 def main(started: str, options: str, input_len: str) -> None:
     """Build an engine, generate two tokens, and print when what had been done, as JSON."""
-    from enginery.config.installed import registry_for
+    from enginery.config.sources import registry_for
     from enginery.engine.engine import Engine
 
     times = [float(started), time.monotonic()]

@@ -48,7 +48,9 @@ def read_json(path: Path) -> dict[str, object]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    return _json_object(content, path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__} where a JSON object is needed; download the checkpoint again")
+    return content
 
 
 class _Added(msgspec.Struct):
@@ -71,12 +73,6 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     """For a file of a checkpoint. One that is whole but not ours to read need not be fetched again."""
     why = error.strerror if isinstance(error, OSError) else f"{error}; download the checkpoint again"
     return CheckpointError(f"{path} cannot be read: {why}")
-
-
-def _json_object(content: object, path: Path) -> dict[str, object]:
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__} where a JSON object is needed; download the checkpoint again")
-    return content
 
 
 def find_folder(model: str, registry: Registry, *, revision: str | None = None, with_weights: bool = True) -> Path:

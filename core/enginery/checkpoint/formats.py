@@ -43,7 +43,6 @@ _QUANTIZATIONS: Final = {  # quant_method of quantization_config
     "mlx": "Apple's MLX",
     "awq": "AWQ",
     "gptq": "GPTQ",
-    "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors (llm-compressor)",
     "fbgemm_fp8": "FBGEMM float8",
     "modelopt": "NVIDIA ModelOpt",
@@ -52,7 +51,6 @@ _QUANTIZATIONS: Final = {  # quant_method of quantization_config
     "exl3": "ExLlamaV3",
     "hqq": "HQQ",
     "quark": "AMD Quark",
-    "torchao": "torchao",
 }
 
 

@@ -31,7 +31,7 @@ def compile_model(
     On a machine with the device everything is compiled; without one, given --compute-capability, what nvcc compiles. Triton's
     kernels take a device, and some 20 s at the first start.
     """
-    from enginery.config.installed import registry_for
+    from enginery.config.sources import registry_for
     from enginery.engine.compile_process import compile_kernels
     from enginery.engine.engine import Engine
     from enginery.worker.choice import choose

@@ -25,6 +25,7 @@ from enginery.plugin.loading import present_devices
 
 _PLUGIN: Final = "plugin "
 _OTHER_DEVICE: Final = "is no-device"
+_SLOW_S: Final = 1.0
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 _ASK_TORCH: Final = """
@@ -76,12 +77,21 @@ if tell("model", lambda: str(find_folder(sys.argv[1], registry))):
 print(json.dumps(rows))
 """
 _ASK_PLUGINS: Final = """
-import json, sys
+import json, sys, time
 from dataclasses import asdict
+from importlib.metadata import EntryPoint
 from enginery.contracts.ops import OpNeeds
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import refusals
+took, load = {}, EntryPoint.load
+def timed(entry_point):
+    began_s, had_torch = time.perf_counter(), "torch" in sys.modules
+    try:
+        return load(entry_point)
+    finally:
+        took[entry_point.name] = [time.perf_counter() - began_s, "torch" in sys.modules and not had_torch]
+EntryPoint.load = timed
 registry = Registry.load(blocked=sys.argv[1:])
 needs = OpNeeds(device="cpu", dtype="float32")
 refused = [(offer.name, reason) for offer in registry.ops for reason in refusals(offer, needs)]
@@ -91,7 +101,8 @@ try:
     default = {"name": model.name, "folder": str(model.spec.folder)}
 except EnginError:
     default = None
-print(json.dumps({"records": [asdict(record) for record in registry.records], "default": default, "lacking": lacking}))
+records = [asdict(record) for record in registry.records]
+print(json.dumps({"records": records, "default": default, "lacking": lacking, "took": took}))
 """
 
 
@@ -208,9 +219,22 @@ def _plugins(*, is_model_named: bool) -> list[Check]:
             rows.append(Check(name=name, status="fail", detail=f"{detail}: {record['reason']}", advice=advice))
         else:
             rows.append(Check(name=name, status=status, detail=detail + (f": {record['reason']}" if record["reason"] else "")))
+    rows += _slow_imports(found.get("took", {}))
     if "cuda" not in present_devices():
         rows += [Check(name=f"operations {name}", status="warn", detail=text) for name, text in found.get("lacking", ())]
     return rows if is_model_named else [*rows, _default_model(found["default"])]
+
+
+def _slow_imports(took: Mapping[str, tuple[float, bool]]) -> list[Check]:
+    """Of plugins: what every command waits for. took: by name, how long importing it took, and whether it brought torch."""
+    rows = []
+    for name, (seconds, brings_torch) in took.items():
+        if seconds > _SLOW_S or brings_torch:
+            what = f"{seconds:.1f} s and brings torch" if brings_torch else f"{seconds:.1f} s"
+            detail = f"importing it takes {what}, and every command of engine imports it"
+            advice = "In the plugin, import what is heavy inside the function that builds."
+            rows.append(Check(name=f"import of {name}", status="warn", detail=detail, advice=advice))
+    return rows
 
 
 def _environ() -> dict[str, str]:

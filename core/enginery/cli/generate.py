@@ -46,7 +46,7 @@ def generate(
 
 def build_engine(options: EngineOptions) -> tuple[EngineLike, TextSide]:
     """An engine in this process, and its text side; says on standard error what must be said about it, and what its start took."""
-    from enginery.config.installed import registry_for
+    from enginery.config.sources import registry_for
     from enginery.engine.engine import Engine
     from enginery.engine.process_age import phases_text, process_age_s
     from enginery.text.text_side import TextSide

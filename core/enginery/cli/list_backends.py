@@ -21,6 +21,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
 from enginery.contracts.ops import OpNeeds
 from enginery.errors import ConfigError
+from enginery.plugin.boundary import described
 from enginery.plugin.loading import present_devices
 from enginery.plugin.records import Offer, Status
 from enginery.plugin.registry import Registry
@@ -87,7 +88,7 @@ def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
         raise ConfigError(f"--device is {device!r}, but must be auto, cpu or cuda")
     config = read_config(find_folder(model, registry))
     family, _ = registry.find_model(config)
-    facts = family.spec.describe(config)
+    facts = described(family, config, f"the model {model}")
     capability = _compute_capability() if device == "cuda" else None
     where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
     settings = resolve(asked, where, facts, config=config)

@@ -46,7 +46,7 @@ def _agree(
     file: Path, backends: tuple[str | None, str | None], *, model: str | None, device: str | None, tolerance: float | None
 ) -> bool:
     """Replay, and print what was found."""
-    from enginery.config.installed import registry_for
+    from enginery.config.sources import registry_for
     from enginery.engine.recording import read_recording
     from enginery.engine.replay import build_replica, compare_replicas, compare_tokens, replay_options
 

@@ -29,7 +29,7 @@ def serve(
             raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
         options = dataclasses.replace(options, model=named)
     with StartDisplay() as display:
-        from enginery.config.installed import registry_for
+        from enginery.config.sources import registry_for
         from enginery.serve.server import serve as run
 
         registry = registry_for(options)

@@ -13,6 +13,7 @@ import msgspec
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
 from enginery.plugin.near import did_you_mean
+from enginery.plugin.registry import Registry
 
 PREFIX: Final = "ENGINERY_"
 _NO_OPTION: Final = frozenset(PREFIX + name for name in ("STRICT_PLUGINS", "API_KEY", "ADMIN_KEY", "CPU_ISA"))  # read elsewhere
@@ -49,6 +50,11 @@ def engine_options(
     return EngineOptions(**found | {name: value for name, value in flags.items() if value is not None})
 
 
+def registry_for(asked: EngineOptions) -> Registry:
+    """The plugins that what was asked for leaves in, with their options; see `Registry.load`."""
+    return Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
+
+
 def settings_from(
     kinds: Mapping[str, object], environ: Mapping[str, str], file: Path | None, *, others: Collection[str] = ()
 ) -> dict[str, Sourced]:
@@ -75,7 +81,6 @@ def _from_environment(
 
 
 def _listed(text: str) -> list[str]:
-    """The parts between commas, without the empty ones."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

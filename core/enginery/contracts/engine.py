@@ -18,8 +18,7 @@ class EngineFacts:
     model_name: what it is served as, the first of served_names. tokenizer_folder: empty if it is the model's. note: what must be
     said about the checkpoint. decisions: (setting, value, reason) of all that was chosen. considered: attention backends by
     role and sets of operations, each with why it was refused. memory_plan: the plan of one rank, for people. num_pages: of all
-    lanes.
-    phases_s: seconds of each phase of the start.
+    lanes. phases_s: seconds of each phase of the start.
     """
 
     model_name: str

@@ -213,9 +213,7 @@ class DraftTarget(Protocol):
 class Tapped(Protocol):
     """A model that writes hidden states for a draft model, side by side, to the named output `FEATURES`: [T, F * C].
 
-    A batch without that output is one that the draft model does not follow.
-
-    taps: which it writes, `ModelContext.taps`.
+    A batch without that output is one that the draft model does not follow. taps: which it writes, `ModelContext.taps`.
     """
 
     taps: tuple[Feature, ...]
@@ -265,10 +263,6 @@ class Model(Protocol):
         ...
 
 
-def _refuses_nothing(config: Mapping[str, object]) -> list[Reason]:
-    return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model family on offer.
@@ -288,7 +282,7 @@ class ModelSpec:
     describe: Callable[[Mapping[str, object]], ModelFacts]
     build: Callable[[ModelContext], Model]
     priority: int = 0
-    refuse: Callable[[Mapping[str, object]], list[Reason]] = _refuses_nothing
+    refuse: Callable[[Mapping[str, object]], list[Reason]] = lambda _: []
     ignored_weights: tuple[str, ...] | Callable[[Mapping[str, object]], Sequence[str]] = ()
     stacked_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     lanes: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -102,25 +102,32 @@ class SamplingParams:
         """Take lists for tuples, one stop string for a tuple of one, and any kind of whole number; refuse other types by name."""
         numbers_given = {name: getattr(self, name) for name in _WHOLE_NUMBERS}
         whole = {name: _whole(name, value) for name, value in numbers_given.items() if value is not None or name not in _OPTIONAL}
-        stop = _texts(self.stop)
-        ends = tuple(_whole("stop_token_ids", token) for token in self.stop_token_ids)
+        stop, biases = _texts(self.stop), _of_tokens("logit_bias", self.logit_bias, Mapping)
+        ends = tuple(_whole("stop_token_ids", token) for token in _of_tokens("stop_token_ids", self.stop_token_ids, Iterable))
         whole["top_k"] = 0 if whole["top_k"] == -1 else whole["top_k"]
-        bias = {_whole("logit_bias", token): _real("logit_bias", value) for token, value in self.logit_bias.items()}
+        bias = {_whole("logit_bias", token): _real("logit_bias", value) for token, value in biases.items()}
         real = {name: _real(name, getattr(self, name)) for name in _REAL_NUMBERS}
         for name, value in (whole | real | {"stop": stop, "stop_token_ids": ends, "logit_bias": bias}).items():
             object.__setattr__(self, name, value)
 
 
+KindT = TypeVar("KindT")
 _OPTIONAL: Final = ("seed", "logprobs", "prompt_logprobs")
 _WHOLE_NUMBERS: Final = ("max_tokens", "min_tokens", "top_k", "n", *_OPTIONAL)
 _REAL_NUMBERS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _texts(stop: str | Iterable[str]) -> tuple[str, ...]:
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    found = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     if not all(isinstance(text, str) for text in found):
         raise RequestError(f"stop is {stop!r}, but must be a text or a list of them", param="stop")
     return found
+
+
+def _of_tokens(name: str, value: KindT, kind: type) -> KindT:
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} is {value!r}, and names no token ids", param=name)
+    return value
 
 
 def _whole(name: str, value: object) -> int:

@@ -24,7 +24,7 @@ from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
-from enginery.contracts.engine import BuildProgress, ReportProgress, report_to_nobody
+from enginery.contracts.engine import BuildProgress, EngineFacts, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import WHOLE, ParallelFacts
@@ -88,6 +88,28 @@ class BuiltParts:
     def geometry(self) -> KVGeometry:
         """Of the model's memory."""
         return self.pool.geometry
+
+    def facts(self) -> EngineFacts:
+        """What the engine says of itself."""
+        choice, memory = self.choice, self.memory
+        return EngineFacts(
+            model_name=choice.checkpoint.name,
+            served_names=choice.checkpoint.names,
+            folder=str(choice.checkpoint.folder),
+            tokenizer_folder=str(choice.checkpoint.tokenizer_folder),
+            note=choice.checkpoint.note,
+            max_model_len=choice.settings.max_model_len,
+            vocab_size=choice.facts.vocab_size,
+            dtype=choice.settings.dtype,
+            attn_backend=choice.attention.name,
+            num_pages=choice.parallel.num_lanes * memory.num_pages,
+            page_size=memory.page_size,
+            eos_token_ids=tuple(sorted(choice.checkpoint.eos_token_ids)),
+            considered=choice.considered,
+            decisions=tuple((decision.setting, decision.value, decision.reason) for decision in choice.decisions),
+            memory_plan=str(memory),
+            phases_s=dict(self.phases_s),
+        )
 
 
 class Place(NamedTuple):
@@ -287,7 +309,6 @@ def exchange_bytes(choice: Choice) -> int:
 
 
 def _backend_bytes(choice: Choice) -> int:
-    """What the chosen attention backends say that they allocate."""
     chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
     return sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
 

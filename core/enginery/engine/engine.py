@@ -20,7 +20,6 @@ from enginery.contracts.request import GenerationRequest, RequestOutput, check_t
 from enginery.contracts.step import StepInput, StepOutput
 from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
-from enginery.engine.facts import facts_of
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
 from enginery.engine.ranks.ranks import NO_RANKS, Ranks, begun_ranks
@@ -28,7 +27,7 @@ from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling, reads_pending
 from enginery.engine.scheduling import scheduling_of
 from enginery.errors import Overloaded, RequestError
-from enginery.plugin.registry import Registry
+from enginery.plugin.registry import Registry, raised_in
 from enginery.schedule.ahead import Ahead
 from enginery.schedule.lanes import AnyScheduler
 from enginery.schedule.request import Request
@@ -85,7 +84,7 @@ class Engine:
         choice = parts.choice
         settings = choice.settings
         eos_token_ids = choice.checkpoint.eos_token_ids
-        self.facts = facts_of(parts)
+        self.facts = parts.facts()
         self._seeds = random.Random(asked.seed + asked.dp_rank)
         self._kv_events = kv_events_of(asked, parts)
         self._made = MadeDrafts(choice.draft_siblings)
@@ -97,7 +96,7 @@ class Engine:
         self._grammars = GrammarQueue(Compilers(registry, vocabulary))
         self._overlap = int(settings.overlap)
         self._changeover = parts.changeover
-        self._decisions = choice.decisions
+        self._decisions, self._registry = choice.decisions, registry
         self.meter = StepMeter(
             registry,
             self._scheduler,
@@ -144,19 +143,18 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something."""
         return self._scheduler.has_work
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises `RequestError` for one that can never be served, `QueueFull` for one too many.
-
-        One with a grammar is put aside until that is compiled; a later step answers (`RequestOutput.is_answer`).
-        """
-        _check_token_ids(request, vocab_size=self.facts.vocab_size)
-        if request.params.seed is None:
-            seeded = dataclasses.replace(request.params, seed=self._seeds.getrandbits(63))
+        """As `EngineLike` says; one without a seed gets one, by which its tokens are drawn."""
+        params, vocab_size = request.params, self.facts.vocab_size
+        check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
+        check_token_ids("logit_bias", params.logit_bias, vocab_size=vocab_size)
+        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size=vocab_size)
+        if params.seed is None:
+            seeded = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
             request = dataclasses.replace(request, params=seeded)
-        grammar = request.params.grammar
+        grammar = params.grammar
         if grammar is None:
             self._scheduler.submit(request)
         else:
@@ -165,7 +163,6 @@ class Engine:
             self._grammars.begin(request.request_id, grammar, request.client)
 
     def abort(self, request_id: str) -> None:
-        """End a request at whatever stage it is; unknown and finished ones are ignored. Nothing more comes of it."""
         self._scheduler.abort(request_id)
         self._grammars.drop(request_id)
 
@@ -210,21 +207,18 @@ class Engine:
         if self.meter.failed() >= MAX_FAILED_STEPS and not isinstance(error, torch.OutOfMemoryError):
             raise error
         parts = ", ".join(f"{made.value} of {made.source}" for made in self._decisions if made.source and made.setting != "ops")
-        message = f"the step that the request was in failed with {type(error).__name__}: {error}; it ran {parts}"
+        failed = f"failed{raised_in(error, self._registry)} with {type(error).__name__}: {error}"
+        message = f"the step that the request was in {failed}; it ran {parts}"
         return [*self._told, *(RequestOutput(request_id=request_id, error=message) for request_id in failure.request_ids)]
 
     def flush_prefix_cache(self) -> int:
-        """Free the cached pages that no request uses. Returns how many."""
         freed, is_empty = self._scheduling.flush()
         if is_empty:
             self._kv_events.cleared()
         return freed
 
     def prepare(self) -> bool:
-        """Use a moment without work: change over to better backends, capture one more step, load a grammar compiler.
-
-        Says whether there was any.
-        """
+        """Change over to better backends, capture one more step, or load a grammar compiler, whichever is first to be done."""
         self._ranks.check()
         self._kv_events.publish()
         if changeover := _ready(self._changeover):
@@ -320,12 +314,12 @@ class Engine:
             self._sent.clear()
             given_up = [] if self._failure is None or self._failure.error is not error else self._failure.request_ids
             given_up += [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
-            self._runner.resume_at(self._scheduler.next_number)
+            self._runner.tables.next_number = self._scheduler.next_number  # what has not come is given up
             self._failure = _Failure(error, given_up)
-            used = "; ".join(f"{setting} {value} {reason}" for setting, value, reason in self.facts.decisions)
-            error.add_note(
-                f"in step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
-            )
+            used = "; ".join(f"{setting} {value} ({reason})" for setting, value, reason in self.facts.decisions)
+            during = f"step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
+            where = raised_in(error, self._registry)
+            error.add_note(f"raised{where}\nin {during}" if where else f"in {during}")
             self._ranks.failed(error)
             raise
 
@@ -391,9 +385,3 @@ def _note_first_turns(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.queued_s is None:
             request.queued_s = max(now_s - request.arrival_s, 0.0)
-
-
-def _check_token_ids(request: GenerationRequest, *, vocab_size: int) -> None:
-    check_token_ids("prompt", request.prompt_token_ids, vocab_size=vocab_size)
-    check_token_ids("logit_bias", request.params.logit_bias, vocab_size=vocab_size)
-    check_token_ids("stop_token_ids", request.params.stop_token_ids, vocab_size=vocab_size)

@@ -25,10 +25,10 @@ from enginery.contracts.grammars import (
     GrammarTokens,
     UnfinishedGrammar,
 )
-from enginery.engine.grammar_budget import BoundedState
+from enginery.engine.grammar_budget import BoundedGrammar
 from enginery.engine.grammar_lanes import CompileJob, Lane
 from enginery.errors import EnginError, Overloaded, RequestError
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import checked, inside
 from enginery.plugin.records import Offer, absent_plugins
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import ranked, refusals
@@ -91,11 +91,13 @@ class Compilers:
 
         def finish(rest: UnfinishedGrammar) -> CompiledGrammar:
             with inside(offer, f"compile a {grammar.kind}"):
-                return rest.finish()
+                return BoundedGrammar(offer, checked(offer, rest.finish(), CompiledGrammar))
 
         with inside(offer, f"compile a {grammar.kind}"):
             found = self._compiler(offer).compile(grammar)
-            return UnfinishedGrammar(finish=partial(finish, found)) if isinstance(found, UnfinishedGrammar) else found
+        if isinstance(found, UnfinishedGrammar):
+            return UnfinishedGrammar(finish=partial(finish, found))
+        return BoundedGrammar(offer, checked(offer, found, CompiledGrammar))
 
     def prepare(self) -> bool:
         """Load one, so that no request pays for it. Says whether there was one to load; a failure is the first request's affair."""
@@ -112,7 +114,7 @@ class Compilers:
                 self._tokens = self._vocabulary.tokens()
             if offer.name not in self._loaded:
                 _log.debug("grammars: %s, from %s", offer.name, offer.source)
-                self._loaded[offer.name] = offer.spec.load(self._tokens)
+                self._loaded[offer.name] = checked(offer, offer.spec.load(self._tokens), GrammarCompiler)
             return self._loaded[offer.name]
 
 
@@ -179,7 +181,7 @@ class GrammarQueue:
             found = _late(job, since_s) if job.outcome is None else job.outcome
             if found is not None:
                 self.drop(request_id)
-                yield request_id, found if isinstance(found, RequestError) else BoundedState.of(found.start())
+                yield request_id, found if isinstance(found, RequestError) else _begun(found)
 
     def _wait_a_moment(self) -> None:
         """Let the threads work, if requests wait and nothing of theirs is done yet."""
@@ -225,6 +227,13 @@ class GrammarQueue:
 
     def _forget(self, job: CompileJob) -> None:
         del self._jobs[job.grammar], self._lane_of[job.grammar]
+
+
+def _begun(found: CompiledGrammar) -> GrammarState | RequestError:
+    try:
+        return found.start()
+    except RequestError as error:
+        return error
 
 
 def _late(job: CompileJob, since_s: float) -> RequestError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,22 +69,12 @@ def _allows(row: np.ndarray, token: int) -> bool:
     return bool(row.view(np.uint32)[token >> 5] >> (token & 31) & 1)
 
 
-class GrammarAhead(GrammarState):
-    """Implements `GrammarState` behind the first `count` drafts, for its mask alone."""
+class GrammarAhead(NamedTuple):
+    """A grammar behind the first `num_drafts` drafts: of its state there is the mask alone."""
 
-    def __init__(self, masks: DraftMasks, count: int) -> None:
-        self._masks = masks
-        self._count = count
+    masks: DraftMasks
+    num_drafts: int
 
     def fill_mask(self, row: np.ndarray) -> None:
         """As if the drafts had been accepted."""
-        row[:] = self._masks.behind(self._count, len(row))
-
-    def accept(self, token_id: int) -> bool:
-        """Not asked: such rows are only masked."""
-        raise AssertionError("a row behind drafts accepts nothing")
-
-    @property
-    def is_finished(self) -> bool:
-        """Not asked, as an answer does not end at such a row."""
-        raise AssertionError("a row behind drafts does not end an answer")
+        row[:] = self.masks.behind(self.num_drafts, len(row))

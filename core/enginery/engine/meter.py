@@ -108,7 +108,7 @@ class StepMeter:
         """The scheduler has taken the step's tokens in."""
         times, num_tokens = output.times, step.num_tokens
         if self._registry.observers:
-            self._registry.observe_step(self._report(step, output, at))
+            self._registry.observers.report(self._report(step, output, at))
         self.num_steps += 1
         self._failed_in_a_row = 0
         self._steps_by_backend[self._attn_backend] += 1
@@ -183,7 +183,6 @@ class StepMeter:
 
     @property
     def _attn_backend(self) -> str:
-        """The names of the attention backends that run now."""
         return self._facts.attn_backend if self._changeover is None else self._changeover.running
 
     def profile(self, num_steps: int) -> str:

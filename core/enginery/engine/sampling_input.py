@@ -33,22 +33,12 @@ class SamplingRow(NamedTuple):
     token_ids: Sequence[int]
     num_prompt_tokens: int
     position: int
-    grammar: GrammarState | None = None  # has accepted the output before it
+    grammar: GrammarState | GrammarAhead | None = None  # has accepted the output before it
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated before it."""
         return self.position - self.num_prompt_tokens
-
-
-class Prepared(NamedTuple):
-    """What the worker is given; None: every row takes its best token, and nothing is reported beside it.
-
-    refused: rows whose grammars cannot go on, and why.
-    """
-
-    sampling: SamplingInput | None
-    refused: Mapping[int, str]
 
 
 class GrammarFailures(NamedTuple):
@@ -68,7 +58,10 @@ NO_FAILURES = GrammarFailures({}, {})
 def prepare_sampling(
     step: StepInput, requests: Sequence[Request], eos_token_ids: frozenset[int], *, vocab_size: int
 ) -> tuple[SamplingInput | None, GrammarFailures]:
-    """Of a step whose forward is on its way: grammars are asked while the device works. None: see `Prepared`."""
+    """Of a step whose forward is on its way: grammars are asked while the device works.
+
+    None: every row takes its best token, and nothing is reported beside it.
+    """
     if step.run.tokens_only:
         return None, NO_FAILURES
     items, places = step.columns(), step.sampling.repeat(step.sampled_rows).tolist()
@@ -116,8 +109,8 @@ def sampling_input(
     *,
     vocab_size: int,
     prompts: Mapping[int, PromptTargets] | None = None,
-) -> Prepared:
-    """The rows as arrays. Each `params.seed` is set."""
+) -> tuple[SamplingInput, Mapping[int, str]]:
+    """The rows as arrays, and why grammars of some cannot go on. Each `params.seed` is set."""
     masks = fill_masks(rows, eos_token_ids, vocab_size=vocab_size)
     params, seeds = unpack_params([pack_params(row.params) for row in rows])
     values = SamplingInput(
@@ -132,7 +125,7 @@ def sampling_input(
         num_top=_num_top([row.params.logprobs for row in rows]),
         prompts=prompts or {},
     )
-    return Prepared(values, {} if masks is None else masks.failed)
+    return values, {} if masks is None else masks.failed
 
 
 def _num_top(asked: Sequence[int | None]) -> tuple[int, ...]:

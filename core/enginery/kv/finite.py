@@ -46,10 +46,8 @@ class FiniteMemory:
         self.window = window
         self.states = states
         self.zero_page: Final = NO_STATE if states is None else states.num_pages + 1
-        window_kind = {} if window is None else {WINDOW: window.allocator}
-        self.allocators: Final[Mapping[MemoryKind, PageAllocator]] = (
-            window_kind if states is None else {**window_kind, STATE: states}
-        )
+        own = {WINDOW: None if window is None else window.allocator, STATE: states}
+        self.allocators: Final[Mapping[MemoryKind, PageAllocator]] = {kind: each for kind, each in own.items() if each is not None}
         self.points = PointMaker(page_size, cache, window=window, has_states=states is not None, within_items=within_items)
         self._cache = cache
         self._largest_chunk = largest_chunk

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
 
-from enginery.config.installed import registry_for
+from enginery.config.sources import registry_for
 from enginery.contracts.request import FinishReason, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
@@ -17,7 +17,7 @@ from enginery.llm.answers import Completion, Generation, GenerationDelta
 from enginery.llm.engine_thread import EngineThread
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import OpenRequests
-from enginery.llm.prompts import Messages, Prompt, PromptEncoder
+from enginery.llm.prompts import Messages, Prompt, PromptEncoder, checked_params
 from enginery.text.tokenizer import Tokenizer
 
 
@@ -68,7 +68,7 @@ class AsyncLLM:
 
         request_id: for `abort`; then what there is comes back, with that reason. Raises `RequestError` when it cannot be served.
         """
-        asked, ids = _checked(params), await self._encode(prompt)
+        asked, ids = checked_params(params), await self._encode(prompt)
         completions: list[list[GenerationDelta]] = [[] for _ in range(asked.n)]
         async with aclosing(self._stream(ids, asked, request_id)) as deltas:
             async for delta in deltas:
@@ -85,7 +85,7 @@ class AsyncLLM:
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Answer one prompt as `generate` does, and give its tokens as they come. Closing it ends the request."""
-        asked, ids = _checked(params), await self._encode(prompt)
+        asked, ids = checked_params(params), await self._encode(prompt)
         async with aclosing(self._stream(ids, asked, request_id)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -125,12 +125,6 @@ class AsyncLLM:
                 del self._names[request_id]
             if num_open:
                 self._thread.abort(name)
-
-
-def _checked(params: SamplingParams | None) -> SamplingParams:
-    if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"params are {params!r}, but must be SamplingParams", param="params")
-    return params or SamplingParams()
 
 
 def _joined(deltas: list[GenerationDelta]) -> Completion:

@@ -1,23 +1,25 @@
-"""The Python way in: `LLM(model).generate(prompts, params)`, in this process and thread."""
+"""The Python way in: `LLM(model).generate(prompts, params)`, in this process."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from rich.progress import Progress
 
-from enginery.config.installed import registry_for
+from enginery.config.sources import registry_for
 from enginery.contracts.request import SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
 from enginery.llm.answers import Generation, GenerationDelta, GrowingCompletion, generation
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import OpenRequests
-from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch
+from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch, checked_params
 from enginery.text.tokenizer import Tokenizer
 
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
@@ -26,8 +28,8 @@ PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
 class LLM:
     """A model in memory. Keyword arguments are the fields of `EngineOptions`; without a model the embedded default is used.
 
-    Raises `EnginError` when the model cannot be served. Also a context manager, which frees the memory at its end. One thread uses
-    it; `AsyncLLM` is for asyncio and for requests that come while others run.
+    Raises `EnginError` when the model cannot be served. Also a context manager, which frees the memory at its end. Threads take
+    turns, a call of `generate` or a step of a stream each; `AsyncLLM` is for asyncio and for requests that come while others run.
     """
 
     def __init__(self, model: str | None = None, **options: object) -> None:
@@ -41,6 +43,7 @@ class LLM:
         self.text = self._prompts.text
         self._requests: OpenRequests | None = OpenRequests(self._engine, self.tokenizer)
         self._names = map(str, itertools.count())
+        self._turn, self._pid = threading.RLock(), os.getpid()
 
     def __enter__(self) -> LLM:
         return self
@@ -55,10 +58,11 @@ class LLM:
 
     def close(self) -> None:
         """Free weights and KV memory. Generating afterwards raises `EnginError`."""
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._requests = None
-        self._prompts.close()
+        with self._turn:
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = self._requests = None
+            self._prompts.close()
 
     def chat(
         self,
@@ -92,9 +96,7 @@ class LLM:
         their steps. Raises `RequestError` here for what is no prompt, and on the way when the request cannot be served.
         """
         self._live()
-        if not isinstance(params, SamplingParams | None):
-            raise RequestError(f"params are {params!r}, but must be SamplingParams", param="params")
-        return self._stream(self._prompts.encode_any(prompt), params or SamplingParams())
+        return self._stream(self._prompts.encode_any(prompt), checked_params(params))
 
     def generate(
         self,
@@ -108,22 +110,23 @@ class LLM:
         params: for all prompts, or one for each. progress: a bar on stderr; by default for longer work on a terminal. Raises
         `RequestError` for the first prompt that cannot be served, before any is run.
         """
-        requests = self._live()
+        self._live()
         batch = as_batch(prompts)
-        if params is not None and not isinstance(params, SamplingParams | Sequence):
-            raise RequestError(f"params are {params!r}, but must be SamplingParams, or one for each prompt", param="params")
-        each = [params or SamplingParams()] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        each = list(map(checked_params, params if isinstance(params, Sequence) else [params] * len(batch)))
         if len(each) != len(batch):
             raise RequestError(
                 f"there are {len(batch)} prompts and {len(each)} params; give one params, or one for each", param="params"
             )
         token_ids = [self._prompts.encode(prompt) for prompt in batch]
-        growing = self._run(requests, token_ids, each, progress=progress)
+        with self._turn:
+            growing = self._run(self._live(), token_ids, each, progress=progress)
         return [generation(ids, parts) for ids, parts in zip(token_ids, growing, strict=True)]
 
     def _live(self) -> OpenRequests:
         if self._requests is None:
             raise EnginError("this LLM was closed; build a new one")
+        if os.getpid() != self._pid:
+            raise EnginError("this LLM is the process's that this one was forked from; build one here, or start processes by spawn")
         return self._requests
 
     def _run(
@@ -151,11 +154,13 @@ class LLM:
         return growing
 
     def _stream(self, ids: tuple[int, ...], params: SamplingParams) -> Iterator[GenerationDelta]:
-        parts = self._live().submit(next(self._names), ids, params)
+        with self._turn:
+            parts = self._live().submit(next(self._names), ids, params)
         try:
             while parts:
-                if not any(part.is_over for part in parts):  # as another caller's step may have left them
-                    self._live().step()
+                with self._turn:
+                    if not any(part.is_over for part in parts):  # as another caller's step may have left them
+                        self._live().step()
                 for part in list(parts):
                     if part.error is not None:
                         raise part.error
@@ -165,8 +170,9 @@ class LLM:
                     if delta is not None:
                         yield delta
         finally:
-            if self._requests is not None:
-                self._requests.abort(parts)
+            with self._turn:
+                if self._requests is not None:
+                    self._requests.abort(parts)
 
 
 def _has_ended(part: GrowingCompletion, group: set[GrowingCompletion]) -> bool:

@@ -9,6 +9,7 @@ from typing import SupportsIndex, TypeGuard
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
+from enginery.contracts.request import SamplingParams
 from enginery.errors import CheckpointError, RequestError
 from enginery.text.text_side import TextSide
 from enginery.text.tokenizer import Tokenizer
@@ -89,12 +90,21 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
     """Prompts as a list of texts and tuples of token ids. A single prompt is a batch of one. Raises `RequestError`."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts are {prompts!r}, but must be texts or lists of token ids", param="prompt")
     batch: list[object] = list(prompts)
     if batch and _is_whole(batch[0]):  # it is one prompt of token ids
         batch = [batch]
     return [prompt if isinstance(prompt, str) else _token_ids(prompt) for prompt in batch]
+
+
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    """Those given, or the usual ones. Raises `RequestError`."""
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(
+            f"params are {params!r}, but must be SamplingParams; several prompts may have a list of them", param="params"
+        )
+    return params or SamplingParams()
 
 
 def _is_chat(prompt: object) -> TypeGuard[Messages]:
@@ -103,7 +113,7 @@ def _is_chat(prompt: object) -> TypeGuard[Messages]:
 
 def _token_ids(prompt: object) -> tuple[int, ...]:
     """A prompt of whole numbers of any kind, as ints. Raises `RequestError`."""
-    ids = tuple(prompt) if isinstance(prompt, Iterable) else (None,)
+    ids = tuple(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else (None,)
     if set(map(type, ids)) <= {int}:  # looking at each in Python takes ten times as long
         return ids
     if not all(map(_is_whole, ids)):

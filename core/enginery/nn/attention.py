@@ -11,7 +11,7 @@ from enginery.contracts.attention import AttnLayerFacts, LayerSpec
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
-from enginery.contracts.weights import LinearShape, RowOrder
+from enginery.contracts.weights import Linear, LinearShape, RowOrder
 from enginery.nn.norm import take_norm
 
 
@@ -23,9 +23,11 @@ def _qkv_shape(of: AttnLayerFacts, hidden: int, *, bias: bool, order: tuple[RowO
     return LinearShape(names=names, rows=rows, columns=hidden, cut=Cut.ROWS, unit=units, bias=bias, order=order)
 
 
-def _out_shape(of: AttnLayerFacts, hidden: int, *, bias: bool) -> LinearShape:
-    columns, unit = of.num_heads * of.value_dim, of.value_dim
-    return LinearShape(names=("o_proj",), rows=(hidden,), columns=columns, cut=Cut.COLUMNS, unit=unit, bias=bias, complete=False)
+def take_out(weights: WeightSource, name: str, *, hidden: int, heads: int, dim: int, bias: bool = False) -> Linear:
+    """The product of what the heads of all ranks give, [T, heads * dim], with several ranks a partial sum of [T, hidden]."""
+    columns, rows = heads * dim, (hidden,)
+    shape = LinearShape(names=(name,), rows=rows, columns=columns, cut=Cut.COLUMNS, unit=dim, bias=bias, complete=False)
+    return weights.linear(shape)
 
 
 class SelfAttention:
@@ -50,8 +52,9 @@ class SelfAttention:
         ops, of = context.ops, context.facts.layers[spec.global_id]  # `of`: of all ranks
         dim, value_dim, order = of.head_dim, of.value_dim, RowOrder.split_pairs(of.head_dim, first=0, count=neighbours)
         in_order = (order, order, None) if neighbours else None
-        self.qkv = weights.linear(_qkv_shape(of, context.facts.hidden_size, bias=qkv_bias, order=in_order))
-        self.out = weights.linear(_out_shape(of, context.facts.hidden_size, bias=out_bias))
+        hidden, all_heads = context.facts.hidden_size, of.num_heads
+        self.qkv = weights.linear(_qkv_shape(of, hidden, bias=qkv_bias, order=in_order))
+        self.out = take_out(weights, "o_proj", hidden=hidden, heads=all_heads, dim=value_dim, bias=out_bias)
         heads, kv_heads = spec.facts.num_heads, spec.facts.num_kv_heads
         self.spec, self.head_dim, self.value_dim = spec, dim, value_dim
         self.num_heads, self.num_rotated = heads, heads + kv_heads

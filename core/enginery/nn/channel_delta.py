@@ -15,6 +15,7 @@ from enginery.contracts.memory import RecurrentWeights
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape
+from enginery.nn.attention import take_out
 from enginery.nn.recurrent import recurrent_facts
 
 
@@ -50,8 +51,7 @@ class KimiDeltaAttention:
         )
         self.spec, self.norm_eps = dataclasses.replace(spec, recurrent=recurrent), norm_eps
         self.norm = weights.take("o_norm.weight", (dim,))
-        shape = LinearShape(names=(out_name,), rows=(hidden,), columns=whole, cut=Cut.COLUMNS, unit=dim, complete=False)
-        self.out = weights.linear(shape)
+        self.out = take_out(weights, out_name, hidden=hidden, heads=whole // dim, dim=dim)
         self.gated_rms_norm, self.advance = context.ops.gated_rms_norm, context.advance
 
     def _take_projections(self, weights: WeightSource, hidden: int, whole: int, rank: int | None, *, dim: int) -> None:

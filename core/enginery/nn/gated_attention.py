@@ -12,6 +12,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape, RowOrder
+from enginery.nn.attention import take_out
 from enginery.nn.norm import take_norm
 
 
@@ -47,17 +48,7 @@ class GatedSelfAttention:
         of, dim = context.facts.layers[spec.global_id], spec.facts.head_dim
         heads, kv_heads = spec.facts.num_heads, spec.facts.num_kv_heads
         self.qkv = weights.linear(_qkv_shape(of, context.facts.hidden_size, heads=heads, bias=bias))
-        self.out = weights.linear(
-            LinearShape(
-                names=("o_proj",),
-                rows=(context.facts.hidden_size,),
-                columns=of.num_heads * dim,
-                cut=Cut.COLUMNS,
-                unit=dim,
-                bias=bias,
-                complete=False,
-            )
-        )
+        self.out = take_out(weights, "o_proj", hidden=context.facts.hidden_size, heads=of.num_heads, dim=dim, bias=bias)
         q_norm, k_norm = (take_norm(weights, f"{name}_norm", dim, offset=norm_offset) for name in ("q", "k"))
         self.norm_weight = torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)))  # [H + K, D]
         self.spec, self.norm_eps, self.num_heads, self.num_rotated = spec, norm_eps, heads, heads + kv_heads

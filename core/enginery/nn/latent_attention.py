@@ -17,6 +17,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape, RowOrder
+from enginery.nn.attention import take_out
 
 KV_DOWN: Final = "kv_a_proj_with_mqa"
 
@@ -75,17 +76,7 @@ class LatentSelfAttention:
         made = facts.nope_dim + facts.value_dim
         kv_b = weights.take("kv_b_proj.weight", (all_heads * made, facts.rank), cut=Cut.ROWS, unit=made)
         self.spec = dataclasses.replace(spec, latent=LatentWeights(kv_b=kv_b.view(-1, made, facts.rank)))
-        self.out = weights.linear(
-            LinearShape(
-                names=(out_name,),
-                rows=(hidden,),
-                columns=all_heads * facts.value_dim,
-                cut=Cut.COLUMNS,
-                unit=facts.value_dim,
-                bias=bias,
-                complete=False,
-            )
-        )
+        self.out = take_out(weights, out_name, hidden=hidden, heads=all_heads, dim=facts.value_dim, bias=bias)
         self.rms_norm, self.latent_norm_rotary_write = ops.rms_norm, ops.latent_norm_rotary_write
         self.attend = context.attend
         self.stored = context.pool.by_slot(spec.local_id).k[:, 0]  # [slots, R + P]

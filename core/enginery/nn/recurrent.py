@@ -16,6 +16,7 @@ from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import LinearShape, RowOrder
+from enginery.nn.attention import take_out
 
 
 def gather_parts(count: int, sizes: Sequence[int]) -> RowOrder:
@@ -93,10 +94,7 @@ class GatedDeltaNet:
         recurrent = RecurrentWeights(conv=take_conv(weights, "conv1d", of)[0], a_log=a_log, dt_bias=dt_bias)
         self.spec, self.facts, self.norm_eps = dataclasses.replace(spec, recurrent=recurrent), facts, norm_eps
         self.norm = weights.take("norm.weight", (facts.value_dim,))
-        columns = of.value_heads * facts.value_dim
-        self.out = weights.linear(
-            LinearShape(names=("out_proj",), rows=(hidden,), columns=columns, cut=Cut.COLUMNS, unit=facts.value_dim, complete=False)
-        )
+        self.out = take_out(weights, "out_proj", hidden=hidden, heads=of.value_heads, dim=facts.value_dim)
         self.gated_rms_norm, self.advance = context.ops.gated_rms_norm, context.advance
 
     def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
+from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.parsers import ParserEvent, ParserSetup, ParserSpec
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec, StepReport
 from enginery.errors import EnginError, PluginError
 from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer
 
+ToldT = TypeVar("ToldT")
 _log = logging.getLogger(__name__)
 
 
@@ -22,7 +26,14 @@ def guarded_policy(offer: Offer[SchedulePolicySpec]) -> SchedulePolicySpec:
 
     def key(request: QueuedFacts) -> tuple[float, ...]:
         with inside(offer, "give a request its place"):
-            return tuple(map(float, offer.spec.key(request)))
+            told = offer.spec.key(request)
+        try:
+            numbers = tuple(map(float, told))
+        except (TypeError, ValueError):
+            numbers = (math.nan,)
+        if any(map(math.isnan, numbers)):
+            raise PluginError(f"{offer.source} gave a request the place {told!r:.100}; a key is a tuple of numbers")
+        return numbers
 
     return replace(offer.spec, key=key)
 
@@ -62,6 +73,28 @@ def gives_trees(offer: Offer[DrafterSpec], options: object) -> bool:
     """Whether the drafter says that its guesses may branch."""
     with inside(offer, "say whether its guesses branch"):
         return offer.spec.trees is not None and offer.spec.trees(options)
+
+
+def checked(offer: Offer[object], made: ToldT, protocol: type) -> ToldT:
+    """What the plugin built. Raises `PluginError` that names the plugin where it lacks something of `protocol`."""
+    wanted, there = [*vars(protocol), *vars(protocol).get("__annotations__", ())], () if isinstance(made, type) else dir(made)
+    if missing := [name for name in wanted if not name.startswith("_") and name not in there]:
+        raise PluginError(f"{offer.source} built {made!r:.100}, which is no {protocol.__name__}: it has no {', '.join(missing)}")
+    return made
+
+
+def described(family: Offer[ModelSpec], config: Mapping[str, object], what: str) -> ModelFacts:
+    """What the family says of config.json. what: whose that is, in words."""
+    with inside(family, f"describe {what}"):
+        facts = family.spec.describe(config)
+    return check_is(family, facts, ModelFacts, by="describe")
+
+
+def check_is(offer: Offer[object], told: object, kind: type[ToldT], *, by: str) -> ToldT:
+    """What the plugin's function `by` returned, if it is of that kind. Else raises `PluginError` that names the plugin."""
+    if not isinstance(told, kind):
+        raise PluginError(f"{offer.source}: {by} returned {told!r:.100}, which is no {kind.__name__}")
+    return told
 
 
 @contextmanager

@@ -165,4 +165,6 @@ def _capability_problems(capabilities: object) -> list[str]:
 
 def _operation_problems(provided: Iterable[str]) -> list[str]:
     known = {field.name for field in fields(OpTable)}
-    return [f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(provided) - known]
+    return _names_problems("provides", provided) or [
+        f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(provided) - known
+    ]

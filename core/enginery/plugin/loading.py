@@ -104,7 +104,6 @@ def _import(found: Found) -> Plugin:
 
 
 def _collect(plugin: Plugin) -> Plugin:
-    """The plugin with what it offers, or with what is wrong with it."""
     try:
         return _checked(plugin)
     except (Exception, SystemExit) as error:  # the plugin's code

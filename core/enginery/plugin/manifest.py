@@ -8,31 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from enginery.errors import PluginError
-from enginery.plugin.records import PluginRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManifestEntry:
-    """One live plugin. offers: as in `PluginRecord`."""
-
-    name: str
-    distribution: str
-    version: str
-    offers: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"plugin {self.name} ({self.distribution}=={self.version})"
-
-    def difference(self, here: PluginRecord | None) -> str:
-        """How the plugin of that name is another one here, or unusable; empty if it is the same."""
-        if here is None:
-            return "is not installed"
-        if not here.is_live:
-            return f"is {here.status}: {here.reason}"
-        if (here.distribution, here.version) != (self.distribution, self.version):
-            return f"is {here.distribution}=={here.version}"
-        same = here.offers == self.offers
-        return "" if same else f"offers {', '.join(here.offers)} instead of {', '.join(self.offers)}"
+from enginery.plugin.records import PluginId, PluginRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +18,7 @@ class Manifest:
     absent: the others, so that a child can say why it has no part of theirs.
     """
 
-    plugins: tuple[ManifestEntry, ...]
+    plugins: tuple[PluginId, ...]
     options: tuple[str, ...] = ()
     blocked: tuple[str, ...] = ()
     absent: tuple[PluginRecord, ...] = ()
@@ -51,7 +27,7 @@ class Manifest:
     def of(cls, records: Sequence[PluginRecord], *, options: tuple[str, ...], blocked: tuple[str, ...]) -> Manifest:
         """The manifest of the plugins that these records say are live."""
         entries = (
-            ManifestEntry(name=record.name, distribution=record.distribution, version=record.version, offers=record.offers)
+            PluginId(name=record.name, distribution=record.distribution, version=record.version, offers=record.offers)
             for record in records
             if record.is_live
         )
@@ -66,8 +42,20 @@ class Manifest:
     def check(self, records: Sequence[PluginRecord]) -> None:
         """Raise `PluginError` with every difference between this manifest and what a child loaded."""
         here = {record.name: record for record in sorted(records, key=lambda record: record.is_live)}  # a live one comes last
-        problems = [f"{entry} {why}" for entry in self.plugins if (why := entry.difference(here.get(entry.name)))]
+        problems = [f"{entry} {why}" for entry in self.plugins if (why := _difference(entry, here.get(entry.name)))]
         if problems:
             advice = "Give every process the same environment: the same interpreter, PYTHONPATH and installed plugins."
             lines = ["this process does not have the plugins that its parent loaded; here", *problems]
             raise PluginError("\n  - ".join(lines) + "\n" + advice)
+
+
+def _difference(there: PluginId, here: PluginRecord | None) -> str:
+    """How the plugin of that name is another one here, or unusable; empty if it is the same."""
+    if here is None:
+        return "is not installed"
+    if not here.is_live:
+        return f"is {here.status}: {here.reason}"
+    if (here.distribution, here.version) != (there.distribution, there.version):
+        return f"is {here.distribution}=={here.version}"
+    same = here.offers == there.offers
+    return "" if same else f"offers {', '.join(here.offers)} instead of {', '.join(there.offers)}"

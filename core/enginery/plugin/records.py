@@ -34,23 +34,29 @@ FAILED = frozenset({Status.INCOMPATIBLE, Status.CONFLICT, Status.BROKEN})
 
 
 @dataclass(frozen=True, kw_only=True)
-class PluginRecord:
-    """One row of `engine plugins`. offers: `group:name` of every descriptor, and `commands`, `routes`, `observer`."""
+class PluginId:
+    """A plugin as all processes of an engine have it. offers: `group:name` of its descriptors, `commands`, `routes`, `observer`."""
 
     name: str
     distribution: str
     version: str
+    offers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"plugin {self.name} ({self.distribution}=={self.version})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginRecord(PluginId):
+    """One row of `engine plugins`."""
+
     status: Status
     reason: str = ""
-    offers: tuple[str, ...] = ()
 
     @property
     def is_live(self) -> bool:
         """Whether its parts can be used."""
         return self.status in (Status.LOADED, Status.NO_DEVICE)
-
-    def __str__(self) -> str:
-        return f"plugin {self.name} ({self.distribution}=={self.version})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from enginery.contracts.attention import (
@@ -25,10 +26,10 @@ from enginery.contracts.model import CheckpointSpec, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.parsers import ParserSpec
-from enginery.contracts.schedule import SchedulePolicySpec, StepReport
+from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.contracts.weights import WeightFormatSpec
 from enginery.errors import CheckpointError, PluginError
-from enginery.plugin.boundary import Observers
+from enginery.plugin.boundary import Observers, checked
 from enginery.plugin.checker import StrictPluginManager
 from enginery.plugin.discovery import Wanted
 from enginery.plugin.loading import Loaded, explain, load
@@ -112,11 +113,7 @@ class Registry:
         offer = self.sparse_coordinator(name)
         hook = self.manager.only(offer.plugin, "create_sparse_coordinator")
         build: Callable[[], SparseCoordinator | None] = functools.partial(hook, context=context)
-        built = _built(offer, hook.name, build)
-        coordinator_id = inspect.getattr_static(built, "coordinator_id", None)
-        if isinstance(built, str | type) or coordinator_id is None:
-            raise PluginError(f"{offer.source} built {built!r:.100}, which has no coordinator_id; build a SparseCoordinator")
-        return built
+        return checked(offer, _built(offer, hook.name, build), SparseCoordinator)
 
     def find_model(self, config: Mapping[str, Any]) -> tuple[Offer[ModelSpec], str]:
         """The family for a config.json, and why it is that one: of its `architectures` the first that any serves.
@@ -160,11 +157,6 @@ class Registry:
         """The options of the descriptor `name`, an instance of its dataclass; None if it has none."""
         return self.options.get(name)
 
-    def observe_step(self, report: StepReport) -> None:
-        """Tell the plugins that observe; what they raise goes to the log."""
-        if self.observers:
-            self.observers.report(report)
-
     def implementing(self, hook: str) -> list[PluginRecord]:
         """The live plugins that implement `hook`."""
         return [record for record in self.records if record.is_live and self.manager.implements(record.name, hook)]
@@ -205,6 +197,17 @@ def named(offers: Sequence[Offer[SpecT]], name: str, what: str, records: Sequenc
     raise PluginError(not_found(what, name, [offer.name for offer in offers], records))
 
 
+def raised_in(error: BaseException, registry: Registry) -> str:
+    """` in ` the plugin whose code raised, as messages name it, with function and line; empty if no plugin's did."""
+    modules = {record: registry.manager.get_plugin(record.name) for record in registry.records if record.is_live}
+    packages = {f"{module.__name__}.": record for record, module in modules.items() if isinstance(module, ModuleType)}
+    for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
+        for package, record in packages.items():
+            if f"{frame.f_globals['__name__']}.".startswith(package):
+                return f" in {record}, {frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"
+    return ""
+
+
 def _built(offer: Offer[object], hook: str, build: Callable[[], BuiltT | None]) -> BuiltT:
     """What the plugin's hook builds. Raises `PluginError` that names the plugin."""
     try:
@@ -217,8 +220,6 @@ def _built(offer: Offer[object], hook: str, build: Callable[[], BuiltT | None]) 
 
 
 def _of(loaded: Loaded, kind: type[SpecT]) -> tuple[Offer[SpecT], ...]:
-    """The offers whose descriptors are of this kind."""
-
     def is_kind(offer: Offer[object]) -> TypeGuard[Offer[SpecT]]:
         return isinstance(offer.spec, kind)
 

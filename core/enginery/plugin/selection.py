@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -13,8 +14,10 @@ from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parsers import ParserFacts, ParserKind, ParserSpec
 from enginery.contracts.weights import WeightFormatSpec
 from enginery.errors import PluginError, Unsupported
+from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer, PluginRecord, absent_plugins, not_found
 
+_log = logging.getLogger(__name__)
 NeedsT_contra = TypeVar("NeedsT_contra", contravariant=True)
 
 
@@ -66,7 +69,9 @@ def refusals(offer: Offer[Refusing[NeedsT_contra]], needs: NeedsT_contra) -> tup
             raise TypeError(f"refuse must return Reason objects, not {wrong[0]!r}")
         return reasons
     except Exception as error:  # a plugin's rule
-        return (Reason(rule="error", text=f"{offer.source} failed while it was asked: {type(error).__name__}: {error}"),)
+        failure = f"{offer.source} failed while it was asked: {explain(error)}"
+        _log.warning("%s", failure)
+        return (Reason(rule="error", text=failure),)
 
 
 def op_winners(offers: Iterable[Offer[OpSpec]]) -> dict[str, Offer[OpSpec]]:

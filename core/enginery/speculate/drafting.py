@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from itertools import takewhile
 from typing import Final, NamedTuple
 
@@ -11,7 +11,8 @@ from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec, Dra
 from enginery.contracts.grammars import RevocableGrammarState
 from enginery.contracts.request import RequestOutput
 from enginery.contracts.step import StepInput
-from enginery.plugin.boundary import gives_trees, inside
+from enginery.errors import PluginError
+from enginery.plugin.boundary import checked, gives_trees, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.schedule.request import Request
@@ -68,7 +69,7 @@ class Drafting:
         assert offer.spec.build is not None, "a drafter of the host is built"
         options = registry.options_for(offer.name)
         with inside(offer, "build the drafter"):
-            drafter = offer.spec.build(DraftContext(vocab_size=vocab_size, options=options))
+            drafter = checked(offer, offer.spec.build(DraftContext(vocab_size=vocab_size, options=options)), HostDrafter)
         return cls(drafter, offer, length=length, vocab_size=vocab_size, gives_trees=gives_trees(offer, options))
 
     def propose(self, table: RequestTable) -> dict[str, Sequence[int]]:
@@ -84,11 +85,16 @@ class Drafting:
             self._depth = self._drafter.depth
             found = self._drafter.of(wanted)
         else:
-            asks = [self._ask(request, most) for request, most in wanted]
-            with inside(self._offer, "guess tokens"):
-                told = zip(asks, self._drafter.propose(asks), strict=True)
-                found = [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in told]
+            found = self._asked_of(self._drafter, [self._ask(request, most) for request, most in wanted])
         return {key: tokens for key, tokens in found if tokens}
+
+    def _asked_of(self, drafter: HostDrafter, asks: Sequence[DraftAsk]) -> list[tuple[str, Sequence[int]]]:
+        with inside(self._offer, "guess tokens"):
+            told = drafter.propose(asks)
+            if not isinstance(told, Sized) or len(told) != len(asks):
+                needed = f"a sequence of tokens for each of {len(asks)} requests"
+                raise PluginError(f"{self._offer.source}: propose returned {told!r:.100}, and must return {needed}")
+            return [(ask.key, self._valid(tokens[: ask.most])) for ask, tokens in zip(asks, told, strict=True)]
 
     def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
         """As `schedule.scheduler.Drafts` says. Nobody's where the host reads them, or where they branch."""
@@ -99,9 +105,8 @@ class Drafting:
     def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int = 0) -> int:
         """How many tokens a draft model guesses at the end of a step of these requests, as many as pay with so many to come.
 
-        No trial begins with many tokens of prompts, as it is over after few steps and they would all be followed for it.
-
-        None where it has followed none of them well: it would guess badly, and nothing could be learnt from that.
+        No trial begins with many tokens of prompts, as it is over after few steps and they would all be followed for it. 0 where it
+        has followed none of them well: it would guess badly, and nothing could be learnt from that.
         """
         length = self._length.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else self._length.found(num_coming)
         return length if self._length.fixed is not None or (length and any(map(_is_followed, requests))) else 0
@@ -159,7 +164,8 @@ class Drafting:
         for key in [key for key, request in self._asked.items() if table.by_id.get(key) is not request]:
             del self._asked[key]
             assert not isinstance(self._drafter, MadeDrafts), "it is not asked"
-            self._drafter.forget(key)
+            with inside(self._offer, "forget a request"):
+                self._drafter.forget(key)
 
 
 def _is_followed(request: Request) -> bool:

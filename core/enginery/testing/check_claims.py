@@ -17,7 +17,6 @@ from enginery.contracts.attention import Reason
 from enginery.contracts.batch import Phase
 from enginery.errors import Unsupported
 from enginery.kv.pool import TORCH_DTYPES
-from enginery.plugin.checker import marked_options
 from enginery.plugin.selection import refusals as refusals_of
 from enginery.plugin.selection import select
 from enginery.testing.cases import AttnCase, Kind, Row, unclaimed
@@ -29,9 +28,7 @@ from enginery.testing.workbench import Workbench
 @rule(leaf_cases, "Mark each hook with @hookimpl and take only arguments of its specification, by their names.")
 def hooks(subject: Subject, case: AttnCase) -> None:
     """A backend implements attend, advance and the hooks that it claims, with the arguments that they have."""
-    bench = Workbench(subject, case)  # with a relay, which checks the id and the arguments
-    backend = bench.backend
-    can = subject.can
+    bench, can = Workbench(subject, case), subject.can  # with a relay, which checks the id and the arguments
     for name, claims, hook in (
         ("mla_ragged", can.mla_ragged, "init_mha_chunk_metadata"),
         ("graphs", can.graphs, "init_graph_state"),
@@ -39,7 +36,7 @@ def hooks(subject: Subject, case: AttnCase) -> None:
         ("trees", can.trees, "verify_mask"),
         ("phase verify of recurrences", bool(can.recurrences) and Phase.VERIFY in can.phases, "commit_state"),
     ):
-        if claims != (marked_options(backend, hook) is not None):
+        if claims != bench.leaf.has(hook):
             raise BrokenRule(f"capabilities say {name}={claims}, and the backend has {'no ' if claims else ''}{hook}")
     for claimed, method in ((can.causal or can.mla, "attend"), (bool(can.recurrences), "advance")):
         if claimed and method not in bench.leaf.methods:

@@ -124,7 +124,6 @@ def _compiled(source: str) -> jinja2.Template:
 
 @lru_cache(maxsize=8)
 def _variables_of(source: str) -> frozenset[str]:
-    """The variables that the template takes from outside."""
     environment = _environment()
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
 

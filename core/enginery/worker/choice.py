@@ -22,7 +22,7 @@ from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
 from enginery.errors import CheckpointError
 from enginery.kv.pool import TORCH_DTYPES
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import described
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import op_winners, weigh_ops
@@ -128,8 +128,7 @@ def choose(
     """
     checkpoint = find_checkpoint(asked, registry)
     family, family_reason = registry.find_model(checkpoint.config)
-    with inside(family, f"describe the model in {checkpoint.folder}"):
-        facts = family.spec.describe(checkpoint.config)
+    facts = described(family, checkpoint.config, f"the model in {checkpoint.folder}")
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)
     settings = resolve(asked, device, facts, config=checkpoint.config)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
@@ -230,17 +229,15 @@ def _weight_format(
 def op_decisions(offers: Sequence[Offer[OpSpec]]) -> list[Decision]:
     """One for each set that an operation is taken from. offers: those that refuse nothing, the highest priority first."""
     taken: dict[str, list[str]] = {}
-    sources = {offer.spec.name: offer for offer in offers}
-    for operation, offer in op_winners(offers).items():
-        taken.setdefault(offer.spec.name, []).append(operation)
+    for operation, winner in op_winners(offers).items():
+        taken.setdefault(winner.name, []).append(operation)
+    why = "the highest priority that has them and refuses nothing"
     return [
         Decision(
-            setting="ops",
-            value=f"{name}: {', '.join(operations)}",
-            reason=f"the highest priority that has them and refuses nothing, from {sources[name].source}",
-            source=sources[name].source,
+            setting="ops", value=f"{name}: {', '.join(taken[name])}", reason=f"{why}, from {offer.source}", source=offer.source
         )
-        for name, operations in taken.items()
+        for offer in offers
+        if (name := offer.name) in taken
     ]
 
 

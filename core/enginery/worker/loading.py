@@ -23,7 +23,7 @@ from enginery.kv.pool import PagedKVPool
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import checked, inside
 from enginery.worker.choice import Choice
 from enginery.worker.geometry import no_pages
 from enginery.worker.weights.formats import FormatReader, kept_schemes, stated_quantization
@@ -82,7 +82,7 @@ def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: F
     setting = rank_setting(choice, reader, ops=ops, comm=SingleRank(ops))
     context = model_context(choice, record, setting, socket=socket, pool=pool, device=device)
     with inside(choice.family, "build the model"):
-        choice.family.spec.build(context)
+        checked(choice.family, choice.family.spec.build(context), Model)
     return record
 
 

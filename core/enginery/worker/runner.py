@@ -133,10 +133,6 @@ class Runner:
             path = LanePath(self.model, self.relay, self.feed, results=self.results, lanes=self.model.lanes)
         return BestTokens(path, self.model, self.feed)
 
-    def resume_at(self, number: int) -> None:
-        """The next step has this number: those before that have not come were given up with all of their requests."""
-        self.tables.next_number = number
-
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Start the step's forward. Inputs that are pending must be of the step launched before."""
@@ -191,7 +187,6 @@ class Runner:
         )
 
     def _path_of(self, step: StepInput) -> ForwardPath:
-        """The way that the step is to be run in."""
         ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self._pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
@@ -301,7 +296,7 @@ class Runner:
         assert forwarded.batch is not None, "a step that a draft model follows keeps its batch"
         features = self.feed.named.buffers.get(FEATURES, forwarded.hidden)
         assert features is not None, "and its hidden states"
-        draws = _draws(step, sampling, ops=self.ops, device=self.device, siblings=self._siblings, agreement=self.agreement)
+        draws = self._draws(step, sampling)
         told, graphs, tables = tokens.clamp(min=0), self._draft_graphs, self.tables
         if forwarded.captured is not None and graphs is not None:
             features = features[: forwarded.batch.num_tokens]
@@ -316,6 +311,11 @@ class Runner:
             return Guesses(found, None)
         self.feed.keep_drafts(found, launched.seats())
         return Guesses(found.to("cpu", non_blocking=True), recorded(is_cuda=self._is_cuda))
+
+    def _draws(self, step: StepInput, sampling: SamplingInput | None) -> GuessDraws:
+        """How guesses behind a step are chosen."""
+        rows, together = begins_of(step.sampled_rows), None if self.agreement is None else self.agreement.of_guesses(step)
+        return GuessDraws(sampling, rows, ops=self.ops, device=self.device, siblings=self._siblings, together=together)
 
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor | None:
         """The last hidden states of these items, [E, C] float32, on their way to the host."""
@@ -345,20 +345,6 @@ def _most_right(step: StepInput, cuts: Mapping[int, int]) -> np.ndarray:
     for index, most_told in cuts.items():
         most[index] = min(most[index], most_told - 1)
     return most
-
-
-def _draws(
-    step: StepInput,
-    sampling: SamplingInput | None,
-    *,
-    ops: OpTable,
-    device: torch.device,
-    siblings: int,
-    agreement: Agreement | None,
-) -> GuessDraws:
-    """How guesses behind a step are chosen."""
-    together = None if agreement is None else agreement.of_guesses(step)
-    return GuessDraws(sampling, begins_of(step.sampled_rows), ops=ops, device=device, siblings=siblings, together=together)
 
 
 def _captured_paths(model: Model, captured: Captured, feed: TokenFeed) -> tuple[ForwardPath | None, ForwardPath | None]:

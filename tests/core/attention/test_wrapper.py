@@ -7,6 +7,8 @@ from core.attention.batches import Planner, make_batch
 from enginery.attention.hookspecs import BackendHooks
 from enginery.attention.relay import HOOKS, BackendRelay
 from enginery.attention.wrapper import Wrapper
+from enginery.contracts.attention import AttnBackend
+from enginery.contracts.plan import ForwardPlan
 from enginery.plugin.checker import check
 from enginery.plugin.hookspecs import hookimpl
 
@@ -51,3 +53,18 @@ def test_what_the_inner_one_lacks_the_wrapper_lacks() -> None:
     assert relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=8, **asked) is None
     assert relay.ask("device_prologue", **asked) is None
     assert set(HOOKS) >= {"init_graph_state", "device_prologue"}
+
+
+def test_a_relay_tells_which_hooks_the_inner_one_has_or_the_wrapper_adds() -> None:
+    class Adding(Wrapper):
+        @hookimpl
+        def device_prologue(self, plan: ForwardPlan) -> bool:
+            return True
+
+    def hooks(backend: AttnBackend) -> set[str]:
+        relay = BackendRelay(backend, "plugin mine (mine==1)")
+        return {hook for hook in ("plan_forward_metadata", "init_graph_state", "device_prologue", "verify_mask") if relay.has(hook)}
+
+    assert hooks(Counting(Planner("inner#0"))) == {"plan_forward_metadata"}
+    assert hooks(Counting(Counting(Graphed("inner#0")))) == {"plan_forward_metadata", "init_graph_state"}
+    assert hooks(Counting(Adding(Planner("inner#0")))) == {"plan_forward_metadata", "device_prologue"}

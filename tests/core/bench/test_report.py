@@ -150,7 +150,7 @@ def test_a_start_is_timed_part_by_part(monkeypatch: pytest.MonkeyPatch, capsys: 
             return SlowEngine()
 
     monkeypatch.setattr("enginery.engine.engine.Engine", Late)
-    monkeypatch.setattr("enginery.config.installed.registry_for", lambda asked: None)
+    monkeypatch.setattr("enginery.config.sources.registry_for", lambda asked: None)
     options = json.dumps(vars(EngineOptions(blocked_plugins=("x",))))
     startup.main(str(time.monotonic() - 5), options, "4")
     printed = json.loads(capsys.readouterr().out)

@@ -211,6 +211,21 @@ def test_a_torch_that_cannot_be_imported_is_told(tmp_path, monkeypatch) -> None:
     assert "pip install torch" in row["advice"]
 
 
+def test_a_plugin_that_every_command_waits_for_is_named(plugins, monkeypatch) -> None:
+    monkeypatch.setattr(doctor_module, "present_devices", lambda: frozenset({"cpu"}))
+    plugins("quick", PLUGIN.replace("NAME", "quick").replace("ARCHITECTURE", "Quick"))
+    waits = "import time\ntime.sleep(1.2)\n"
+    plugins("lazy-one", waits + PLUGIN.replace("NAME", "lazy").replace("ARCHITECTURE", "Lazy"), name="lazy")
+    plugins("heavy", "import torch\n" + PLUGIN.replace("NAME", "heavy").replace("ARCHITECTURE", "Heavy"))
+    with quick_processes.own_processes():
+        checks = doctor_module._plugins(is_model_named=True)
+    told = {check.name: check for check in checks if check.name.startswith("import of ")}
+    assert told.keys() == {"import of lazy", "import of heavy"}
+    assert {check.status for check in told.values()} == {"warn"}
+    assert "importing it takes 1." in told["import of lazy"].detail
+    assert " s and brings torch, and every command of engine imports it" in told["import of heavy"].detail
+
+
 def test_broken_plugins_are_told_with_their_distribution(plugins, monkeypatch) -> None:
     monkeypatch.setattr(doctor_module, "_torch", list)
     plugins("good", PLUGIN.replace("NAME", "good").replace("ARCHITECTURE", "Good"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from enginery.contracts.grammars import Grammar, GrammarKind
 from enginery.contracts.request import SamplingParams
-from enginery.engine.sampling_input import Prepared, SamplingRow, sampling_input
+from enginery.contracts.step import SamplingInput
+from enginery.engine.sampling_input import SamplingRow, sampling_input
 from enginery.engine.token_masks import fill_masks
 from enginery.errors import RequestError
 from enginery.nn.reference_ops import reference_ops
@@ -50,21 +51,21 @@ def row(state: Allows | None, num_output: int = 0, **params: object) -> Sampling
     return SamplingRow(params=given_params, token_ids=token_ids, num_prompt_tokens=1, position=len(token_ids), grammar=state)
 
 
-def prepared(*rows: SamplingRow, vocab_size: int = 70) -> Prepared:
+def prepared(*rows: SamplingRow, vocab_size: int = 70) -> tuple[SamplingInput, Mapping[int, str]]:
     return sampling_input(rows, EOS, vocab_size=vocab_size)
 
 
-def adjusted(logits: torch.Tensor, made: Prepared) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, made: tuple[SamplingInput, Mapping[int, str]]) -> torch.Tensor:
     """What the worker chooses from."""
     seen: list[torch.Tensor] = []
     ops = dataclasses.replace(reference_ops(), greedy=lambda values: seen.append(values) or values.argmax(-1))
-    sampling.sample(logits, made.sampling, ops=ops)
+    sampling.sample(logits, made[0], ops=ops)
     return seen[0]
 
 
 def allowed(*rows: SamplingRow, vocab_size: int = 70) -> list[set[int]]:
     made = prepared(*rows, vocab_size=vocab_size)
-    assert not made.refused
+    assert not made[1]
     logits = adjusted(torch.zeros(len(rows), vocab_size), made)
     return [set(torch.isfinite(values).nonzero().flatten().tolist()) for values in logits]
 
@@ -84,7 +85,7 @@ def test_a_row_takes_only_what_its_grammar_allows_whatever_its_bias(temperature:
     rows = [row(Allows({5}), temperature=temperature, logit_bias={6: 100}), row(None, temperature=0)]
     logits = torch.zeros(2, 70)
     logits[:, 9] = 30.0
-    assert sampling.sample(logits, prepared(*rows).sampling, ops=reference_ops()).tolist() == [5, 9]
+    assert sampling.sample(logits, prepared(*rows)[0], ops=reference_ops()).tolist() == [5, 9]
     assert logits[0, 5] == 0, "the caller's logits were changed"
 
 
@@ -101,7 +102,7 @@ def test_an_end_comes_late_where_that_is_asked_for(params: dict[str, object], ex
 def test_an_end_comes_where_nothing_else_may(params: dict[str, object]) -> None:
     assert allowed(row(Allows({3, 40}), 2, **params)) == [{3, 40}]
     rows = [row(Allows({3}), **params)]
-    assert sampling.sample(torch.randn(1, 70), prepared(*rows).sampling, ops=reference_ops()).tolist() == [3]
+    assert sampling.sample(torch.randn(1, 70), prepared(*rows)[0], ops=reference_ops()).tolist() == [3]
 
 
 def test_stop_tokens_wait_for_min_tokens_too() -> None:
@@ -110,6 +111,6 @@ def test_stop_tokens_wait_for_min_tokens_too() -> None:
 
 def test_a_row_that_cannot_go_on_is_named_and_the_others_are_masked() -> None:
     made = prepared(row(Allows({5})), row(Allows((), broken=True)), row(Allows(())))
-    assert made.refused == {1: "too many states", 2: "the grammar allows no token here, not even the end"}
+    assert made[1] == {1: "too many states", 2: "the grammar allows no token here, not even the end"}
     logits = adjusted(torch.zeros(3, 70), made)
     assert torch.isfinite(logits).sum(-1).tolist() == [1, 70, 70]

@@ -262,8 +262,8 @@ def test_hook_observe_step(site, caplog) -> None:
     site.install("bad", OBSERVER.replace("LAST", "raise KeyError('x')"), version="3.1")
     registry = Registry.load()
     with caplog.at_level(logging.ERROR):
-        registry.observe_step(REPORT)
-        registry.observe_step(REPORT)
+        registry.observers.report(REPORT)
+        registry.observers.report(REPORT)
     modules = {name: registry.manager.get_plugin(name) for name in ("good", "bad")}
     assert modules["good"].seen == [3, 3]
     assert modules["bad"].seen == [3]
@@ -277,4 +277,4 @@ def test_hook_observe_step_costs_nothing_when_nobody_observes(site) -> None:
     registry = Registry.load()
     assert not registry.observers
     registry.manager.add_hookcall_monitoring(pytest.fail, lambda *rest: None)
-    registry.observe_step(REPORT)
+    registry.observers.report(REPORT)

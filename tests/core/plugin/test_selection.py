@@ -97,10 +97,11 @@ def test_when_all_refuse_every_ones_reasons_are_listed() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, ["a word"]])
-def test_a_rule_that_fails_is_a_reason_that_names_the_plugin(answer) -> None:
+def test_a_rule_that_fails_is_a_reason_that_names_the_plugin_and_is_told(answer, caplog) -> None:
     candidates = weigh(NEEDS, [offer("odd", 9, refuse_also=lambda needs: answer), offer("fine")])
     assert [candidate.chosen for candidate in candidates] == [False, True]
-    assert "plugin p-odd (d-odd==1) failed while it was asked" in candidates[0].reasons[0].text
+    assert "plugin p-odd (d-odd==1) failed while it was asked: TypeError: " in candidates[0].reasons[0].text
+    assert [record.getMessage() for record in caplog.records] == [candidates[0].reasons[0].text]
 
 
 MODELS = """
@@ -200,6 +201,12 @@ def test_an_operation_that_does_not_exist_is_refused(site) -> None:
     assert "it provides 'rms_nrm', which is no operation; did you mean rms_norm" in record.reason
 
 
+def test_a_text_is_no_tuple_of_operations(site) -> None:
+    site.install("m", MODELS.replace('("rms_norm",)', '"rms_norm"'))
+    (record,) = (record for record in Registry.load().records if record.name == "m")
+    assert record.reason.endswith("provides is 'rms_norm', but must be a tuple of at least one name")
+
+
 def test_schedule_policies_are_found_by_name_and_auto_is_first_come_first_served(site) -> None:
     registry = Registry.load()
     assert registry.schedule_policy("auto").name == "fcfs"
@@ -207,13 +214,22 @@ def test_schedule_policies_are_found_by_name_and_auto_is_first_come_first_served
         registry.schedule_policy("fcsf")
 
 
-@pytest.mark.parametrize("key", ["lambda request: 1 / 0", "lambda request: 'first'", "lambda request: None"])
-def test_a_schedule_policy_that_fails_is_named(site, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("lambda request: 1 / 0", "could not give a request its place: ZeroDivisionError"),
+        ("lambda request: 'first'", "gave a request the place 'first'; a key is a tuple of numbers"),
+        ("lambda request: None", "gave a request the place None; a key is a tuple of numbers"),
+        ("lambda request: 3", "gave a request the place 3; a key is a tuple of numbers"),
+        ("lambda request: (0, float('nan'))", r"gave a request the place \(0, nan\); a key is a tuple of numbers"),
+    ],
+)
+def test_a_schedule_policy_that_fails_is_named(site, key: str, said: str) -> None:
     code = f"return [SchedulePolicySpec(name='odd', api=(2, 0), key={key}, summary='')]"
     code = f"from enginery.api import SchedulePolicySpec, hookimpl\n@hookimpl\ndef register_schedule_policies():\n    {code}\n"
     site.install("policy-odd", code)
     policy = guarded_policy(Registry.load().schedule_policy("odd"))
-    with pytest.raises(PluginError, match=r"plugin policy-odd \(policy-odd==1.0\) could not give a request its place: \w+Error"):
+    with pytest.raises(PluginError, match=rf"plugin policy-odd \(policy-odd==1.0\) {said}"):
         policy.key(QueuedFacts(request_id="a", priority=0, arrival_s=0.0, num_tokens=1))
 
 

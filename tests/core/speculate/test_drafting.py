@@ -228,11 +228,19 @@ def test_who_is_stopped_is_asked_no_more_until_its_name_is_new() -> None:
     assert drafting.propose(table_of(running("r")))
 
 
-@pytest.mark.parametrize("propose", [lambda asks: 1 / 0, lambda asks: []], ids=["raises", "says too little"])
-def test_a_drafter_that_fails_is_named(propose: Callable[[object], object]) -> None:
+@pytest.mark.parametrize(
+    ("propose", "said"),
+    [
+        (lambda asks: 1 / 0, r"could not guess tokens: ZeroDivisionError"),
+        (lambda asks: [], r"propose returned \[\], and must return a sequence of tokens for each of 1 requests"),
+        (lambda asks: None, r"propose returned None, and must return"),
+    ],
+    ids=["raises", "says too little", "says nothing"],
+)
+def test_a_drafter_that_fails_is_named(propose: Callable[[object], object], said: str) -> None:
     drafter = Noting()
     drafter.propose = propose  # type: ignore[assignment]
-    with pytest.raises(PluginError, match=r"enginery-p==1\.2\) could not guess tokens"):
+    with pytest.raises(PluginError, match=rf"enginery-p==1\.2\):? {said}"):
         drafting_of(drafter).propose(table_of(running("r")))
     with pytest.raises(PluginError, match=r"enginery-p==1\.2\) could not build the drafter: .*no room"):
         drafting_of(ValueError("no room"))

@@ -13,10 +13,12 @@ import pytest
 import torch
 from core.testing import bad_backends
 from core.testing.bad_backends import BAD
+from core.testing.good_backend import GoodBackend
 from few_checks import few
 from pairwise import EVERYTHING
 
-from enginery.contracts.attention import AttnLayerFacts, Capabilities
+from enginery.attention.wrapper import Wrapper
+from enginery.contracts.attention import AttnLayerFacts, BackendContext, Capabilities
 from enginery.contracts.batch import Phase
 from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
 from enginery.errors import Unsupported
@@ -49,6 +51,18 @@ def test_a_backend_of_one_page_size_is_tried_on_it(page_size: int) -> None:
     assert all(
         f"page {page_size}, " in row.case for row in rows if row.outcome == "passed" and row.case and "attention," not in row.case
     )
+
+
+@pytest.mark.parametrize(("claims", "failed"), [({}, False), ({"trees": False}, True)], ids=["as the inner one", "less"])
+def test_a_wrapper_s_hooks_are_those_of_what_it_wraps(claims: dict[str, object], *, failed: bool) -> None:
+    class Watching(Wrapper):
+        def __init__(self, context: BackendContext) -> None:
+            super().__init__(GoodBackend(context))
+
+    subject = claiming(graphs=False, **claims)
+    rule = next(rule for rule in RULES if rule.name == "hooks")
+    rows = run_conformance(dataclasses.replace(subject, create=Watching), rules=(rule,)).rows
+    assert {row.outcome for row in rows} == {"failed" if failed else "passed"}, [row.message for row in rows]
 
 
 def claiming(**capabilities: object) -> Subject:

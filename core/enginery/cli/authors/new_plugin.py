@@ -145,6 +145,7 @@ def write_plugin(kind: str, name: str, folder: Path) -> Path:
     for template, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_filled(template.read_text(), words))
+    (package / "py.typed").touch()
     if kind == "checkpoint":
         from enginery.testing.fixtures import TINY_CONFIG
 
@@ -163,7 +164,7 @@ def _words(kind: str, name: str) -> dict[str, str]:
     words["summary"] = f"{chosen.summary[0].upper()}{chosen.summary[1:]}, for Enginery."
     words["use"] = _filled(chosen.use, words)
     if isinstance(chosen.group, HookGroup):
-        words["api"] = str(CONTRACT_VERSIONS[chosen.group])
+        words["api"] = str((CONTRACT_VERSIONS[chosen.group][0], 0))  # no template uses what later minors added
     major, minor, *_ = __version__.split(".")
     words["bounds"] = f">={major}.{minor},<{major}.{int(minor) + 1}"
     return words

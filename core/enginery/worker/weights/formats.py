@@ -14,7 +14,7 @@ from enginery.contracts.ops import OpSpec
 from enginery.contracts.weights import FormatNeeds, Scheme, StoredPart, StoredWeight, WeightFormat, WeightFormatSpec
 from enginery.errors import PluginError
 from enginery.nn.reference_ops import REFERENCE_SCHEMES
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import check_is, checked, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.selection import ranked, refusals
 
@@ -74,7 +74,7 @@ class FormatReader:
     ) -> FormatReader:
         """Import what is heavy."""
         with inside(offer, f"load the weight format {offer.name!r}"):
-            return cls(offer, config, offer.spec.load(), stored)
+            return cls(offer, config, checked(offer, offer.spec.load(), WeightFormat), stored)
 
     def scheme(self, module: str) -> Scheme | None:
         """How the module of that full name is stored; None: plain."""
@@ -82,7 +82,8 @@ class FormatReader:
         if tensor is not None and tensor.dtype in PLAIN:
             return None
         with inside(self.offer, f"tell how {module} is stored"):
-            return self.offer.spec.reads(self.config, module)
+            scheme = self.offer.spec.reads(self.config, module)
+        return None if scheme is None else check_is(self.offer, scheme, Scheme, by=f"reads of {module}")
 
     def parts(self, scheme: Scheme) -> Sequence[StoredPart]:
         """The tensors of a matrix."""

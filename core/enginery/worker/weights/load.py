@@ -18,6 +18,7 @@ import torch
 from enginery.checkpoint.files import READABLE, StoredTensor
 from enginery.checkpoint.reader import Tell, read_tensors
 from enginery.nn.stored import widen
+from enginery.plugin.boundary import inside
 from enginery.worker.weights.formats import FormatReader
 from enginery.worker.weights.host_memory import empty_on_host
 from enginery.worker.weights.pieces import Piece, Slice
@@ -69,7 +70,9 @@ def _made(part: Slice, read: Mapping[Slice, torch.Tensor], reader: FormatReader 
     assert reader is not None, f"{part.name} is stored in {part.scheme}"
     assert part.scheme is not None
     made_of = {suffix: _columns(source, read) for suffix, source in part.made_of}
-    return part.of_made(widen(reader.unpack(made_of, part.scheme), dtype))
+    weight = reader.unpack(made_of, part.scheme)
+    with inside(reader.offer, f"unpack {part.name} to the rows and columns that the model needs"):
+        return part.of_made(widen(weight, dtype))
 
 
 class _Told:

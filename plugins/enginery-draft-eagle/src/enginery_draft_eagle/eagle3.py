@@ -23,6 +23,7 @@ from enginery.api import (
     StageTensors,
     WeightSource,
 )
+from enginery.nn.attention import take_out
 from enginery.nn.decoder import dense_mlp
 from enginery.nn.norm import take_norm
 from enginery.nn.rotary import rotary_table
@@ -39,17 +40,7 @@ class WideAttention:
         self.qkv = weights.linear(
             LinearShape(names=names, rows=rows, columns=2 * shape.hidden_size, cut=Cut.ROWS, unit=(dim,) * 3, bias=bias)
         )
-        self.out = weights.linear(
-            LinearShape(
-                names=("o_proj",),
-                rows=(shape.hidden_size,),
-                columns=heads * dim,
-                cut=Cut.COLUMNS,
-                unit=dim,
-                bias=bias,
-                complete=False,
-            )
-        )
+        self.out = take_out(weights, "o_proj", hidden=shape.hidden_size, heads=heads, dim=dim, bias=bias)
         self.spec, self.dim = context.stage.spec(0, scale=dim**-0.5), dim
         self.num_heads = self.spec.facts.num_heads  # of this rank
         self.num_rotated = self.num_heads + self.spec.facts.num_kv_heads

@@ -22,6 +22,7 @@ from enginery.api import (
     RecurrentWeights,
     WeightSource,
 )
+from enginery.nn.attention import take_out
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
 from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.nn.moe import layer_mlp
@@ -73,9 +74,7 @@ class RotatedLightningAttention:
         norms = [weights.take(f"{name}_layernorm.weight", (dim,)).expand(facts.value_heads, dim) for name in ("query", "key")]
         self.head_norms, self.eps = torch.cat(norms), ring.decoder.rms_eps  # [2 H, D]
         self.norm = GroupedNorm(context, weights, "g_norm", size=width, groups=ring.num_groups, unit=dim, eps=self.eps)
-        self.out = weights.linear(
-            LinearShape(names=("dense",), rows=(hidden,), columns=width, cut=Cut.COLUMNS, unit=dim, complete=False)
-        )
+        self.out = take_out(weights, "dense", hidden=hidden, heads=of.value_heads, dim=dim)
         own = weights.share(of.value_heads)
         decays = torch.tensor(ring.log_decay(layer)[own.start : own.stop], dtype=torch.float32, device=context.device)
         self.spec, self.facts = dataclasses.replace(spec, recurrent=RecurrentWeights(log_decay=decays)), facts

@@ -24,6 +24,7 @@ from enginery.api import (
     RecurrentWeights,
     WeightSource,
 )
+from enginery.nn.attention import take_out
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, LayerFactory
 from enginery.nn.norm import GroupedNorm
 from enginery.nn.recurrent import recurrent_facts, take_conv
@@ -125,17 +126,7 @@ class Mamba2Mixer:
             )
         )
         self.sizes = (facts.value_heads * facts.value_dim, facts.mixed_width, facts.gates_width)
-        self.out = weights.linear(
-            LinearShape(
-                names=("out_proj",),
-                rows=(hidden,),
-                columns=inner,
-                cut=Cut.COLUMNS,
-                unit=of.value_dim,
-                bias=shape.out_bias,
-                complete=False,
-            )
-        )
+        self.out = take_out(weights, "out_proj", hidden=hidden, heads=of.value_heads, dim=of.value_dim, bias=shape.out_bias)
         conv, conv_bias = take_conv(weights, "conv1d", of, bias=shape.conv_bias)
         a_log, dt_bias, skip = (
             weights.take(name, (of.value_heads,), dtype=torch.float32, cut=Cut.ROWS) for name in ("A_log", "dt_bias", "D")

@@ -23,7 +23,7 @@ from enginery.api import (
     RecurrentWeights,
     WeightSource,
 )
-from enginery.nn.attention import SelfAttention
+from enginery.nn.attention import SelfAttention, take_out
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer, layer_attention
 from enginery.nn.moe import layer_mlp
 from enginery.nn.norm import GroupedNorm
@@ -125,9 +125,7 @@ class LightningAttention:
             )
         )
         self.norm = GroupedNorm(context, weights, "norm", size=heads * dim, groups=1, unit=dim, eps=LIGHTNING_NORM_EPS)
-        self.out = weights.linear(
-            LinearShape(names=("out_proj",), rows=(hidden,), columns=heads * dim, cut=Cut.COLUMNS, unit=dim, complete=False)
-        )
+        self.out = take_out(weights, "out_proj", hidden=hidden, heads=heads, dim=dim)
         own = weights.share(heads)
         decays = torch.tensor(log_decay[own.start : own.stop], dtype=torch.float32, device=context.device)
         self.spec, self.facts = dataclasses.replace(spec, recurrent=RecurrentWeights(log_decay=decays)), facts

@@ -1,0 +1,104 @@
+"""What a plugin's author is told whose part is of the wrong kind or fails in a step: the plugin, its version, the place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.versions import HookGroup
+from enginery.contracts.weights import Scheme, StoredWeight, WeightFormatSpec
+from enginery.engine.engine import Engine
+from enginery.errors import PluginError
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry, raised_in
+from enginery.worker.weights.formats import FormatReader
+
+ROWS = Scheme(values="f8e4m3", block=(1, 0))
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> EngineOptions:
+    config = dict(architectures=["EchoForCausalLM"], vocab_size=97, max_position_embeddings=256, eos_token_id=[5, 6])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return EngineOptions(model=str(tmp_path), load_format="dummy", num_pages=64, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"describe": lambda config: None}, r": describe returned None, which is no ModelFacts"),
+        ({"build": lambda context: None}, r" built None, which is no Model: it has no forward, logits"),
+    ],
+    ids=["describe", "build"],
+)
+def test_a_family_that_answers_with_something_else_is_named(
+    asked: EngineOptions, changed: dict[str, Callable[[Any], Any]], said: str
+) -> None:
+    registry = Registry.load()
+    (echo,) = (offer for offer in registry.models if offer.name == "echo")
+    wrong = dataclasses.replace(echo, spec=dataclasses.replace(echo.spec, **changed))
+    with pytest.raises(PluginError, match=rf"plugin echo \(enginery-echo==.*\){said}"):
+        Engine.build(asked, dataclasses.replace(registry, models=(wrong,)))
+
+
+@pytest.mark.parametrize(("missing", "place"), [("pool", "attend"), ("page_size", "plan_forward_metadata")])
+def test_what_a_plugin_raises_in_a_step_names_it_and_the_function(
+    asked: EngineOptions, monkeypatch: pytest.MonkeyPatch, missing: str, place: str
+) -> None:
+    from enginery_echo.backend import EchoAttention
+
+    built = EchoAttention.__init__
+
+    def without(self: EchoAttention, context: Any) -> None:
+        built(self, context)
+        delattr(self, missing)
+
+    monkeypatch.setattr(EchoAttention, "__init__", without)
+    engine = Engine.build(asked, Registry.load())
+    engine.submit(GenerationRequest(request_id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=3)))
+    with pytest.raises(AttributeError) as error:
+        engine.step()
+    first, last = error.value.__notes__[0].split("\n")
+    assert first.startswith("raised in plugin echo (enginery-echo==0.1.0), ")
+    assert f" {place} (" in first
+    assert "backend.py, line " in first
+    assert last.startswith("in step 0 with 1 requests and 2 tokens, running model ")
+    (told,) = engine.recover(error.value)
+    assert "the step that the request was in failed in plugin echo (enginery-echo==0.1.0), " in str(told.error)
+
+
+def test_what_the_core_raises_names_no_plugin() -> None:
+    with pytest.raises(KeyError) as error:
+        _ = {}["ours"]
+    assert raised_in(error.value, Registry.load()) == ""
+
+
+class Format:
+    def parts(self, scheme: Scheme) -> list[Any]:
+        return []
+
+    def unpack(self, parts: object, scheme: Scheme) -> StoredWeight:
+        return StoredWeight(scheme=scheme, values=torch.ones(1), scales=torch.ones(1))
+
+
+def format_offer(**changed: object) -> Offer[WeightFormatSpec]:
+    fields: dict[str, Any] = dict(name="mine", api=(2, 0), priority=0, summary="", methods=("mine",), refuse=lambda needs: [])
+    spec = WeightFormatSpec(**(fields | {"reads": lambda config, module: ROWS, "load": Format} | changed))
+    return Offer(spec=spec, group=HookGroup.WEIGHT_FORMAT, name="mine", plugin="p", distribution="enginery-p", version="1")
+
+
+def test_a_format_that_answers_with_something_else_is_named() -> None:
+    with pytest.raises(PluginError, match=r"plugin p \(enginery-p==1\) built None, which is no WeightFormat: it has no parts"):
+        FormatReader.load(format_offer(load=lambda: None), {}, None)
+    reader = FormatReader.load(format_offer(reads=lambda config, module: "fp8"), {}, None)
+    with pytest.raises(PluginError, match=r"p==1\): reads of model.norm returned 'fp8', which is no Scheme"):
+        reader.scheme("model.norm")
+    assert FormatReader.load(format_offer(reads=lambda config, module: None), {}, None).scheme("lm_head") is None

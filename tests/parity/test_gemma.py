@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options
 from parity.oracle import Oracle, shape
-from transformers import Gemma2Config, Gemma3TextConfig
+from transformers import Gemma2Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 
 import enginery_model_gemma
+from enginery.config.schema import EngineOptions
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import RankAnswer, RankThreads
@@ -56,6 +58,21 @@ def test_so_do_several_ranks_and_stages(oracle: Oracle, tensor_size: int) -> Non
 def test_the_engine_gives_its_greedy_tokens(oracle: Oracle, registry: Registry) -> None:
     engine = Engine.build(options(oracle, max_batch_tokens=16), registry)
     assert_greedy(oracle, generate(engine, oracle.prompts[3:5]), oracle.prompts[3:5])
+
+
+def test_of_a_model_for_images_the_text_is_served(registry: Registry, tmp_path: Path) -> None:
+    """In the hub's names, which transformers writes; what is of images is not read."""
+    text = GEMMAS["gemma3"].to_dict()
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=sizes, mm_tokens_per_image=4, image_token_index=text["vocab_size"] - 1)
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = list(range(5, 45))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt])).logits[0, -1]
+    asked = EngineOptions(model=str(tmp_path), dtype="float32", device="cpu", num_pages=200)
+    torch.testing.assert_close(last_logits(registry, asked, prompt), wanted, atol=1e-4, rtol=0)
 
 
 def test_half_precision_stays_close(oracle: Oracle, registry: Registry) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from transformers import Gemma2Config, Gemma3TextConfig
 
@@ -16,7 +18,7 @@ THIRD = SIZES | {"architectures": ["Gemma3ForCausalLM"], "max_position_embedding
 
 def test_both_are_offered() -> None:
     offered = {name for spec in register_models() for name in spec.architectures}
-    assert offered == {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
+    assert offered == {"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"}
 
 
 def test_files_of_the_hub_have_windows_by_their_pattern() -> None:
@@ -42,6 +44,21 @@ def test_both_spellings_of_ropes_are_read() -> None:
 def test_what_a_file_leaves_out_is_what_transformers_takes(given: dict[str, object], made: type) -> None:
     stated = made(**{key: value for key, value in given.items() if key != "architectures"}).to_dict()
     assert shape(stated | {"architectures": given["architectures"]}) == shape(given)
+
+
+def test_the_text_of_a_model_for_images_is_read_as_the_hub_has_it() -> None:
+    """google/gemma-3-4b-it's `text_config`, which says no more than that."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    read = shape({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text})
+    stated = Gemma3TextConfig(**text).to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
+    assert read == dataclasses.replace(shape(stated), stem="language_model.model")
 
 
 @pytest.mark.parametrize(

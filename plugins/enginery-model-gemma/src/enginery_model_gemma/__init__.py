@@ -3,13 +3,25 @@
 from enginery.api import ModelSpec, hookimpl
 from enginery_model_gemma.spec import build, describe
 
-FAMILIES = {"gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
+FAMILIES = {
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+}
+OF_IMAGES = ("vision_tower.*", "multi_modal_projector.*")
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
     """One decoder: Gemma 3 has norms of heads and a rotary table for each kind of layer, Gemma 2 soft caps."""
     return [
-        ModelSpec(name=name, api=(2, 0), architectures=(architecture,), describe=describe, build=build, lanes=True)
-        for name, architecture in FAMILIES.items()
+        ModelSpec(
+            name=name,
+            api=(2, 0),
+            architectures=architectures,
+            describe=describe,
+            build=build,
+            ignored_weights=OF_IMAGES,
+            lanes=True,
+        )
+        for name, architectures in FAMILIES.items()
     ]

@@ -39,11 +39,23 @@ COMMON: Final[dict[str, Any]] = {
 }
 SECOND: Final = COMMON | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}
 THIRD: Final = COMMON | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+BESIDE_IMAGES: Final[dict[str, Any]] = {  # whose files on the hub leave these out too
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Gemma's shape: sandwich norms with 1 + w, a scaled embedding, windows between layers that see everything."""
-    is_third = "Gemma3ForCausalLM" in config["architectures"]
+    """Gemma's shape: sandwich norms with 1 + w, a scaled embedding, windows between layers that see everything.
+
+    Where Gemma 3 is beside a model for images, `text_config` has it, and its weights have longer names.
+    """
+    is_third, stem = "Gemma2ForCausalLM" not in config["architectures"], "model"
+    if "text_config" in config:
+        config, stem = {**BESIDE_IMAGES, **config["text_config"]}, "language_model.model"
     config = {**(THIRD if is_third else SECOND), **config}
     if config.get("use_bidirectional_attention"):
         raise CheckpointError("config.json has use_bidirectional_attention; attention is served in one direction, as for text")
@@ -62,6 +74,7 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         attention_scale=whole_number(config, "query_pre_attn_scalar") ** -0.5,
         softcap=config.get("attn_logit_softcapping"),
         logit_cap=config.get("final_logit_softcapping"),
+        stem=stem,
         window_rope=None if local is None else read_rope(local, plain.head_dim),
     )
 

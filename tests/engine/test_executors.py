@@ -34,6 +34,7 @@ def broken(plan):
 def register_executors():
     return [
         ExecutorSpec(name="wrapped", api=(2, 0), launch=wrapped, summary="behind a command"),
+        ExecutorSpec(name="empty", api=(2, 0), launch=lambda plan: None, summary="nothing"),
         ExecutorSpec(name="broken", api=(2, 0), launch=broken, summary="not at all"),
     ]
 """
@@ -90,7 +91,9 @@ def test_what_a_dead_rank_wrote_comes_once_and_before_its_cause(is_elsewhere: bo
     assert capsys.readouterr().err == "rank 1: a word\n" * (1 + is_elsewhere)  # here both are one stderr
 
 
-def test_one_that_fails_is_named(registry: Registry) -> None:
+def test_one_that_fails_or_gives_nothing_is_named(registry: Registry) -> None:
+    with pytest.raises(EnginError, match=r"placing.* built None, which is no RunningRanks: it has no boot, name"):
+        Engine.build(options(executor="empty"), registry)
     with pytest.raises(EnginError, match=r"placing.* could not start the ranks: ValueError: no room for ranks"):
         Engine.build(options(executor="broken"), registry)
 

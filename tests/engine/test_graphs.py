@@ -22,6 +22,7 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, graph_sizes
+from enginery.worker.paths.running_step import NAN_ERROR
 
 MAX_REQUESTS = 6
 
@@ -174,4 +175,4 @@ def test_nan_logits_in_a_captured_step_end_their_request_alone_even_if_it_asks_f
     ends: dict[str, object] = {}
     while engine.has_work:
         ends |= {output.request_id: output.error or output.finish_reason for output in engine.step()}
-    assert sorted(map(str, ends.values())) == ["length", "the model's logits for it are NaN"]
+    assert sorted(map(str, ends.values())) == ["length", NAN_ERROR]

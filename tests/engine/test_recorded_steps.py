@@ -24,6 +24,7 @@ from enginery.plugin.registry import Registry
 from enginery.speculate.length import DraftLength
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey
 from enginery.worker.paths.recorded_steps import RecordedSteps, recorded_sizes
+from enginery.worker.paths.running_step import NAN_ERROR
 
 compiled = pytest.importorskip("enginery_attn_cpu.native_part", reason="the plugin is not installed").kernels
 pytestmark = pytest.mark.skipif(compiled is None, reason="its compiled part was not built")
@@ -312,7 +313,7 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
             assert engine.meter.stats().num_graph_steps >= 2
             with torch.inference_mode():
                 engine._runner.model.embedding[told["0"][-1]] = torch.nan
-    assert ends == {"0": "the model's logits for it are NaN", "1": "length"}
+    assert ends == {"0": NAN_ERROR, "1": "length"}
     assert [len(tokens) for tokens in told.values()] == [4, 8]
 
 

@@ -39,8 +39,8 @@ PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
 # them, and counts of what each rank's experts are given.
 # 460 more for ranks on GPUs: a device each, groups that exchange on them, memory that they reach of each other, graphs of several.
 # 160 more for verifications that are launched before the ones before them are told: where their rows begin, found on the device.
-# 60 more for faults of plugins in a step, told with their place, for ends of texts that the tokenizer alone names, and for LLMs that
-# threads share.
+# 60 more for faults of plugins in a step, told with their place, for ends of texts that the tokenizer alone names, and for LLMs
+# that threads share.
 CORE_LINES = 30_040
 APART = {"testing": 3_700, "bench": 1_770, "serve": 7_600, "cli": 3_300}  # kits for authors, benchmarks, HTTP server, commands
 NO_PROBES = ("attention", "engine", "kv", "nn", "schedule", "testing", "worker")  # rooms on the way of a token

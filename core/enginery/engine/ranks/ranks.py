@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
 from enginery.contracts.step import StepInput, StepOutput
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import checked, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
 from enginery.worker.device import devices_of_ranks
@@ -109,6 +109,6 @@ def launch_of(offer: Offer[ExecutorSpec]) -> Launch:
 
     def launch(plan: LaunchPlan) -> RunningRanks:
         with inside(offer, "start the ranks"):
-            return offer.spec.launch(plan)
+            return checked(offer, offer.spec.launch(plan), RunningRanks)
 
     return launch

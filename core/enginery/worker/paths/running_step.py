@@ -20,7 +20,10 @@ from enginery.worker.layout import begins_of
 from enginery.worker.logprobs import LogprobTable
 from enginery.worker.sampling import NAN_TOKEN
 
-NAN_ERROR: Final = "the model's logits for it are NaN"
+NAN_ERROR: Final = (
+    "the model's logits for it are NaN: float16 overflows in many models, or a kernel or the weights are at fault; try --dtype "
+    "float32, and engine test-backend"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

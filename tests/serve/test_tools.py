@@ -11,7 +11,8 @@ import pytest
 from fake_engine import HELD
 from fake_parsers import PARSERS
 
-from enginery.serve.api.answer_parsers import Parsers
+from enginery.contracts.parsers import ContentText
+from enginery.serve.api.answer_parsers import AnswerFormat, AnswerReader, Parsers
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},
@@ -109,6 +110,13 @@ def test_one_call_only_ends_the_answer_and_the_request(with_server, stream):
         await live.until(lambda: len(live.said("abort")) == 1)
 
     with_server(scenario, parsers=PARSERS)
+
+
+@pytest.mark.parametrize(("calls_only", "content"), [(True, []), (False, [ContentText("[cal")])])
+def test_half_a_tag_at_the_end_is_content_unless_a_call_was_forced(calls_only, content):
+    reader = AnswerReader(AnswerFormat(tool_parser=PARSERS.tools, calls_only=calls_only))
+    assert reader.feed("[cal", finished=False) == []
+    assert reader.feed("", finished=True) == content
 
 
 def test_a_cut_answer_says_length(with_server):

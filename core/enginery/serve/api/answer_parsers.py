@@ -69,13 +69,17 @@ NO_PARSERS: Final = Parsers()
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFormat:
-    """How the answers to one request are read. is_inside: the prompt ends within reasoning. parallel: several calls are allowed."""
+    """How the answers to one request are read. is_inside: the prompt ends within reasoning. parallel: several calls are allowed.
+
+    calls_only: an answer is nothing else, so that half a tag at its end is no content.
+    """
 
     reasoning: ParserSpec | None = None
     tool_parser: ParserSpec | None = None
     tools: Sequence[Tool] = ()
     is_inside: bool = False
     parallel: bool = True
+    calls_only: bool = False
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -93,7 +97,7 @@ class AnswerReader:
         setup = ParserSetup(tools=how.tools, new_id=_new_call_id, inside=how.is_inside)
         self._reasoning = None if how.reasoning is None else how.reasoning.make(setup)
         self._tools = None if how.tool_parser is None else how.tool_parser.make(setup)
-        self._parallel = how.parallel
+        self._parallel, self._calls_only = how.parallel, how.calls_only
         self.is_reasoning = how.is_inside
         self.has_called = False
         self.is_over = False
@@ -108,7 +112,8 @@ class AnswerReader:
             events: list[ParserEvent] = []
             for event in found:
                 events += self._tools.feed(event.text) if isinstance(event, ContentText) else [event]
-            found = [*events, *(self._tools.finish() if finished else ())]
+            last = self._tools.finish() if finished else ()
+            found = [*events, *(event for event in last if not (self._calls_only and isinstance(event, ContentText)))]
         return self._checked(found, finished=finished)
 
     def _checked(self, events: list[ParserEvent], *, finished: bool) -> list[ParserEvent]:

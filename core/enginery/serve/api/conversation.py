@@ -81,7 +81,7 @@ async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
         raise RequestError(f"an answer that follows a grammar can call no tools; {advice}", param=grammar.field)
     must_call = bool(tools) and asked.tool_choice not in (None, "auto")
     text = await model.render(asked, tools=tools)
-    text, how = _how_to_read(asked, model, tools, text, must_follow=must_call or grammar is not None)
+    text, how = _how_to_read(asked, model, tools, text, must_call=must_call, must_follow=must_call or grammar is not None)
     if must_call or any(tool.function.strict for tool in tools):
         grammar = _grammar_of_calls(asked, how, must_call=must_call)
     prompt = await model.encode(text, add_special_tokens=asked.add_special_tokens is True, field="messages")
@@ -149,7 +149,7 @@ def _reasoning_tags(how: AnswerFormat, *, field: str, advice: str) -> tuple[str,
 
 
 def _how_to_read(
-    asked: ChatRequest, model: ServedModel, tools: Sequence[FunctionTool], text: str, *, must_follow: bool
+    asked: ChatRequest, model: ServedModel, tools: Sequence[FunctionTool], text: str, *, must_call: bool, must_follow: bool
 ) -> tuple[str, AnswerFormat]:
     """The prompt, and how to parse its answers. must_follow: they follow a grammar, so reasoning that is open is closed."""
     spec = model.parsers.reasoning
@@ -165,6 +165,7 @@ def _how_to_read(
         tools=_for_parser(tools),
         is_inside=is_inside,
         parallel=asked.parallel_tool_calls is not False,
+        calls_only=must_call,
     )
     return text, how
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from enginery.checkpoint.folder import read_config
 from enginery.contracts.parsers import (
     ContentText,
+    OutputParser,
     ParserEvent,
     ParserFacts,
     ParserKind,
@@ -109,12 +110,15 @@ class AnswerReader:
         if self._reasoning is not None:
             found = [*self._reasoning.feed(text), *(self._reasoning.finish() if finished else ())]
         if self._tools is not None:
-            events: list[ParserEvent] = []
-            for event in found:
-                events += self._tools.feed(event.text) if isinstance(event, ContentText) else [event]
-            last = self._tools.finish() if finished else ()
-            found = [*events, *(event for event in last if not (self._calls_only and isinstance(event, ContentText)))]
+            found = self._with_calls(self._tools, found, finished=finished)
         return self._checked(found, finished=finished)
+
+    def _with_calls(self, parser: OutputParser, events: list[ParserEvent], *, finished: bool) -> list[ParserEvent]:
+        found: list[ParserEvent] = []
+        for event in events:
+            found += parser.feed(event.text) if isinstance(event, ContentText) else [event]
+        last = parser.finish() if finished else ()
+        return [*found, *(event for event in last if not (self._calls_only and isinstance(event, ContentText)))]
 
     def _checked(self, events: list[ParserEvent], *, finished: bool) -> list[ParserEvent]:
         kept: list[ParserEvent] = []

@@ -21,8 +21,8 @@ from enginery.worker.logprobs import LogprobTable
 from enginery.worker.sampling import NAN_TOKEN
 
 NAN_ERROR: Final = (
-    "the model's logits for it are NaN: float16 overflows in many models, or a kernel or the weights are at fault; try --dtype "
-    "float32, and engine test-backend"
+    "the model's logits for it are NaN: float16 overflows in many models, or a kernel or the weights are at fault; try bfloat16, "
+    "and engine test-backend"
 )
 
 

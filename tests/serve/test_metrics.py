@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from engine_facts import engine_facts
 
-from enginery.contracts.engine import EngineFacts, EngineStats
+from enginery.contracts.engine import EngineStats
 from enginery.contracts.schedule import PageCounts
 from enginery.plugin.registry import Registry
 from enginery.serve.http.metrics import EngineNow, RequestMeter, families
@@ -14,20 +15,7 @@ from enginery.serve.http.metrics import EngineNow, RequestMeter, families
 
 def told(*pages: PageCounts, decisions: tuple[tuple[str, str, str], ...] = ()) -> list:
     """The samples of engines with these pages that clients are concerned with."""
-    facts = EngineFacts(
-        model_name="m",
-        folder="",
-        max_model_len=64,
-        vocab_size=8,
-        dtype="bfloat16",
-        attn_backend="echo",
-        note="",
-        num_pages=10,
-        page_size=16,
-        eos_token_ids=(),
-        decisions=decisions,
-        phases_s={"weights": 1.0},
-    )
+    facts = engine_facts(decisions=decisions, phases_s={"weights": 1.0})
     engines = [EngineNow(facts, EngineStats(pages={"full": counts}), RequestMeter(), 0) for counts in pages]
     manifest = Registry.load(no_plugins=True).manifest
     return [sample for family in families(engines, manifest, Counter({("/v1", 200): 1})) for sample in family.samples]

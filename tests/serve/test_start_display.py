@@ -18,10 +18,11 @@ from typing import get_args
 
 import psutil
 import pytest
+from engine_facts import engine_facts
 from running import PATIENCE_S, SERVER, get, serving_lines, wait_until
 
 from enginery import __version__
-from enginery.contracts.engine import BuildProgress, EngineFacts
+from enginery.contracts.engine import BuildProgress
 from enginery.engine.build import StartPhase
 from enginery.serve import start_display
 from enginery.serve.start_display import Served, StartDisplay, chosen_line, summary
@@ -147,17 +148,11 @@ def test_after_the_end_nothing_is_printed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_summary_says_what_must_be_said_about_a_checkpoint() -> None:
-    facts = EngineFacts(
-        model_name="m",
-        folder="f",
+    facts = engine_facts(
         max_model_len=4096,
-        vocab_size=8,
-        dtype="bfloat16",
         attn_backend="flashinfer+triton",
         note="random weights",
         num_pages=1000,
-        page_size=16,
-        eos_token_ids=(),
         decisions=(("device", "cuda", "NVIDIA H200"),),
     )
     lines = summary(facts, Served(url="http://h:1"), seconds=2.54).splitlines()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_facts import engine_facts
 
 from enginery.bench import startup
 from enginery.bench.device_limits import measure_limits
@@ -18,24 +19,10 @@ from enginery.bench.latency import measure_latencies
 from enginery.bench.report import Row, compare, make_report, percentile, read_report
 from enginery.bench.workloads import equal_requests
 from enginery.config.schema import EngineOptions
-from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.errors import ConfigError, EnginError
 
-FACTS = EngineFacts(
-    model_name="slow",
-    folder="nowhere",
-    max_model_len=64,
-    vocab_size=50,
-    dtype="float32",
-    attn_backend="none",
-    note="",
-    num_pages=1,
-    page_size=16,
-    eos_token_ids=(),
-    decisions=(),
-    phases_s={"weights": 1.5},
-)
+FACTS = engine_facts(model_name="slow", folder="nowhere", vocab_size=50, dtype="float32", num_pages=1, phases_s={"weights": 1.5})
 
 
 class SlowEngine:

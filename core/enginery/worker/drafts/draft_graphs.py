@@ -66,9 +66,8 @@ class DraftGraphs:
     """Captured when first needed. Their inputs and results are the same for all sizes.
 
     tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; moved: [most rows] int64, as
-    `CapturedBatch` has it; state: [most rows, C'], ids: [most rows,
-    1 + n] int64, what follows the last told token stands on, and a guess at it with n others, or that token alone where the model
-    takes no features.
+    `CapturedBatch` has it; state: [most rows, C'], ids: [most rows, 1 + n] int64, what follows the last told token stands on, and a
+    guess at it with n others, or that token alone where the model takes no features.
     """
 
     def __init__(

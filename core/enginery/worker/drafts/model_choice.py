@@ -14,7 +14,7 @@ from enginery.contracts.batch import FULL
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.errors import CheckpointError, ConfigError, Unsupported
-from enginery.plugin.boundary import inside
+from enginery.plugin.boundary import described, inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import AttentionChoice, choose_attention
@@ -37,8 +37,7 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     config = read_config(folder)
     stands_alone = offer.spec.stands_alone
     family = registry.find_model(config)[0] if stands_alone else _own_family(offer, config["architectures"], folder)
-    with inside(family, f"describe the draft model in {folder}"):
-        facts = family.spec.describe(config)
+    facts = described(family, config, f"the draft model in {folder}")
     _refuse_misfits(facts, offer, config, target=target, folder=folder)
     reads = () if offer.spec.reads is None else _layers_read(facts, offer, config, target=target)
     checkpoint = dataclasses.replace(target.checkpoint, folder=folder, names=(str(folder),), config=config, note="")

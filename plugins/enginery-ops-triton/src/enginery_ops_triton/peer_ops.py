@@ -14,7 +14,7 @@ import torch
 from enginery.api import PeerMemory
 from enginery_ops_triton.kernels import best_of_ranks, sums
 from enginery_ops_triton.kernels.launch import next_power_of_2
-from enginery_ops_triton.sampling import best_of_blocks
+from enginery_ops_triton.sampling import best_of_each_block
 
 MOST_PROGRAMS: Final = 128  # fewer than multiprocessors: all run at once
 MOST_RANKS: Final = 16
@@ -124,7 +124,7 @@ class TritonPeerOps:
     def best(self, columns: torch.Tensor, first: int) -> torch.Tensor:
         """[N, V / R] -> [N] int64."""
         num_rows, num_ranks = len(columns), len(self._memory.parts)
-        values, indices = best_of_blocks(columns, dependent_launch=self._dependent_launch)
+        values, indices = best_of_each_block(columns, dependent_launch=self._dependent_launch)
         tokens = torch.empty(num_rows, dtype=torch.int64, device=columns.device)
         best_of_ranks.best_of_ranks[(num_rows,)](
             columns,

@@ -21,7 +21,7 @@ _MISSING_BITS: Final = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 def greedy_sample(logits: torch.Tensor, *, dependent_launch: bool) -> torch.Tensor:
     """The index of each row's largest logit, the lowest of equal ones: [N, V] -> [N] int64."""
-    values, indices = best_of_blocks(logits, dependent_launch=dependent_launch)
+    values, indices = best_of_each_block(logits, dependent_launch=dependent_launch)
     num_rows, num_blocks = values.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     sampling.best_of_blocks[(num_rows,)](
@@ -37,7 +37,7 @@ def greedy_sample(logits: torch.Tensor, *, dependent_launch: bool) -> torch.Tens
     return tokens
 
 
-def best_of_blocks(logits: torch.Tensor, *, dependent_launch: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def best_of_each_block(logits: torch.Tensor, *, dependent_launch: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest of each block of a row of [N, V], as float32, and its index, int32: [N, blocks] both. One block of no columns."""
     num_rows, vocab_size = logits.shape
     num_blocks = max(-(-vocab_size // ARGMAX_BLOCK), 1)

@@ -94,6 +94,8 @@ def workloads_of(ranks: int) -> list[tuple[str, Workload, dict[str, object], dic
     if ranks <= 2:
         prompt = Workload(name="", shape="", summary="prompts of 32k in chunks of 8,192", lengths=((32768, 1),) * 4)
         found.append(("32k prompts", prompt, small, {"pp": ranks, "max_batch_tokens": 8192}))
+    lanes = {"dp_attention": ranks, "ep": True} if ranks > 1 else {}
+    found.append(("V2-Lite in lanes", find_workload("W7"), shapes()["deepseek-v2-lite"], lanes))
     return found
 
 
@@ -177,14 +179,17 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--only", nargs="+", help="names of workloads; 'sums' for the kernels")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", action=argparse.BooleanOptionalAction, default=True, help="compare tokens with one rank's")
     asked = parser.parse_args()
     present, options = torch.cuda.device_count(), EngineOptions(dtype="bfloat16", device="cuda")
     if max(asked.ranks) > present:
         parser.error(f"--ranks {max(asked.ranks)} needs as many GPUs, and there are {present}")
-    alone, tokens, rows, table = tokens_of(options), dict[int, bool](), [], []
+    tokens, rows, table = dict[int, bool](), [], []
+    alone = tokens_of(options) if asked.tokens else []
     for ranks in asked.ranks:
-        tokens[ranks] = ranks == 1 or tokens_of(dataclasses.replace(options, tp=ranks)) == alone
-        print(f"{ranks} ranks: greedy tokens are one rank's: {tokens[ranks]}", file=sys.stderr, flush=True)
+        if asked.tokens:
+            tokens[ranks] = ranks == 1 or tokens_of(dataclasses.replace(options, tp=ranks)) == alone
+            print(f"{ranks} ranks: greedy tokens are one rank's: {tokens[ranks]}", file=sys.stderr, flush=True)
         if ranks > 1 and (not asked.only or "sums" in asked.only):
             table += sums(ranks)
         for name, workload, config, mesh in workloads_of(ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,9 +17,13 @@ from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
 from enginery.contracts.attention import LocalLayerId
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.ops import SamplingTensors
-from enginery.engine.build import BuiltParts, build_parts
+from enginery.contracts.parallel import ParallelFacts
+from enginery.engine.build import BuiltParts, Place, build_parts, run_once
 from enginery.plugin.registry import Registry
+from enginery.worker.choice import Choice
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, GraphKey
+from enginery.worker.ranks.gloo import LOOPBACK, Standing
+from enginery.worker.ranks.groups import RankGroups
 from enginery.worker.warm_up import dummy_batch, warm_up
 
 
@@ -61,6 +66,29 @@ def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page
     assert not keys[:-1].any()
     assert not values[:-1].any()
     assert keys[-1].any()
+
+
+def test_stages_run_the_same_steps_and_pass_on_what_these_need(write_oracle: Callable[..., Oracle]) -> None:
+    """Ranks are threads, with groups as processes have them."""
+    asked = options(write_oracle("llama", FAMILIES["llama"]), max_batch_tokens=32, attention_backend="torch", overlap=False)
+    store, registry = torch.distributed.HashStore(), Registry.load()
+
+    def warm_rank(rank: int) -> BuiltParts:
+        place = ParallelFacts(num_stages=3).of_rank(rank)
+
+        def meet(choice: Choice) -> RankGroups:
+            return RankGroups(store, place, host=LOOPBACK, standing=Standing())
+
+        parts = build_parts(asked, registry, place=Place(place, meet))
+        run_once(parts.choice, parts.relay, ops=parts.ops, model=parts.model, geometry=parts.geometry, named=parts.feed.named)
+        return parts  # with what it sends, until that has arrived
+
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [done.result(timeout=60) for done in [pool.submit(warm_rank, rank) for rank in range(3)]]
+    for parts in ranks:
+        scratch = [parts.pool.layer(LocalLayerId(layer))[0][-1] for layer in range(len(parts.geometry.layers))]
+        assert scratch
+        assert all(page.any() for page in scratch)
 
 
 OF_ANY_COUNT = ("sort_pairs", "few_rows")  # of pairs, of rows

@@ -169,8 +169,7 @@ def build_parts(
     with phases("attention"):
         attention = attention_parts(asked, choice, registry, pool=pool, states=states)
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
-        socket = LayerSocket(relay)
-        changeover = begin_changeover(asked, attention, socket)
+        changeover = begin_changeover(asked, attention, socket := LayerSocket(relay))
     with phases("model"):
         comm = met.collectives(ops, choice)
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
@@ -179,7 +178,8 @@ def build_parts(
         model = met.joined(model, choice, geometry, comm)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
     with phases("warm up"):
-        run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
+        if choice.device.type == "cuda":
+            run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
     captured = capture_steps(phases, choice, StepParts(model, relay, ops, socket, feed, geometry, pool), draft, draft_model)
     return BuiltParts(
         choice=choice,
@@ -366,20 +366,18 @@ def begin_changeover(asked: EngineOptions, attention: AttentionParts, socket: La
 
 
 def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model, geometry: KVGeometry, named: NamedTensors) -> None:
-    """On CUDA devices, compile the kernels of every kind of step before the engine is ready."""
-    if choice.device.type == "cuda":
-        longest = min(choice.settings.max_batch_tokens, choice.settings.max_model_len)
-        with blaming(ops, choice.ops, choice.op_needs, choice.device):
-            warm_up(
-                model,
-                relay,
-                ops=ops,
-                geometry=geometry,
-                device=choice.device,
-                longest=longest,
-                results=choice.results,
-                named=named,
-            )
+    """Compile the kernels of every kind of step before the engine is ready."""
+    with blaming(ops, choice.ops, choice.op_needs, choice.device):
+        warm_up(
+            model,
+            relay,
+            ops=ops,
+            geometry=geometry,
+            device=choice.device,
+            longest=min(choice.settings.max_batch_tokens, choice.settings.max_model_len),
+            results=choice.results if choice.parallel.is_last_stage else None,
+            named=named,
+        )
 
 
 def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:

@@ -38,17 +38,23 @@ def warm_up(
     geometry: KVGeometry,
     device: torch.device,
     longest: int,
-    results: ModelResults,
+    results: ModelResults | None,
     named: NamedTensors,
 ) -> None:
-    """Prefills of up to `longest` tokens, decoding steps, a mixed one, each without and with cached tokens; and sampling."""
+    """Prefills of up to `longest` tokens, decoding steps, a mixed one, each without and with cached tokens; and sampling.
+
+    results: None: this rank's stage has no hidden states. All stages of an engine run the same steps.
+    """
     began = time.perf_counter()
     steps = steps_to_run(longest, max_requests=geometry.num_seats)
     for phase, q_lens, cached in steps:
         kv_lens = [min(cached + length, longest) for length in q_lens]
         batch = dummy_batch(phase, q_lens=q_lens, kv_lens=kv_lens, geometry=geometry, device=device)
         batch = relay.plan(named.placed(named.with_inputs(batch)))
-        hidden = results.hidden(model.forward(batch), batch)[: len(q_lens)]
+        returned = model.forward(batch)
+        if results is None:
+            continue
+        hidden = results.hidden(returned, batch)[: len(q_lens)]
         logits = results.logits(model.logits(hidden), hidden).contiguous()  # on a rank that samples nothing they have no memory
         table = torch.tensor([0.5, 2.0, 0.5, 0.1, 0.5], device=device)[:, None].expand(5, len(q_lens)).contiguous()
         for values in (logits, logits.float()):  # rows with penalties are sampled in float32

@@ -52,6 +52,7 @@ class Rank:
         """Build, then follow until told to end. Returns the exit code."""
         try:
             self._follow(self._build())
+            self._close()
         except Exception as error:  # the boundary of the process
             failed = self._failure(error)
             if not (failed.is_ours or failed.is_lost):
@@ -73,9 +74,8 @@ class Rank:
         groups = self._groups
         assert groups is not None, "a rank has met the others"
         if not groups.parallel.is_last_stage:
-            tables, links = PageTables.of_geometry(parts.geometry), groups.links(parts.choice)
-            first, lanes = groups.parallel.stage == 0, groups.lanes(parts.geometry)
-            return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, links=links, lanes=lanes, first=first)
+            tables, lanes = PageTables.of_geometry(parts.geometry), groups.lanes(parts.geometry)
+            return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, lanes=lanes)
         return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)
 
     def _follow(self, follower: Follower | EarlyStage) -> None:
@@ -88,6 +88,10 @@ class Rank:
             follower.run(step)
             self._standing.number, self._standing.phase = step.number, "idle"
         steps.close(linger=0)
+
+    def _close(self) -> None:
+        assert self._groups is not None, "a rank has met the others"
+        self._groups.close()
 
     def _meet(self, choice: Choice) -> RankGroups:
         refuse_for_ranks(choice)

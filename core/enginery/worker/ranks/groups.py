@@ -25,7 +25,7 @@ from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
 from enginery.worker.ranks.peers import Peers, bind_peer_ops
-from enginery.worker.ranks.stages import LastStage, StageLinks
+from enginery.worker.ranks.stages import LastStage, PassingStage, StageLinks
 from enginery.worker.weights.shares import stage_of
 
 _SOME_BYTES: Final = 4096
@@ -63,6 +63,14 @@ class RankGroups:
         self._stages: TensorGroup | None = None
         if parallel.num_stages > 1:
             self._stages = make("stages", rank=parallel.rank, size=parallel.num_ranks)
+            if isinstance(self._stages, DeviceGroup):
+                _connect(self._stages, parallel)
+
+    def close(self) -> None:
+        """When this rank runs no more steps. Groups of host memory end with their last owner."""
+        for group in {self.everyone, self.tensor, self._across, self._stages}:
+            if isinstance(group, DeviceGroup):
+                group.close()
 
     def compare(self, choice: Choice, *, what: str = "ranks") -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
@@ -92,26 +100,33 @@ class RankGroups:
         head = HeadColumns(self.everyone, choice.facts.vocab_size, peer_ops)
         return RankCollectives(self.tensor, self._across, ops, head, peer_ops)
 
-    def links(self, choice: Choice) -> StageLinks:
-        """Between this stage and its neighbours."""
-        assert self._stages is not None, "there are several stages"
-        return StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype, host=self.world)
-
     def lanes(self, geometry: KVGeometry) -> LaneRows | None:
         """The rows of this lane and of the others; None: there is one."""
         return None if self._across is None else LaneRows(self._across, geometry)
 
     def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
-        """Of the last stage; on the others there is nothing to join."""
-        if not self.parallel.is_last_stage:
-            return model
+        """With what crosses between stages, and the logits of the last stage's ranks."""
         if self._stages is not None:
-            model = LastStage(model, self.links(choice))
+            links = StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype, host=self.world)
+            if not self.parallel.is_last_stage:
+                return PassingStage(model, links, first=self.parallel.stage == 0)
+            model = LastStage(model, links)
         if self.everyone.size == 1:
             return model
         assert isinstance(comm, RankCollectives), "they are this rank's"
         exchanges = [group for group in (self.tensor, self._across) if isinstance(group, Group)]
         return JoinedHead(model, comm.head, choice.results, self.lanes(geometry), exchanges)
+
+
+def _connect(stages: DeviceGroup, parallel: ParallelFacts) -> None:
+    """NCCL connects two ranks at their first exchange, and one that waits there for another that broke could not be ended."""
+    of_stage = parallel.num_lanes * parallel.tensor_size
+    token = torch.zeros(1, device=stages.device)
+    if parallel.stage > 0:
+        token = stages.receive((1,), token.dtype, parallel.rank + of_stage)
+    if not parallel.is_last_stage:
+        stages.send(token, parallel.rank - of_stage)
+    torch.cuda.synchronize(stages.device)
 
 
 def refuse_for_ranks(choice: Choice) -> None:

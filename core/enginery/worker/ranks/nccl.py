@@ -25,7 +25,8 @@ _DEFAULTS: Final = {
     "NCCL_NVLS_ENABLE": "0",  # multicast: not every machine gives it, and where one does, it can take GPUs from its other users
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # it ends this process; who ends what is decided by those that watch the processes
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise; and at each end it looks for the store's file in vain, and prints a stack
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # every second it asks the store who waits for a dump, and for a minute when that is gone
 }
 
 
@@ -53,6 +54,10 @@ class DeviceGroup:
         except RuntimeError as error:
             raise LostRank(f"the ranks of {name} did not meet on their GPUs: {error}") from error
         standing.waits = ""
+
+    def close(self) -> None:
+        """When nothing more is exchanged: the end of its threads and of what it holds of the device."""
+        self._group.abort()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place where `x` is contiguous: the same bits on all of them."""

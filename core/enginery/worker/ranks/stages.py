@@ -90,22 +90,29 @@ class LastStage:
         return self._forward(batch, self._links.arrive(batch.num_tokens))
 
 
-class EarlyStage:
-    """Runs the steps of another rank on a stage before the last, where nothing is sampled. first: nothing arrives here."""
+class PassingStage:
+    """Implements `Model` over that of a stage before the last: what it gives goes to the next. first: nothing arrives here."""
 
-    def __init__(
-        self,
-        model: Model,
-        relay: BackendRelay,
-        *,
-        tables: PageTables,
-        feed: TokenFeed,
-        links: StageLinks,
-        lanes: LaneRows | None,
-        first: bool,
-    ) -> None:
-        """lanes: where there are several."""
-        self._model, self._relay, self._tables, self._feed, self._links, self._first = model, relay, tables, feed, links, first
+    def __init__(self, model: Model, links: StageLinks, *, first: bool) -> None:
+        self._links, self._first = links, first
+        self._forward = model.forward
+        self.logits = model.logits
+
+    def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> StageTensors:
+        """Waits for the stage before, and not for the next. Raises `PluginError` for what the family has not said."""
+        passed = self._forward(batch, None if self._first else self._links.arrive(batch.num_tokens))
+        if isinstance(passed, torch.Tensor):
+            raise PluginError("a stage before the last returned hidden states, not what crosses to the next")
+        self._links.pass_on(passed, batch.num_tokens)
+        return passed
+
+
+class EarlyStage:
+    """Runs the steps of another rank on a stage before the last, where nothing is sampled."""
+
+    def __init__(self, model: Model, relay: BackendRelay, *, tables: PageTables, feed: TokenFeed, lanes: LaneRows | None) -> None:
+        """model: a `PassingStage`. lanes: where there are several."""
+        self._model, self._relay, self._tables, self._feed = model, relay, tables, feed
         self._lanes = lanes
 
     @torch.inference_mode()
@@ -116,8 +123,4 @@ class EarlyStage:
         batch = lay_out(own, self._tables)
         if self._lanes is not None:
             batch = self._lanes.pad(step, batch)
-        batch = self._relay.plan(self._feed.upload(own, batch, logits_rows=None))
-        passed = self._model.forward(batch, None if self._first else self._links.arrive(batch.num_tokens))
-        if isinstance(passed, torch.Tensor):
-            raise PluginError("a stage before the last returned hidden states, not what crosses to the next")
-        self._links.pass_on(passed, batch.num_tokens)
+        self._model.forward(self._relay.plan(self._feed.upload(own, batch, logits_rows=None)))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from enginery.contracts.batch import STATE, WINDOW, MemoryKind
 from enginery.kv.kinds import WindowKind
-from enginery.kv.prefix import PrefixCache
+from enginery.kv.prefix import RadixPrefixCache
 from enginery.kv.resume import ResumePoint, ResumePoints
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class PointMaker:
     """
 
     def __init__(
-        self, page_size: int, cache: PrefixCache, *, window: WindowKind | None, has_states: bool, within_items: bool
+        self, page_size: int, cache: RadixPrefixCache, *, window: WindowKind | None, has_states: bool, within_items: bool
     ) -> None:
         self.page_size = page_size
         self._cache = cache

@@ -318,43 +318,15 @@ def _num_shared_pages(edge: bytes, tokens: bytes, start: int, *, page_bytes: int
     return low
 
 
-class NoPrefixCache:
+class NoPrefixCache(RadixPrefixCache):
     """`--no-prefix-cache`: matches nothing and keeps nothing; every inserted page is called a duplicate."""
 
     def __init__(self) -> None:
-        self.num_cached = 0
-        self.num_evictable = 0
-        self.num_evicted = 0
-        self.root = PrefixNode(None, b"", b"", [])
-        self.points: ResumePoints | None = None
+        super().__init__(1, PageAllocator(0))
 
     def match(self, token_ids: array[int], salt: str) -> CachedPrefix:
         return CachedPrefix(self.root, [], next_announced=False)
 
-    def lock(self, node: PrefixNode) -> None: ...
-
-    def unlock(self, node: PrefixNode) -> None: ...
-
     def insert(self, token_ids: array[int], pages: list[int], salt: str) -> Inserted:
         """The pages stay the caller's."""
         return Inserted(self.root, pages)
-
-    def attach(self, point: ResumePoint, token_ids: array[int], salt: str) -> bool:
-        return False
-
-    def announce(self, node: PrefixNode, token_ids: array[int], page: int, salt: str) -> Announcement:
-        return self.root, b""
-
-    def withdraw(self, announcement: Announcement) -> None: ...
-
-    def evict(self, num_pages: int) -> int:
-        return 0
-
-    def pages(self) -> Iterator[int]:
-        return iter(())
-
-    def check_integrity(self) -> None:
-        """Nothing that could be wrong."""
-
-
-PrefixCache = RadixPrefixCache | NoPrefixCache

@@ -14,7 +14,7 @@ from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokeni
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
-from enginery.contracts.attention import AttnNeeds, SparseCoordinatorSpec
+from enginery.contracts.attention import SparseCoordinatorSpec
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import Feature, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
@@ -39,7 +39,7 @@ from enginery.worker.attention_choice import (
 )
 from enginery.worker.device import device_facts, of_one_rank, torch_device
 from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter, drafter_decisions, refuse_trees
-from enginery.worker.needs import attn_needs
+from enginery.worker.needs import LayerNeeds
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 from enginery.worker.weights.shares import stage_of
@@ -137,13 +137,13 @@ def choose(
     dtype, kept = TORCH_DTYPES[settings.dtype], kept_schemes(ops)
     parallel, staged = divide_stages(parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept)
     layers = stage_of(facts, parallel).memory
-    needs = [attn_needs(layers, settings, device, recurrent=each) for each in (False, True)]
+    needs = LayerNeeds.of(layers, settings, device)
     drafter = _drafter_beside(checkpoint, asked, registry, needs)
     refuse_trees(drafter, facts, parallel, max_model_len=settings.max_model_len)
-    softmax, recurrent = verifying_drafts(needs, drafter)
-    attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
-    to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
-    first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)
+    needs = verifying_drafts(needs, drafter)
+    attention, attention_decisions = choose_attention(asked, registry, needs)
+    to_compile = missing_kernels(attention, registry, needs)
+    first_attention, first_decisions = choose_first(asked, registry, to_compile, needs=needs)
     return Choice(
         checkpoint=checkpoint,
         family=family,
@@ -179,13 +179,13 @@ def choose(
     )
 
 
-def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Registry, needs: Sequence[AttnNeeds]) -> ChosenDrafter:
+def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Registry, needs: LayerNeeds) -> ChosenDrafter:
     """needs: of attention without a drafter."""
     shipped = shipped_drafters(checkpoint, registry)
     drafter = choose_drafter(asked, registry, shipped=shipped, config=checkpoint.config, folder=checkpoint.folder)
     if asked.drafter != "auto" or drafter.offer is None:
         return drafter
-    return unless_attention_changes(drafter, asked, registry, *needs)
+    return unless_attention_changes(drafter, asked, registry, needs)
 
 
 def _lane_decisions(parallel: ParallelFacts) -> tuple[Decision, ...]:

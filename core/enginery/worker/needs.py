@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from enginery.config.resolve import DeviceFacts, Settings
 from enginery.contracts.attention import AttnLayerFacts, AttnNeeds
@@ -24,6 +25,18 @@ def attn_needs(layers: Iterable[AttnLayerFacts], settings: Settings, device: Dev
         compute_capability=device.compute_capability,
         phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED}),
     )
+
+
+class LayerNeeds(NamedTuple):
+    """Of a model's layers: of those with softmax, and of the recurrent ones."""
+
+    softmax: AttnNeeds
+    recurrent: AttnNeeds
+
+    @classmethod
+    def of(cls, layers: Sequence[AttnLayerFacts], settings: Settings, device: DeviceFacts) -> LayerNeeds:
+        """layers: with the heads that a backend is given."""
+        return cls(*(attn_needs(layers, settings, device, recurrent=each) for each in (False, True)))
 
 
 def verifying(needs: AttnNeeds, *, trees: bool = False, device_lengths: bool = False) -> AttnNeeds:

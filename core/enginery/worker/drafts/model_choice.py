@@ -19,7 +19,7 @@ from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import AttentionChoice, choose_attention
 from enginery.worker.choice import Choice, shipped_drafters
-from enginery.worker.needs import attn_needs, verifying
+from enginery.worker.needs import LayerNeeds, verifying
 from enginery.worker.weights.formats import stated_quantization
 from enginery.worker.weights.shares import stage_of
 
@@ -100,18 +100,13 @@ def _choose_attention(
     if reads:
         return target.attention
     layers = stage_of(facts, target.parallel).memory
-    softmax, recurrent = (
-        verifying(
-            attn_needs(layers, target.settings, target.device_facts, recurrent=each),
-            device_lengths=target.device_facts.kind != "cpu" and not each,
-        )
-        for each in (False, True)
-    )
+    softmax, recurrent = LayerNeeds.of(layers, target.settings, target.device_facts)
+    needs = LayerNeeds(verifying(softmax, device_lengths=target.device_facts.kind != "cpu"), verifying(recurrent))
     try:
-        return choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0]
+        return choose_attention(asked, registry, needs)[0]
     except Unsupported as error:
         free = dataclasses.replace(asked, attention_backend="auto", prefill_attention_backend=None, decode_attention_backend=None)
-        chosen = choose_attention(free, registry, softmax=softmax, recurrent=recurrent)[0]
+        chosen = choose_attention(free, registry, needs)[0]
         _log.info("the draft model's attention is %s: %s", chosen.name, error)
         return chosen
 

@@ -48,8 +48,9 @@ from enginery.worker.memory_plan import NCCL_BYTES, SAMPLING_COPIES, MemoryPlan,
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.capture import StepParts, capture_steps
+from enginery.worker.paths.capture import capture_steps
 from enginery.worker.paths.decode_graphs import DecodeGraphs
+from enginery.worker.paths.path import StepParts
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.ranks.met import Alone, Met
@@ -88,6 +89,11 @@ class BuiltParts:
     def geometry(self) -> KVGeometry:
         """Of the model's memory."""
         return self.pool.geometry
+
+    @property
+    def step(self) -> StepParts:
+        """What its steps run with."""
+        return StepParts(self.model, self.relay, self.ops, self.socket, self.feed, self.pool, self.choice.results)
 
     def facts(self) -> EngineFacts:
         """What the engine says of itself."""
@@ -169,7 +175,7 @@ def build_parts(
     with phases("attention"):
         attention = attention_parts(asked, choice, registry, pool=pool, states=states)
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
-        changeover = begin_changeover(asked, attention, socket := LayerSocket(relay))
+        socket, changeover = LayerSocket(relay), begin_changeover(asked, attention)
     with phases("model"):
         comm = met.collectives(ops, choice)
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
@@ -177,10 +183,11 @@ def build_parts(
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
         model = met.joined(model, choice, geometry, comm)
     feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
+    step = StepParts(model, relay, ops, socket, feed, pool, choice.results)
     with phases("warm up"):
         if choice.device.type == "cuda":
-            run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
-    captured = capture_steps(phases, choice, StepParts(model, relay, ops, socket, feed, geometry, pool), draft, draft_model)
+            run_once(choice, step)
+    captured = capture_steps(phases, choice, step, draft, draft_model)
     return BuiltParts(
         choice=choice,
         memory=memory,
@@ -207,14 +214,10 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
         graphs.buffers = graphs.buffers._replace(forced=forced)
         graphs = graphs.over(parts.relay)
     return Runner(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
+        parts.step,
         tables=PageTables.of_geometry(parts.geometry),
-        feed=parts.feed,
-        captured=Captured(graphs, parts.pieces),
-        results=parts.choice.results,
-        speculation=Speculation(parts.draft_model, parts.draft_graphs, forced, parts.pool, parts.choice.draft_siblings),
+        captured=Captured(graphs, parts.pieces, parts.draft_graphs),
+        speculation=Speculation(parts.draft_model, forced, parts.choice.draft_siblings),
     )
 
 
@@ -352,7 +355,7 @@ def build_coordinator(choice: Choice, registry: Registry, pool: PagedKVPool) -> 
     return registry.create_sparse_coordinator(name, context)
 
 
-def begin_changeover(asked: EngineOptions, attention: AttentionParts, socket: LayerSocket) -> Changeover | None:
+def begin_changeover(asked: EngineOptions, attention: AttentionParts) -> Changeover | None:
     """Compile what the chosen backends lack, beside the engine. None: the engine begins with the chosen backends."""
     choice = attention.choice
     if choice.first_attention is None:
@@ -362,22 +365,14 @@ def begin_changeover(asked: EngineOptions, attention: AttentionParts, socket: La
         with torch.cuda.device(choice.device) if choice.device.type == "cuda" else contextlib.nullcontext():
             return build_backend(attention, choice.attention, micro_batches=asked.micro_batches)
 
-    return Changeover(attention.registry, choice, build=build, socket=socket, geometry=attention.pool.geometry)
+    return Changeover(attention.registry, choice, build=build)
 
 
-def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model, geometry: KVGeometry, named: NamedTensors) -> None:
+def run_once(choice: Choice, step: StepParts) -> None:
     """Compile the kernels of every kind of step before the engine is ready."""
-    with blaming(ops, choice.ops, choice.op_needs, choice.device):
-        warm_up(
-            model,
-            relay,
-            ops=ops,
-            geometry=geometry,
-            device=choice.device,
-            longest=min(choice.settings.max_batch_tokens, choice.settings.max_model_len),
-            results=choice.results if choice.parallel.is_last_stage else None,
-            named=named,
-        )
+    longest = min(choice.settings.max_batch_tokens, choice.settings.max_model_len)
+    with blaming(step.ops, choice.ops, choice.op_needs, choice.device):
+        warm_up(step, longest=longest, is_last_stage=choice.parallel.is_last_stage)
 
 
 def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +18,8 @@ from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, move_standing
 
+_log: Final = logging.getLogger(__name__)
+
 
 class Replayable(Protocol):
     """A captured piece of device work."""
@@ -27,6 +30,14 @@ class Replayable(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Replayable]
+
+
+def takes_graphs(relay: BackendRelay, most: int, *, what: str) -> bool:
+    """Whether backends can be captured for so many rows; if not, the log says that `what` runs eagerly."""
+    if relay.ask("init_graph_state", max_batch_size=most, max_num_tokens=most) is not None:
+        return True
+    _log.info("%s runs eagerly: %s has no init_graph_state", what, relay.backend_id)
+    return False
 
 
 class Combs(NamedTuple):

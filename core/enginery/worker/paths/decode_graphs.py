@@ -28,17 +28,23 @@ from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput, Way
 from enginery.errors import Unsupported
 from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.named_tensors import NamedTensors
-from enginery.worker.paths.captured_step import Capture, CapturedStep, Combs, Moved, Replayable, captured_moving, told_last
-from enginery.worker.paths.path import Forwarded
-from enginery.worker.paths.results import ModelResults
+from enginery.worker.paths.captured_step import (
+    Capture,
+    CapturedStep,
+    Combs,
+    Moved,
+    Replayable,
+    captured_moving,
+    takes_graphs,
+    told_last,
+)
+from enginery.worker.paths.path import Forwarded, StepParts
 from enginery.worker.paths.starts import at_the_earliest, move_on
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
@@ -128,25 +134,10 @@ class DecodeGraphs:
 
     captured = follows = True
 
-    def __init__(
-        self,
-        model: Model,
-        relay: BackendRelay,
-        *,
-        ops: OpTable,
-        feed: TokenFeed,
-        geometry: KVGeometry,
-        capture: Capture,
-        buffers: GraphBuffers,
-        results: ModelResults,
-    ) -> None:
-        self.model = model
-        self.relay = relay
-        self.results = results
-        self.ops = ops
-        self.feed = feed
-        self.geometry = geometry
-        self.buffers = buffers
+    def __init__(self, parts: StepParts, buffers: GraphBuffers, *, capture: Capture) -> None:
+        self.parts, self.buffers = parts, buffers
+        self.model, self.relay, self.ops, _, self.feed, pool, self.results = parts
+        self.geometry = pool.geometry
         most = len(buffers.logits)
         self.best = torch.empty(most, dtype=torch.int64, device=buffers.logits.device)
         self.sizes = graph_sizes(most)
@@ -155,43 +146,21 @@ class DecodeGraphs:
         self._capture = capture
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._refused: set[GraphKey] = set()
-        self._serves_drafts = buffers.hidden is not None or FEATURES in feed.named.buffers
+        self._serves_drafts = buffers.hidden is not None or FEATURES in self.feed.named.buffers
 
     @classmethod
-    def build(
-        cls,
-        model: Model,
-        relay: BackendRelay,
-        *,
-        ops: OpTable,
-        feed: TokenFeed,
-        geometry: KVGeometry,
-        capture: Capture,
-        buffers: GraphBuffers,
-        results: ModelResults,
-    ) -> DecodeGraphs | None:
+    def build(cls, parts: StepParts, buffers: GraphBuffers, *, capture: Capture) -> DecodeGraphs | None:
         """None, with the reason in the log, where a backend has no `init_graph_state`."""
-        most = len(buffers.logits)
-        if relay.ask("init_graph_state", max_batch_size=most, max_num_tokens=most) is None:
-            _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend_id)
+        if not takes_graphs(parts.relay, len(buffers.logits), what="decoding"):
             return None
-        graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=results)
+        graphs = cls(parts, buffers, capture=capture)
         graphs.capture_first()
         return graphs
 
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
         """Graphs of the same sizes of another backend, in the memory of these, which are given up."""
         self._captured.clear()
-        return self.build(
-            self.model,
-            relay,
-            ops=self.ops,
-            feed=self.feed,
-            geometry=self.geometry,
-            capture=self._capture,
-            buffers=self.buffers,
-            results=self.results,
-        )
+        return self.build(self.parts._replace(relay=relay), self.buffers, capture=self._capture)
 
     @property
     def waiting(self) -> list[GraphKey]:

@@ -1,41 +1,42 @@
-"""What every way to run a batch has in common, and what it gives back.
+"""What every way to run a batch has in common, what it gives back, and the way that takes every step: kernel by kernel.
 
 T tokens, N rows that need logits, S items that sample, C channels, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
+from enginery.attention.relay import BackendRelay
+from enginery.attention.socket import LayerSocket
 from enginery.contracts.batch import FULL, ForwardBatch, View
+from enginery.contracts.drafting import FEATURES
+from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
+from enginery.kv.pool import PagedKVPool
 from enginery.kv.upload import to_device
-from enginery.worker.drafts.trees import Standing, standing_first
+from enginery.worker.drafts.trees import standing_first, write_masks
 from enginery.worker.layout import sampled_seats
+from enginery.worker.paths.captured_step import CapturedStep
+from enginery.worker.paths.results import ModelResults
+from enginery.worker.token_feed import TokenFeed
 
 
-class CapturedBatch(Protocol):
-    """What a graph was captured with, and is replayed with: other graphs may read it. batch: planned, padded."""
+class StepParts(NamedTuple):
+    """What every step of a model runs with. pool: of keys and values. results: what the model has to return."""
 
-    @property
-    def batch(self) -> ForwardBatch: ...
-
-    @property
-    def standing(self) -> Standing | None:
-        """Where it verifies combs, which rows stand."""
-        ...
-
-    @property
-    def moved(self) -> torch.Tensor | None:
-        """Where the device finds where requests begin: how far behind its earliest place each does, [requests] int64, device."""
-        ...
-
-    def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
-        """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""
-        ...
+    model: Model
+    relay: BackendRelay
+    ops: OpTable
+    socket: LayerSocket
+    feed: TokenFeed
+    pool: PagedKVPool
+    results: ModelResults
 
 
 class Forwarded(NamedTuple):
@@ -59,7 +60,7 @@ class Forwarded(NamedTuple):
     batch: ForwardBatch | None = None
     hidden: torch.Tensor | None = None
     accepted: torch.Tensor | None = None
-    captured: CapturedBatch | None = None
+    captured: CapturedStep | None = None
     padded: ForwardBatch | None = None
 
     def unpadded(self, num_requests: int) -> ForwardBatch:
@@ -177,3 +178,29 @@ def rows_with_logits(batch: ForwardBatch, device: torch.device) -> torch.Tensor 
     first_of = (counts.cumsum(0) - counts).repeat_interleave(counts)
     rows = ends_of - counts.repeat_interleave(counts) + torch.arange(len(ends_of)) - first_of
     return to_device(rows, device)
+
+
+class EagerPath:
+    """Implements `ForwardPath` for any step."""
+
+    captured = False
+
+    def __init__(self, parts: StepParts, *, keeps_all: bool, writes_late: bool) -> None:
+        """keeps_all: a draft model takes the batch and the hidden states of all rows, of steps that it follows. writes_late: what
+        the model writes for it may come from behind the last attention, so no row may be left out there."""
+        self._model, self._relay, self._feed, self._results = parts.model, parts.relay, parts.feed, parts.results
+        self._keeps_all = keeps_all
+        self._writes_all = any(each.name != FEATURES or writes_late for each in parts.feed.named.outputs)
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """Upload, plan, run. The model is told which rows need logits, unless it has outputs of all rows."""
+        rows = rows_with_logits(batch, self._feed.device)
+        # Outputs may be of rows that need no logits, behind the last attention too.
+        keeps = self._keeps_all and step.draft_len > 0
+        all_rows = keeps or self._writes_all
+        there = self._relay.plan(self._feed.upload(step, batch, logits_rows=None if all_rows else rows))
+        write_masks(step, there, self._relay)
+        planned_s = time.perf_counter()
+        hidden = self._results.hidden(self._model.forward(there), there)
+        forwarded = hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)
+        return forwarded._replace(batch=there, hidden=hidden) if keeps else forwarded

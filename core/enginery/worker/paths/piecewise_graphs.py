@@ -20,18 +20,13 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from enginery.attention.axes import pad, token_fields
-from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerCall, LayerSocket
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
 from enginery.worker.layout import KNOWN, no_requests, token_sources
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.decode_graphs import CudaCapture
-from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
-from enginery.worker.paths.results import ModelResults
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.paths.path import Forwarded, StepParts, hidden_states, rows_with_logits
 
 _log: Final = logging.getLogger(__name__)
 
@@ -130,26 +125,10 @@ class PiecewiseGraphs:
 
     captured = True
 
-    def __init__(
-        self,
-        model: Model,
-        relay: BackendRelay,
-        socket: LayerSocket,
-        *,
-        feed: TokenFeed,
-        geometry: KVGeometry,
-        capture: PiecewiseCapture,
-        hidden: torch.Tensor,
-        results: ModelResults,
-    ) -> None:
+    def __init__(self, parts: StepParts, hidden: torch.Tensor, *, capture: PiecewiseCapture) -> None:
         """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs."""
-        self.model = model
-        self.relay = relay
-        self.results = results
-        self.socket = socket
-        self.feed = feed
-        self.geometry = geometry
-        self.hidden = hidden
+        self.model, self.relay, _, self.socket, self.feed, pool, self.results = parts
+        self.geometry, self.hidden = pool.geometry, hidden
         self.sizes = piece_sizes(len(hidden))
         self._capture = capture
         self._captured: dict[int, PiecewiseStep] = {}

@@ -18,16 +18,12 @@ import numpy as np
 import torch
 
 from enginery.attention.axes import pad
-from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, places_within
-from enginery.worker.paths.path import Forwarded
-from enginery.worker.paths.results import ModelResults
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.paths.path import Forwarded, StepParts
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
     from enginery.worker.ranks.nccl import TensorGroup
@@ -90,8 +86,9 @@ class LanePath:
 
     captured = False
 
-    def __init__(self, model: Model, relay: BackendRelay, feed: TokenFeed, *, results: ModelResults, lanes: LaneRows) -> None:
-        self._model, self._relay, self._feed, self._results, self._lanes = model, relay, feed, results, lanes
+    def __init__(self, parts: StepParts, lanes: LaneRows) -> None:
+        self._model, self._relay, self._feed = parts.model, parts.relay, parts.feed
+        self._results, self._lanes = parts.results, lanes
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Pad, upload, plan, run, and bring together what is sampled from."""

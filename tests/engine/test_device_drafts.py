@@ -31,8 +31,8 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.paths.captured_step import Combs, takes_graphs
+from enginery.worker.drafts.draws import ForcedAcceptance
+from enginery.worker.paths.captured_step import takes_graphs
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
@@ -94,17 +94,15 @@ def captured(
         assert takes_graphs(parts.draft_model.socket.relay, len(state), what="the draft model")
         drafts = DraftGraphs(
             parts.draft_model,
-            ops=parts.ops,
-            geometry=geometry,
+            parts.step,
             capture=capture,
             state=state,
             siblings=parts.choice.draft_siblings,
         )
-    combs = Combs(parts.pool, siblings) if (siblings := parts.choice.draft_siblings) else None
     logits, hidden = torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size)
     has_others = any(geometry.kind_of(layer) != FULL for layer in geometry.layers)
     most_positions = 0 if told_first or has_others or drafts is None else parts.choice.settings.max_model_len
-    buffers = GraphBuffers(logits, hidden, combs=combs, most_positions=most_positions)
+    buffers = GraphBuffers(logits, hidden, siblings=parts.choice.draft_siblings, most_positions=most_positions)
     graphs = DecodeGraphs.build(parts.step, buffers, capture=capture)
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS

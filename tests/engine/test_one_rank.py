@@ -42,7 +42,6 @@ CHEAP = {
         "enginery.worker.ranks.collectives",
         "enginery.worker.ranks.lanes",
         "enginery.worker.ranks.path",
-        "enginery.worker.ranks.recorded",
     ),
     "enginery.worker.ranks.agreement",  # and what they agree on
 }

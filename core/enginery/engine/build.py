@@ -40,7 +40,7 @@ from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.geometry import largest_window, no_pages, with_pages
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
@@ -50,9 +50,9 @@ from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.capture import capture_steps
 from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.path import StepParts
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
+from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.met import Alone, Met
 from enginery.worker.runner import Captured, Runner, Speculation
 from enginery.worker.token_feed import TokenFeed

@@ -43,11 +43,6 @@ class NamedTensors:
             if each in outputs or not rides(each)
         }
 
-    @classmethod
-    def none(cls) -> NamedTensors:
-        """Of a model without any."""
-        return cls((), (), max_tokens=0, max_requests=0, device=torch.device("cpu"))
-
     def with_inputs(self, batch: ForwardBatch, told: Mapping[str, bytes] = MappingProxyType({})) -> ForwardBatch:
         """A batch that has every input, where its token fields are. Unpadded, if the step tells any.
 

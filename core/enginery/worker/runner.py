@@ -6,6 +6,7 @@ need logits, C channels, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,22 +24,20 @@ from enginery.kv.upload import recorded, to_device
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.draws import GuessDraws
-from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.drafts.guesses import Guesses
+from enginery.worker.drafts.draws import ForcedAcceptance, GuessDraws
 from enginery.worker.drafts.trees import deepest, move_standing, parents_of, standing_first, straightened
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.path import EagerPath, Forwarded, ForwardPath, Launched, StepParts, Verified, first_rows
+from enginery.worker.paths.path import EagerPath, Forwarded, ForwardPath, Launched, Verified, first_rows
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
-from enginery.worker.paths.running_step import RunningStep
+from enginery.worker.paths.results import StepParts
+from enginery.worker.paths.running_step import Guesses, RunningStep
 from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.lanes import LanePath
-from enginery.worker.ranks.path import BestTokens, GatheredLogits
-from enginery.worker.ranks.recorded import RankSteps, RecordedForwards
+from enginery.worker.ranks.path import BestTokens, GatheredLogits, RankSteps, RecordedForwards
 from enginery.worker.sampling import mark_nan, sample
 
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
@@ -86,7 +85,7 @@ class Runner:
             graphs=() if self.graphs is None else self.graphs.sizes,
             pieces=() if self.pieces is None else self.pieces.sizes,
             verified_rows=0 if self.graphs is None else self.graphs.verified_rows,
-            combs=self.graphs is not None and self.graphs.buffers.combs is not None,
+            combs=self.graphs is not None and self.graphs.buffers.siblings > 0,
             followed=self.graphs is None or self.graphs.follows,
         )
 
@@ -296,7 +295,8 @@ class Runner:
 
     def _draws(self, step: StepInput, sampling: SamplingInput | None) -> GuessDraws:
         """How guesses behind a step are chosen."""
-        rows, together = begins_of(step.sampled_rows), None if self.agreement is None else self.agreement.of_guesses(step)
+        rows, agreed = begins_of(step.sampled_rows), self.agreement
+        together = None if agreed is None else functools.partial(agreed.guess, greedy=step.run.greedy)
         return GuessDraws(sampling, rows, ops=self.ops, device=self.device, siblings=self._siblings, together=together)
 
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor | None:

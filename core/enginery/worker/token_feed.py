@@ -29,18 +29,14 @@ class TokenFeed:
     named: where the inputs and outputs are that only the model knows. most_drafts: D.
     """
 
-    def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None, most_drafts: int = 0) -> None:
+    def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors, most_drafts: int) -> None:
         self.device = device
         self._on_host = device.type == "cpu"
-        self.named = named or NamedTensors.none()
+        self.named = named
         self.scratch_seat = num_seats
         self.width = 1 + most_drafts
         self.tokens = torch.zeros(num_seats + 1, self.width, dtype=torch.int64, device=device)
         self.wrong = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
-
-    def unpack(self, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
-        """`batch` with its token fields from `packed`, on the device. Pending ids are not filled in."""
-        return with_token_fields(batch, iter(packed))
 
     def upload(self, step: StepInput, batch: ForwardBatch, *, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """The batch that the step was laid out as, padded or not, with its token fields on the device, complete."""
@@ -48,7 +44,7 @@ class TokenFeed:
         if not self._on_host:
             sources = token_sources(step, width=self.width, size=batch.num_tokens)
             packed = to_device(torch.stack([*token_fields(batch), sources]), self.device)  # [fields + 1, T]
-            batch, sources = self.unpack(batch, packed), packed[-1]
+            batch, sources = with_token_fields(batch, iter(packed)), packed[-1]
         elif pending:
             sources = token_sources(step, width=self.width, size=batch.num_tokens)
         ids = batch.input_ids

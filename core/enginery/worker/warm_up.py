@@ -16,7 +16,7 @@ import torch
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
 from enginery.contracts.ops import SamplingTensors
-from enginery.worker.paths.path import StepParts
+from enginery.worker.paths.results import StepParts
 
 LENGTHS: Final = tuple(1 << power for power in range(1, 12))  # of prompts: kernels for experts differ by the power of two
 COUNTS: Final = (1, 2, 16, 32, 64)  # of decoding requests

@@ -21,10 +21,8 @@ import torch.nn.functional as F
 
 from enginery.attention.axes import renewed
 from enginery.attention.draft_steps import plan_steps
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, ForwardBatch
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned
 from enginery.speculate.combs import num_verified
@@ -34,6 +32,7 @@ from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_tol
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, CapturedStep, Replayable
 from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.results import StepParts
 
 
 class _Follow(NamedTuple):
@@ -66,13 +65,11 @@ class DraftGraphs:
     guess at it with n others, or that token alone where the model takes no features.
     """
 
-    def __init__(
-        self, model: DraftModel, *, ops: OpTable, geometry: KVGeometry, capture: Capture, state: torch.Tensor, siblings: int
-    ) -> None:
-        """model: of a backend that can be captured. state: [most rows, C'], zeros. geometry: the target's. siblings: n."""
+    def __init__(self, model: DraftModel, target: StepParts, *, capture: Capture, state: torch.Tensor, siblings: int) -> None:
+        """model: of a backend that can be captured. state: [most rows, C'], zeros. siblings: n."""
         assert model.socket.relay is not None, "a draft model has backends"
-        self._model, self._relay, self._ops = model, model.socket.relay, ops
-        self._geometry, self._capture, self.state, self._siblings = geometry, capture, state, siblings
+        self._model, self._relay, self._ops, self._geometry = model, model.socket.relay, target.ops, target.pool.geometry
+        self._capture, self.state, self._siblings = capture, state, siblings
         self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows: dict[tuple[int, int, int], _Follow] = {}
@@ -183,7 +180,9 @@ class DraftGraphs:
         if found.batches:
             last = found.batches[-1]
             assert last.plan is not None, "what is captured is planned"
-            self._relay.refresh(last.plan, one_each(padded, _fields_of(last), lengths=None))
+            assert last.kv_lens is not None, "lengths are true on the device alone"
+            fields = OneStep(last.positions, last.pages.slots, last.kv_lens)
+            self._relay.refresh(last.plan, one_each(padded, fields, lengths=None))
         found.graph.replay()
         return found.guesses
 
@@ -244,9 +243,3 @@ def _key_of(of: CapturedStep) -> tuple[int, int, int]:
 def _chain_of(batch: ForwardBatch) -> Chain:
     """Where the batch of what stands has it; which rows that is, is not there."""
     return Chain(batch.input_ids, batch.input_ids, batch.positions, batch.pages.slots)
-
-
-def _fields_of(batch: ForwardBatch) -> OneStep:
-    """Where a step's batch has them."""
-    assert batch.kv_lens is not None, "lengths are true on the device alone"
-    return OneStep(batch.positions, batch.pages.slots, batch.kv_lens)

@@ -22,16 +22,15 @@ from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.parts import DraftNeeds
-from enginery.worker.paths.captured_step import Capture, Combs, takes_graphs
+from enginery.worker.paths.captured_step import Capture, takes_graphs
 from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
 from enginery.worker.paths.host_capture import HostCapture
-from enginery.worker.paths.path import StepParts
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
+from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.recorded import RecordedForwards
+from enginery.worker.ranks.path import RecordedForwards
 from enginery.worker.runner import Captured
-from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +58,11 @@ def capture_steps(
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=keeps, most_positions=most)
         if graphs is None:
             return Captured()
-        if drafts is not None:
-            _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
+        features = parts.feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
+        for step in graphs.steps:
+            if drafts is not None and step.followed:
+                assert features is not None, "graphs keep what a draft model takes"
+                drafts.prepare(step, features, choice.draft_length)
     with phases("pieces"):
         return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
 
@@ -83,32 +85,23 @@ def _capture_on_ranks(phases: _Enters, choice: Choice, parts: StepParts) -> Capt
         return Captured(graphs, pieces)
 
 
-_Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]
-
-
-def _used(choice: Choice) -> _Used:
-    """Everything chosen that may be called in a step."""
-    attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
-    return [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
-
-
-def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
-    """None: steps can be recorded, as far as can be known before."""
-    if guesses and isinstance(parts.model, JoinedHead):
-        return "a draft model guesses on several ranks"
-    if choice.coordinator is not None:
-        return "the sparse coordinator is asked in each layer"
-    silent = [f"{offer.name}, from {offer.source}" for offer in used if offer.spec.record_calls is None]
-    return f"{'; '.join(dict.fromkeys(silent))}, states no record_calls" if silent else None
-
-
 def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> DecodeGraphs | None:
     """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
-    used = _used(choice)
-    if (why := _why_not_recorded(choice, parts, used, guesses=guesses)) is not None:
+    attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
+    used: list[Offer[OpSpec] | Offer[AttnBackendSpec]] = [*op_winners(choice.ops).values()]  # all that may be called in a step
+    used += [offer for chosen in attention for offer in chosen.by_role.values()]
+    tellers, silent = [offer.spec.record_calls for offer in used if offer.spec.record_calls is not None], ""
+    if len(tellers) < len(used):
+        silent = "; ".join(dict.fromkeys(f"{each.name}, from {each.source}" for each in used if each.spec.record_calls is None))
+    reasons = {
+        "a draft model guesses on several ranks": guesses and isinstance(parts.model, JoinedHead),
+        "the sparse coordinator is asked in each layer": choice.coordinator is not None,
+        f"{silent}, states no record_calls": bool(silent),
+    }
+    if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
         log.debug("decoding runs eagerly: %s", why)
         return None
-    tellers, kind = [tell for offer in used if (tell := offer.spec.record_calls) is not None], RecordedSteps
+    kind: type[DecodeGraphs] = RecordedSteps
     if isinstance(parts.model, JoinedHead):
         tellers, kind = [*tellers, *(group.record_calls for group in parts.model.exchanges)], RecordedForwards
     return _decode_graphs(kind, choice, parts, HostCapture(tellers), keeps_hidden=False)
@@ -126,8 +119,7 @@ def _draft_graphs(
     assert model.socket.relay is not None, "a draft model has backends"
     if not takes_graphs(model.socket.relay, len(state), what="the draft model"):
         return None
-    geometry, siblings = parts.pool.geometry, choice.draft_siblings
-    return DraftGraphs(model, ops=parts.ops, geometry=geometry, capture=capture, state=state, siblings=siblings)
+    return DraftGraphs(model, parts, capture=capture, state=state, siblings=choice.draft_siblings)
 
 
 def _decode_graphs(
@@ -143,8 +135,8 @@ def _decode_graphs(
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else choice.facts.vocab_size
     logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
-    combs = Combs(parts.pool, siblings) if (siblings := choice.draft_siblings) else None
-    return kind.build(parts, GraphBuffers(logits, hidden, combs=combs, most_positions=most_positions), capture=capture)
+    buffers = GraphBuffers(logits, hidden, siblings=choice.draft_siblings, most_positions=most_positions)
+    return kind.build(parts, buffers, capture=capture)
 
 
 def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:
@@ -155,14 +147,6 @@ def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) 
     chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
     able = all(offer.spec.capabilities.verify_lengths for each in chosen for offer in each.by_role.values())
     return choice.settings.max_model_len if able else 0
-
-
-def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draft_len: int) -> None:
-    features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
-    assert features is not None, "graphs keep what a draft model takes"
-    for step in graphs.steps:
-        if step.followed:
-            drafts.prepare(step, features, draft_len)
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 
 from enginery.attention.relay import BackendRelay
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.plan import Accepted
-from enginery.kv.pool import PagedKVPool
 from enginery.speculate.acceptance import accept
-from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, move_standing
+from enginery.worker.paths.results import StepParts
 
 _log: Final = logging.getLogger(__name__)
 
@@ -38,13 +37,6 @@ def takes_graphs(relay: BackendRelay, most: int, *, what: str) -> bool:
         return True
     _log.info("%s runs eagerly: %s has no init_graph_state", what, relay.backend_id)
     return False
-
-
-class Combs(NamedTuple):
-    """Of a draft model that guesses combs. pool: where the target keeps what it computes of them."""
-
-    pool: PagedKVPool
-    siblings: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,26 +106,18 @@ def told_last(
     return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + last)
 
 
-class Moved(NamedTuple):
-    """Where what is moved behind a verification lies, and what captures that. combs: None where drafts are chains."""
-
-    combs: Combs | None
-    geometry: KVGeometry
-    capture: Capture
-
-
 def captured_moving(
-    relay: BackendRelay, batch: ForwardBatch, accepted: torch.Tensor, standing: Standing | None, *, memory: Moved
+    parts: StepParts, batch: ForwardBatch, accepted: torch.Tensor, standing: Standing | None, *, capture: Capture
 ) -> Replayable | None:
     """Moves states behind so many drafts of each request of a captured batch, [requests] int64, device, or rows that stand.
 
     Which is found in each replay. None: there is nothing to move.
     """
-    combs, geometry, capture = memory
-    if standing is not None and combs is not None:
-        path, pool = standing.path, combs.pool
+    relay, pool = parts.relay, parts.pool
+    if standing is not None:
+        path = standing.path
         return capture(lambda: move_standing(batch, path, accepted, pool))
-    if all(layer.recurrent is None for layer in geometry.layers):
+    if all(layer.recurrent is None for layer in pool.geometry.layers):
         return None
 
     def move() -> None:

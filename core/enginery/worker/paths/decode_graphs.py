@@ -23,28 +23,27 @@ from typing import Final, NamedTuple
 
 import torch
 
-from enginery.attention.axes import pad, renewed, token_fields
+from enginery.attention.axes import pad, renewed, token_fields, with_token_fields
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput, Way
 from enginery.errors import Unsupported
-from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.paths.captured_step import (
     Capture,
     CapturedStep,
-    Combs,
-    Moved,
     Replayable,
     captured_moving,
     takes_graphs,
     told_last,
 )
-from enginery.worker.paths.path import Forwarded, StepParts
+from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.results import StepParts
 from enginery.worker.paths.starts import at_the_earliest, move_on
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
@@ -103,18 +102,14 @@ class GraphKey(NamedTuple):
 class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V], of several ranks this one's columns; hidden: [most rows, C],
     where a draft model takes the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance.
-    combs: whose rows are moved where they stand; None: drafts that branch are verified eagerly. most_positions: of a request,
-    where verifications may begin where the device finds, see `starts`; 0: their lengths are known when they are launched."""
+    siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. most_positions: of a
+    request, where verifications may begin where the device finds, see `starts`; 0: their lengths are known at the launch."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     forced: ForcedAcceptance | None = None
-    combs: Combs | None = None
+    siblings: int = 0
     most_positions: int = 0
-
-    def hidden_rows(self, count: int) -> torch.Tensor | None:
-        """Where so many are kept, if a draft model takes them."""
-        return None if self.hidden is None else self.hidden[:count]
 
 
 class _Best(NamedTuple):
@@ -176,8 +171,8 @@ class DecodeGraphs:
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
         self.capture(GraphKey(self.sizes[-1], 1, followed=False))
-        most, length, combs = self.sizes[-1], self.feed.width, self.buffers.combs
-        depth = 0 if combs is None else (length - 1) // (1 + combs.siblings)
+        most, length, siblings = self.sizes[-1], self.feed.width, self.buffers.siblings
+        depth = (length - 1) // (1 + siblings) if siblings else 0
         fitting = [size for size in self.sizes if length > 1 and size * length <= most]
         if fitting and self._capture_verifying(GraphKey(fitting[-1], length, self._serves_drafts, depth)):
             self.verified_rows = most
@@ -195,14 +190,16 @@ class DecodeGraphs:
     def capture(self, key: GraphKey) -> None:
         """Capture a graph. Takes as long as two or three eager steps."""
         size, length, followed, depth = key
-        combs, memory = self.buffers.combs, Moved(self.buffers.combs, self.geometry, self._capture)
+        buffers = self.buffers
         batch, packed = padding_alone(self.feed, self.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
-        moved = None if accepted is None or not self.buffers.most_positions else torch.zeros_like(accepted)
+        moved = None if accepted is None or not buffers.most_positions else torch.zeros_like(accepted)
         batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
         batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
-        kept = self.buffers.hidden_rows(size * length) if followed else None
-        standing = None if combs is None or not depth else standing_in_comb(size, length, depth, combs.siblings, batch, self.relay)
+        kept = buffers.hidden[: size * length] if followed and buffers.hidden is not None else None
+        standing = (
+            standing_in_comb(size, length, depth, buffers.siblings, batch, self.relay) if buffers.siblings and depth else None
+        )
         found = list[_Best]()
 
         def run() -> None:
@@ -226,7 +223,7 @@ class DecodeGraphs:
             hidden=kept,
             accepted=accepted,
             standing=standing,
-            moving=None if accepted is None else captured_moving(self.relay, batch, accepted, standing, memory=memory),
+            moving=None if accepted is None else captured_moving(self.parts, batch, accepted, standing, capture=self._capture),
             moved=moved,
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
@@ -356,4 +353,4 @@ def padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple
     nobody = torch.full((num_rows,), feed.scratch_seat)
     beside = [] if key.length == 1 else [torch.zeros(num_rows, dtype=torch.int64)] * 2
     packed = torch.stack([*token_fields(batch), *beside, torch.full((num_rows,), KNOWN), nobody]).to(feed.device)
-    return feed.unpack(batch, packed), packed
+    return with_token_fields(batch, iter(packed)), packed

@@ -11,32 +11,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from enginery.attention.relay import BackendRelay
-from enginery.attention.socket import LayerSocket
 from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
-from enginery.kv.pool import PagedKVPool
 from enginery.kv.upload import to_device
 from enginery.worker.drafts.trees import standing_first, write_masks
 from enginery.worker.layout import sampled_seats
 from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.results import ModelResults
-from enginery.worker.token_feed import TokenFeed
-
-
-class StepParts(NamedTuple):
-    """What every step of a model runs with. pool: of keys and values. results: what the model has to return."""
-
-    model: Model
-    relay: BackendRelay
-    ops: OpTable
-    socket: LayerSocket
-    feed: TokenFeed
-    pool: PagedKVPool
-    results: ModelResults
+from enginery.worker.paths.results import StepParts
 
 
 class Forwarded(NamedTuple):
@@ -157,15 +139,11 @@ def hidden_states(
     wanted = hidden if rows is None or len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
     places = batch.num_logits_cpu.long().cumsum(0)[torch.from_numpy(step.sampling)] - 1  # [S]
     if step.verifies:
-        places = _last_rows(places, torch.from_numpy(step.sampled_rows))
+        counts = torch.from_numpy(step.sampled_rows)
+        ends = counts.cumsum(0)
+        places = torch.arange(int(ends[-1])) + (places + 1 - ends).repeat_interleave(counts)  # the last `counts` of each: [R]
     last = wanted if len(places) == len(wanted) else wanted.index_select(0, to_device(places, wanted.device))  # [S, C]
     return Forwarded(planned_s=planned_s, rows=wanted, last=last, batch=batch if step.verifies else None)
-
-
-def _last_rows(places: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Of each item the last `counts` rows, of which `places` has the last: [R] int64."""
-    ends = counts.cumsum(0)
-    return torch.arange(int(ends[-1])) + (places + 1 - ends).repeat_interleave(counts)
 
 
 def rows_with_logits(batch: ForwardBatch, device: torch.device) -> torch.Tensor | None:

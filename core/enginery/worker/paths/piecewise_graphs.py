@@ -14,19 +14,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from enginery.attention.axes import pad, token_fields
+from enginery.attention.axes import pad, token_fields, with_token_fields
 from enginery.attention.socket import LayerCall, LayerSocket
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.worker.layout import KNOWN, no_requests, token_sources
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.decode_graphs import CudaCapture
-from enginery.worker.paths.path import Forwarded, StepParts, hidden_states, rows_with_logits
+from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
+from enginery.worker.paths.results import StepParts
 
 _log: Final = logging.getLogger(__name__)
 
@@ -111,13 +111,11 @@ class _Memory:
         }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PiecewiseStep:
-    """packed: [fields + 1, size] int64, device: the token fields and the sources. hidden: [size, C], valid until the next step."""
+class PiecewiseStep(NamedTuple):
+    """packed: [fields + 1, size] int64, device: the token fields and the sources."""
 
     packed: torch.Tensor
     pieces: GraphPieces
-    hidden: torch.Tensor
 
 
 class PiecewiseGraphs:
@@ -146,14 +144,14 @@ class PiecewiseGraphs:
             self.feed.named.with_inputs(no_requests(self.geometry)), num_requests=0, num_tokens=size, geometry=self.geometry
         )
         packed = torch.stack([*token_fields(batch), torch.full((size,), KNOWN)]).to(self.feed.device)
-        batch = self.feed.named.placed(self.feed.unpack(batch, packed))
+        batch = self.feed.named.placed(with_token_fields(batch, iter(packed)))
 
         def run() -> None:
             self.feed.fill(batch.input_ids, packed[-1], out=batch.input_ids)
             self.hidden[:size].copy_(self.results.hidden(self.model.forward(batch), batch))
 
         pieces = self._capture(run, self.socket)
-        self._captured[size] = PiecewiseStep(packed=packed, pieces=pieces, hidden=self.hidden[:size])
+        self._captured[size] = PiecewiseStep(packed, pieces)
         _log.debug("captured a step of %d tokens in %d pieces", size, len(pieces.graphs))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
@@ -165,7 +163,12 @@ class PiecewiseGraphs:
         batch = self.relay.plan(self._upload(step, batch, captured))
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
-        hidden = self._replay(captured, batch)
+        first, *others = captured.pieces.graphs
+        first.replay()
+        for call, graph in zip(captured.pieces.calls, others, strict=True):
+            self.socket.run(call, batch)
+            graph.replay()
+        hidden = self.hidden[: batch.num_tokens]
         return hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)._replace(batch=batch, hidden=hidden)
 
     def _upload(self, step: StepInput, batch: ForwardBatch, captured: PiecewiseStep) -> ForwardBatch:
@@ -175,16 +178,7 @@ class PiecewiseGraphs:
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
         self.feed.overwrite(captured.packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
         self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
-        return self.feed.unpack(batch, captured.packed[:, :count])
-
-    def _replay(self, captured: PiecewiseStep, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, C] of a planned batch whose token fields are those of the graphs."""
-        first, *others = captured.pieces.graphs
-        first.replay()
-        for call, graph in zip(captured.pieces.calls, others, strict=True):
-            self.socket.run(call, batch)
-            graph.replay()
-        return captured.hidden[: batch.num_tokens]
+        return with_token_fields(batch, iter(captured.packed[:, :count]))
 
 
 def piece_sizes(max_tokens: int) -> tuple[int, ...]:

@@ -9,13 +9,12 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import StepInput, StepOutput, StepTimes
-from enginery.worker.drafts.guesses import Guesses
 from enginery.worker.layout import begins_of
 from enginery.worker.logprobs import LogprobTable
 from enginery.worker.sampling import NAN_TOKEN
@@ -24,6 +23,22 @@ NAN_ERROR: Final = (
     "the model's logits for it are NaN: float16 overflows in many models, or a kernel or the weights are at fault; try bfloat16, "
     "and engine test-backend"
 )
+
+
+class Guesses(NamedTuple):
+    """What a draft model guesses to follow each item that samples.
+
+    tokens: [S, d] on the host, valid after `ready`; None: they are.
+    """
+
+    tokens: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    def of(self, place: int) -> tuple[int, ...]:
+        """Those of one item, when they have come."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return tuple(self.tokens[place].tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

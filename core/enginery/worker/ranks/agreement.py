@@ -11,7 +11,6 @@ S items that sample, R sampled rows, V tokens that a guess is chosen from, N ten
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -20,7 +19,6 @@ import torch
 
 from enginery.contracts.step import StepInput
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.draws import Together
 from enginery.worker.ranks.collectives import HeadColumns, JoinedHead
 
 _FIRST: Final = 0
@@ -62,10 +60,6 @@ class Agreement:
         if num_rows:
             self.head.group.from_first(told)
         return Outcome(told[:num_rows], told[num_rows:])
-
-    def of_guesses(self, step: StepInput) -> Together:
-        """How those behind the step are chosen."""
-        return functools.partial(self.guess, greedy=step.run.greedy)
 
     def guess(self, partial: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor], *, greedy: bool) -> torch.Tensor:
         """This rank's columns of logits, [S, V / N] -> [S] int64 on all ranks, the same.

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias, cast
+from typing import Final, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,11 @@ class LostRank(EnginError):
     """An exchange failed, because another rank is gone. Who is, and why, is known to those that watch the processes."""
 
 
-class Sending:
+class Sending(NamedTuple):
     """A tensor on its way, which lives until it has arrived."""
 
-    def __init__(self, x: torch.Tensor, work: Work) -> None:
-        self._x, self._work = x, work
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has left."""
-        return self._work.is_completed()
+    x: torch.Tensor
+    work: Work
 
 
 class Standing:
@@ -58,22 +53,18 @@ class Standing:
         self.waits = ""
         self.phase = "start"
         self.number = -1
-        self._connections: set[tuple[int, str]] = set()
+        self.connections: set[tuple[int, str]] = set()  # of groups, see `_sockets`
         self._enders: list[Callable[[], None]] = []
 
     def on_sever(self, end: Callable[[], None]) -> None:
         """Have exchanges of a device end too. end: called from another thread, and may take as long as it likes."""
         self._enders.append(end)
 
-    def connected(self, connections: set[tuple[int, str]]) -> None:
-        """Groups have these, of `_sockets`."""
-        self._connections |= connections
-
     def sever(self) -> None:
         """End exchanges, from another thread: who waits in one with a rank that is gone would wait for ever."""
         for end in self._enders:
             threading.Thread(target=end, name="sever", daemon=True).start()
-        for descriptor, _ in self._connections & _sockets():
+        for descriptor, _ in self.connections & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -97,7 +88,7 @@ class Group:
         except RuntimeError as error:
             raise LostRank(f"the ranks of {name} did not meet: {error}") from error
         standing.waits = ""
-        standing.connected(_sockets() - before)
+        standing.connections |= _sockets() - before
         made._set_default_timeout(FOR_EVER)
         self._group = cast("ProcessGroup", made)  # it has its methods
 

@@ -23,7 +23,8 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, places_within
-from enginery.worker.paths.path import Forwarded, StepParts
+from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.results import StepParts
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
     from enginery.worker.ranks.nccl import TensorGroup
@@ -53,13 +54,10 @@ class LaneRows:
         rows = (ends - counts).repeat(counts) + places_within(counts)
         return torch.from_numpy(np.pad(rows.astype(np.int64), (0, _most_logits(step) - len(rows))))
 
-    def of_all(self, step: StepInput, own: torch.Tensor) -> torch.Tensor:
-        """[N, C] of each lane -> the rows that need logits, of all of the step's items in order."""
-        return torch.cat(self.across.of_all(own)).index_select(0, to_device(torch.from_numpy(rows_of_all(step)), own.device))
-
     def sampled(self, step: StepInput, own: torch.Tensor, planned_s: float) -> Forwarded:
         """[N, C] of each lane, brought together: what is sampled from of all."""
-        of_all = last = self.of_all(step, own)
+        rows = to_device(torch.from_numpy(rows_of_all(step)), own.device)
+        of_all = last = torch.cat(self.across.of_all(own)).index_select(0, rows)
         if len(step.sampling) < len(of_all):
             ends = np.cumsum(step.columns().num_logits)[step.sampling]
             last = of_all.index_select(0, to_device(torch.from_numpy(ends - 1), of_all.device))

@@ -22,7 +22,7 @@ from enginery.errors import PluginError
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.worker.layout import lay_out
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.path import StepParts
+from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.gloo import Group, Sending
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import TensorGroup
@@ -59,7 +59,7 @@ class StageLinks:
         if self._num_lanes > 1:  # first: NCCL's first exchange of two ranks begins when both have called it
             sending.append(self._host.send(torch.tensor([len(each) for each in found]), self._behind))
         sending += [self._group.send(each, self._behind) for each in found]
-        while self._sent and all(each.is_done for each in self._sent[0]):
+        while self._sent and all(each.work.is_completed() for each in self._sent[0]):
             self._sent.popleft()
         self._sent.append(sending)
 

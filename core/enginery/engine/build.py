@@ -31,9 +31,8 @@ from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.changeover import Changeover
 from enginery.engine.kv_events.off import NoEvents, PrefixEvents
 from enginery.errors import CheckpointError
-from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
-from enginery.kv.states import RecurrentStatePool, state_bytes
+from enginery.kv.states import state_bytes
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
@@ -171,9 +170,10 @@ def build_parts(
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
         geometry = with_pages(no_pages(choice), memory, max_requests=choice.num_seats, asked=pages)
-        pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
+        pool = PagedKVPool(geometry, choice.device)
     with phases("attention"):
-        attention = attention_parts(asked, choice, registry, pool=pool, states=states)
+        coordinator = build_coordinator(choice, registry, pool)
+        attention = AttentionParts.of(asked, choice, registry, pool=pool, coordinator=coordinator)
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
         socket, changeover = LayerSocket(relay), begin_changeover(asked, attention)
     with phases("model"):
@@ -327,21 +327,6 @@ def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:
     kept = tuple(made for made in choice.decisions if made.setting != decision.setting)
     settings = dataclasses.replace(choice.settings, max_model_len=held)
     return dataclasses.replace(choice, settings=settings, decisions=(*kept, decision))
-
-
-def attention_parts(
-    asked: EngineOptions, choice: Choice, registry: Registry, *, pool: PagedKVPool, states: RecurrentStatePool
-) -> AttentionParts:
-    """What the attention backends of this engine are built from."""
-    return AttentionParts(
-        choice=choice,
-        registry=registry,
-        pool=pool,
-        states=states,
-        coordinator=build_coordinator(choice, registry, pool),
-        arena=DeviceArena(choice.device),
-        watched=asked.check_attention,
-    )
 
 
 def build_coordinator(choice: Choice, registry: Registry, pool: PagedKVPool) -> SparseCoordinator | None:

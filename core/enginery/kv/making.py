@@ -81,8 +81,18 @@ class PointMaker:
 
     def make(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> None:
         """The points that its next item leads to. Its pages are there."""
-        if self._cache.points is not None:
-            self._make_points(self._cache.points, kv, start, stop, num_known)
+        if (points := self._cache.points) is None:
+            return
+        ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
+        marked = set[int]()
+        kept = kv.states.kept(start, stop)
+        while kv.marks and kv.marks[0] <= stop:
+            if self._point(points, kv, mark := kv.marks.pop(0), kept):
+                marked.add(mark)
+        if is_chunk and ends_page > start and ends_page not in marked:
+            self._point(points, kv, ends_page, kept, passing=True)
+        elif not is_chunk and self._has_states and (position := min(kept.keys() - marked)) % self.page_size == 0:
+            self._point(points, kv, position, kept, trails=True)
 
     def settle(self, kv: SequenceKV, *, leaves: bool = False) -> None:
         """Points whose step has completed go into the tree, with those pages of the prefix that are there; the others wait.
@@ -115,7 +125,9 @@ class PointMaker:
         points = self._cache.points
         if points is None:
             return
-        self._trail_window(points, kv)
+        position = kv.num_written - kv.num_written % self.page_size
+        if not self._has_states and position and all(point.position != position for point in kv.points):
+            self._point(points, kv, position, {}, trails=True)  # without states it needs no preparation: the window is still held
         done = {point.position: point for point in kv.points if point.trails and point.position <= kv.num_written}
         self.settle(kv, leaves=True)
         for point in kv.points:
@@ -124,18 +136,6 @@ class PointMaker:
             for point in kv.superseded:
                 if point.position < last:
                     points.supersede(point)
-
-    def _make_points(self, points: ResumePoints, kv: SequenceKV, start: int, stop: int, num_known: int) -> None:
-        ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
-        marked = set[int]()
-        kept = kv.states.kept(start, stop)
-        while kv.marks and kv.marks[0] <= stop:
-            if self._point(points, kv, mark := kv.marks.pop(0), kept):
-                marked.add(mark)
-        if is_chunk and ends_page > start and ends_page not in marked:
-            self._point(points, kv, ends_page, kept, passing=True)
-        elif not is_chunk and self._has_states and (position := min(kept.keys() - marked)) % self.page_size == 0:
-            self._point(points, kv, position, kept, trails=True)
 
     def _point(
         self,
@@ -162,10 +162,3 @@ class PointMaker:
         if position > kv.num_shared and not (passing or trails):
             kv.superseded.append(kv.points[-1])
         return True
-
-    def _trail_window(self, points: ResumePoints, kv: SequenceKV) -> None:
-        """Without states the last page's end needs no preparation: its window is still held."""
-        position = kv.num_written - kv.num_written % self.page_size
-        if self._has_states or not position or any(point.position == position for point in kv.points):
-            return
-        self._point(points, kv, position, {}, trails=True)

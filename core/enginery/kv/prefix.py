@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -29,20 +30,18 @@ TOKEN_TYPECODE = "i"
 TOKEN_BYTES = array(TOKEN_TYPECODE).itemsize
 
 
+@dataclass(slots=True, eq=False)
 class PrefixNode:
     """One edge and the node at its end; opaque outside of this module. `branch` is its key among the parent's children."""
 
-    __slots__ = ("branch", "children", "last_used", "num_locks", "pages", "parent", "point", "tokens")
-
-    def __init__(self, parent: PrefixNode | None, branch: bytes, tokens: bytes, pages: list[int]) -> None:
-        self.parent = parent
-        self.branch = branch
-        self.tokens = tokens
-        self.pages = pages
-        self.children: dict[bytes, PrefixNode] = {}
-        self.num_locks = 0
-        self.last_used = 0
-        self.point: ResumePoint | None = None
+    parent: PrefixNode | None
+    branch: bytes
+    tokens: bytes
+    pages: list[int]
+    children: dict[bytes, PrefixNode] = field(default_factory=dict)
+    num_locks: int = 0
+    last_used: int = 0
+    point: ResumePoint | None = None
 
     def split(self, num_pages: int, page_bytes: int) -> PrefixNode:
         """Put a new node after the first `num_pages` of the edge. This one stays the lower part: locks on it keep their meaning."""
@@ -184,7 +183,10 @@ class RadixPrefixCache:
             branch, new = self._branch(node, tokens, shared, salt), tokens[shared * self._page_bytes :]
             if self._watcher is not None:
                 self._watcher.stored(node.pages[-1] if shared else None, new, pages[shared:], salt)
-            node = self._add(node, branch, new, pages[shared:])
+            leaf = node.children[branch] = PrefixNode(node, branch, new, pages[shared:], last_used=next(self._ticks))
+            self._idle[leaf], node = None, leaf
+            self.num_cached += len(leaf.pages)
+            self.num_evictable += len(leaf.pages)
         if pages[:shared] == found:
             return Inserted(node, [])
         return Inserted(node, [mine for mine, cached in zip(pages, found, strict=False) if mine != cached])
@@ -285,14 +287,6 @@ class RadixPrefixCache:
             node = child if shared == len(child.pages) else child.split(shared, self._page_bytes)
             pages += node.pages
         return node, pages
-
-    def _add(self, parent: PrefixNode, branch: bytes, tokens: bytes, pages: list[int]) -> PrefixNode:
-        leaf = parent.children[branch] = PrefixNode(parent, branch, tokens, pages)
-        leaf.last_used = next(self._ticks)
-        self._idle[leaf] = None
-        self.num_cached += len(pages)
-        self.num_evictable += len(pages)
-        return leaf
 
     def _remove(self, leaf: PrefixNode) -> None:
         """Drop an idle leaf. A parent that is idle now takes its place, or goes to the end if it was used since."""

@@ -15,6 +15,7 @@ from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.relay import BackendRelay
 from enginery.attention.watch import Watch
+from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW
 from enginery.contracts.parallel import ParallelFacts
@@ -44,6 +45,29 @@ class AttentionParts:
     parallel: ParallelFacts = field(default_factory=ParallelFacts)
     role: str = "target"
     watched: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        asked: EngineOptions,
+        choice: Choice,
+        registry: Registry,
+        *,
+        pool: PagedKVPool,
+        coordinator: SparseCoordinator | None = None,
+        role: str = "target",
+    ) -> AttentionParts:
+        """With states for the pool's geometry, and an arena of their own."""
+        return cls(
+            choice=choice,
+            registry=registry,
+            pool=pool,
+            states=RecurrentStatePool(pool.geometry, choice.device),
+            coordinator=coordinator,
+            arena=DeviceArena(choice.device),
+            role=role,
+            watched=asked.check_attention,
+        )
 
 
 def build_backend(parts: AttentionParts, chosen: AttentionChoice, *, micro_batches: bool) -> BackendRelay:
@@ -115,7 +139,7 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
         options=parts.registry.options_for(name),
     )
     backend = parts.registry.create_attn_backend(name, context)
-    relay = BackendRelay(backend, offer.source, instance=instance, watch=_watch(parts))
+    relay = BackendRelay(backend, offer.source, instance=instance, watch=Watch() if parts.watched else None)
     if part == "recurrent" and choice.drafter is not None and not relay.has("commit_state"):
         raise PluginError(
             f"{offer.source}: {name} claims to verify drafts of models with recurrent layers, and its {type(backend).__name__} has "
@@ -130,8 +154,4 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
 
 
 def _composite(parts: AttentionParts, backend: AttnBackend) -> BackendRelay:
-    return BackendRelay(backend, CORE, watch=_watch(parts))
-
-
-def _watch(parts: AttentionParts) -> Watch | None:
-    return Watch() if parts.watched else None
+    return BackendRelay(backend, CORE, watch=Watch() if parts.watched else None)

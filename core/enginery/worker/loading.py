@@ -57,7 +57,9 @@ def check_weights(choice: Choice) -> NeededWeights:
     if parallel.num_stages > 1 or parallel.cuts_experts:
         whole = dataclasses.replace(parallel, stage=0, num_stages=1, layers_by_stage=(), cuts_experts=False)
         of_all = _record(dataclasses.replace(choice, parallel=whole), stored, reader)
-        _refuse_without_experts(choice, of_all)
+        names = {part.name for piece in of_all.pieces for part in piece.slices}
+        if parallel.cuts_experts and not any(is_of_expert(name) for name in names):
+            raise Unsupported(f"--ep divides experts among ranks, and {checkpoint.name} has none; leave it out")
     if stored is not None:
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
         stated = family.spec.ignored_weights
@@ -66,23 +68,11 @@ def check_weights(choice: Choice) -> NeededWeights:
     return NeededWeights(record=record, stored=stored, reader=reader)
 
 
-def _refuse_without_experts(choice: Choice, of_all: WeightRecord) -> None:
-    """Raise `Unsupported` for experts that are to be divided and are not there. of_all: ranks and stages."""
-    names = {part.name for piece in of_all.pieces for part in piece.slices}
-    if choice.parallel.cuts_experts and not any(is_of_expert(name) for name in names):
-        raise Unsupported(f"--ep divides experts among ranks, and {choice.checkpoint.name} has none; leave it out")
-
-
 def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:
     """What the model of a choice takes."""
-    record = WeightRecord(choice.dtype, names=frozenset(stored or ()))
-    device = torch.device("meta")
-    pool = PagedKVPool(no_pages(choice), device)
-    ops, socket = reference_ops(), LayerSocket(None)
+    record, ops, meta = WeightRecord(choice.dtype, names=frozenset(stored or ())), reference_ops(), torch.device("meta")
     setting = rank_setting(choice, reader, ops=ops, comm=SingleRank(ops))
-    context = model_context(choice, record, setting, socket=socket, pool=pool, device=device)
-    with inside(choice.family, "build the model"):
-        checked(choice.family, choice.family.spec.build(context), Model)
+    build_model(choice, record, setting, pool=PagedKVPool(no_pages(choice), meta), socket=LayerSocket(None), device=meta)
     return record
 
 
@@ -107,31 +97,19 @@ def rank_setting(
 
 def build_model(
     choice: Choice,
-    weights: LoadedWeights,
+    store: PieceStore,
     setting: RankSetting,
     *,
     pool: PagedKVPool,
     socket: LayerSocket,
     target: DraftTarget | None = None,
+    device: torch.device | None = None,
 ) -> Model:
-    """The model a second time, bound to its weights and its backend. target: of a draft model."""
-    context = model_context(choice, weights, setting, socket=socket, pool=pool, device=choice.device)
-    context = dataclasses.replace(context, target=target)
-    with torch.inference_mode(), inside(choice.family, "build the model"):
-        return choice.family.spec.build(context)
+    """The model bound to its weights and its backend, or built against a record of weights. target: of a draft model.
 
-
-def model_context(
-    choice: Choice,
-    store: PieceStore,
-    setting: RankSetting,
-    *,
-    socket: LayerSocket,
-    pool: PagedKVPool,
-    device: torch.device,
-) -> ModelContext:
-    """What the model is built from, for the recording build and for the real one."""
-    return ModelContext(
+    device: None for that of the choice.
+    """
+    context = ModelContext(
         config=choice.checkpoint.config,
         facts=choice.facts,
         weights=RankWeights(Matrices(store, setting)),
@@ -139,10 +117,13 @@ def model_context(
         attend=socket.attend,
         advance=socket.advance,
         pool=pool,
-        device=device,
+        device=device or choice.device,
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
         stage=dataclasses.replace(stage_of(choice.facts, choice.parallel), reads=choice.reads),
         comm=setting.comm,
         taps=choice.taps,
+        target=target,
     )
+    with torch.inference_mode(), inside(choice.family, "build the model"):
+        return checked(choice.family, choice.family.spec.build(context), Model)

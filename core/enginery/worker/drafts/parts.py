@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import KVGeometry
@@ -17,9 +16,7 @@ from enginery.contracts.model import DraftTarget, Feature, Model, Tapped
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import Collectives
 from enginery.errors import ConfigError, Unsupported
-from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
-from enginery.kv.states import RecurrentStatePool
 from enginery.plugin.boundary import inside
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
@@ -148,7 +145,8 @@ def build_draft_model(
     verifier, ops, pool, socket, comm = beside
     if not choice.reads:
         pool = PagedKVPool(needs.geometry(pool.geometry.pages[FULL]), choice.device)
-        socket = LayerSocket(_build_backends(asked, registry, choice, pool))
+        attention = AttentionParts.of(asked, choice, registry, pool=pool, role="draft")
+        socket = LayerSocket(build_backend(attention, choice.attention, micro_batches=False))
     weights, reader = load_weights(asked, choice, needs.needed, report_to_nobody), needs.needed.reader
     known = _as_target(verifier, target) if spec.takes_features else None
     setting = rank_setting(choice, reader, ops=ops, comm=comm)
@@ -163,21 +161,6 @@ def build_draft_model(
         max_positions=choice.settings.max_model_len,
         knows_lengths=choice.device.type == "cpu",
     )
-
-
-def _build_backends(asked: EngineOptions, registry: Registry, choice: Choice, pool: PagedKVPool) -> BackendRelay:
-    """Attention of the draft model's own layers."""
-    attention = AttentionParts(
-        choice=choice,
-        registry=registry,
-        pool=pool,
-        states=RecurrentStatePool(pool.geometry, choice.device),
-        coordinator=None,
-        arena=DeviceArena(choice.device),
-        role="draft",
-        watched=asked.check_attention,
-    )
-    return build_backend(attention, choice.attention, micro_batches=False)
 
 
 def _as_target(model: Model, choice: Choice) -> DraftTarget:

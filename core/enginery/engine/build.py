@@ -52,7 +52,7 @@ from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.paths.results import StepParts
-from enginery.worker.ranks.met import Alone, Met
+from enginery.worker.ranks.met import Met
 from enginery.worker.runner import Captured, Runner, Speculation
 from enginery.worker.token_feed import TokenFeed
 from enginery.worker.warm_up import warm_up
@@ -124,7 +124,7 @@ class Place(NamedTuple):
     meet: Callable[[Choice], Met]
 
 
-ALONE: Final = Place(WHOLE, lambda _: Alone())
+ALONE: Final = Place(WHOLE, lambda _: Met())
 
 
 class Phases:

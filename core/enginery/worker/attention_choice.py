@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from enginery.config.schema import Decision, EngineOptions
-from enginery.contracts.attention import AttnBackendSpec, AttnNeeds, SparseCoordinatorSpec
+from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
 from enginery.contracts.latent import PrefillStrategy
 from enginery.errors import Unsupported
 from enginery.plugin.boundary import inside
@@ -105,15 +105,6 @@ def verifying_drafts(needs: LayerNeeds, drafter: ChosenDrafter) -> LayerNeeds:
         return needs
     unread = drafter.offer.spec.reads is not None and needs.softmax.device != "cpu"
     return LayerNeeds(verifying(needs.softmax, trees=drafter.trees, device_lengths=unread), verifying(needs.recurrent))
-
-
-def refuse_idle_coordinator(coordinator: Offer[SparseCoordinatorSpec], attention: AttentionChoice) -> None:
-    """Raise `Unsupported` where no chosen backend would ask the coordinator anything."""
-    if not any(offer.spec.capabilities.sparse for offer in attention.by_role.values()):
-        raise Unsupported(
-            f"--sparse-coordinator {coordinator.name}, from {coordinator.source}, would be built and never asked: "
-            f"the attention backend {attention.name} is not sparse; name one that is, or leave --sparse-coordinator out"
-        )
 
 
 def _wanted(

@@ -20,7 +20,7 @@ from enginery.contracts.model import Feature, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
-from enginery.errors import CheckpointError
+from enginery.errors import CheckpointError, Unsupported
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.boundary import described
 from enginery.plugin.records import Offer
@@ -33,7 +33,6 @@ from enginery.worker.attention_choice import (
     choose_attention,
     choose_first,
     missing_kernels,
-    refuse_idle_coordinator,
     unless_attention_changes,
     verifying_drafts,
 )
@@ -197,10 +196,15 @@ def _lane_decisions(parallel: ParallelFacts) -> tuple[Decision, ...]:
 
 
 def _coordinator(asked: EngineOptions, registry: Registry, attention: AttentionChoice) -> Offer[SparseCoordinatorSpec] | None:
+    """Raises `Unsupported` where no chosen backend would ask it anything."""
     if asked.sparse_coordinator == "off":
         return None
     coordinator = registry.sparse_coordinator(asked.sparse_coordinator)
-    refuse_idle_coordinator(coordinator, attention)
+    if not any(offer.spec.capabilities.sparse for offer in attention.by_role.values()):
+        raise Unsupported(
+            f"--sparse-coordinator {coordinator.name}, from {coordinator.source}, would be built and never asked: "
+            f"the attention backend {attention.name} is not sparse; name one that is, or leave --sparse-coordinator out"
+        )
     return coordinator
 
 

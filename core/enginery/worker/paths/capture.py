@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -35,14 +36,11 @@ from enginery.worker.runner import Captured
 log = logging.getLogger(__name__)
 
 
-class _Enters(Protocol):
-    """Says and measures a phase of the start while its context is entered."""
-
-    def __call__(self, phase: Literal["graphs", "pieces"]) -> AbstractContextManager[None]: ...
+Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  # says and measures what its context holds
 
 
 def capture_steps(
-    phases: _Enters, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+    phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> Captured:
     """A draft model whose steps cannot be captured runs eagerly behind the target's that are."""
     if not choice.settings.max_graph_requests:
@@ -67,7 +65,7 @@ def capture_steps(
         return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
 
 
-def _capture_on_ranks(phases: _Enters, choice: Choice, parts: StepParts) -> Captured:
+def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts) -> Captured:
     """On GPUs: all sizes, as each rank takes part in the exchanges of every capture; nothing where anything guesses."""
     if choice.drafter is not None:
         return Captured()

@@ -60,11 +60,11 @@ class CapturedStep:
     graph: Replayable
     logits: torch.Tensor
     best: torch.Tensor
-    followed: bool
-    hidden: torch.Tensor | None
-    accepted: torch.Tensor | None
-    standing: Standing | None
-    moving: Replayable | None
+    followed: bool = False
+    hidden: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
+    standing: Standing | None = None
+    moving: Replayable | None = None
     moved: torch.Tensor | None = None
 
     def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:

@@ -23,6 +23,7 @@ from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, RankCollectives
 from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
+from enginery.worker.ranks.met import Met
 from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
 from enginery.worker.ranks.peers import Peers, bind_peer_ops
 from enginery.worker.ranks.stages import LinkedStage, StageLinks
@@ -31,8 +32,8 @@ from enginery.worker.weights.shares import stage_of
 _SOME_BYTES: Final = 4096
 
 
-class RankGroups:
-    """Implements `Met`: the groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come.
+class RankGroups(Met):
+    """The groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come.
 
     tensor: the ranks of its lane that have a part of each layer. everyone: those of all lanes, of its stage. world: all, for what
     is in host memory.

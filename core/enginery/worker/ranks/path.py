@@ -83,19 +83,8 @@ class RecordedForwards(RecordedSteps):
             self.relay.ask("device_prologue", plan=batch.plan)
             found.append(self.results.hidden(self.model.forward(batch), batch))
 
-        self._captured[key] = CapturedStep(
-            packed=packed,
-            seats=packed[-1],
-            batch=batch,
-            graph=self._capture(run),
-            logits=found[-1],
-            best=packed[-1],
-            followed=False,
-            hidden=found[-1],
-            accepted=None,
-            standing=None,
-            moving=None,
-        )
+        graph, seats = self._capture(run), packed[-1]
+        self._captured[key] = CapturedStep(packed=packed, seats=seats, batch=batch, graph=graph, logits=found[-1], best=seats)
 
     def hidden(self, step: StepInput, batch: ForwardBatch) -> tuple[torch.Tensor, float]:
         """Of a step of one lane, [size, C], valid until the next, and when it was planned. There is a recording."""

@@ -76,7 +76,10 @@ class ExpertStacks:
             assert not shape.joined, "an MLP that every token has is of all ranks, not of the one that has some experts"
             return 0, shape.inner
         unit = 1 if stays is None else math.lcm(*(size or 1 for size in stays.block))
-        return self.matrices.share_blocks(shape.inner, block=unit, what=f"the inner size of {self.prefix}experts")
+        what = f"the inner size of {self.prefix}experts"
+        if unit == 1:
+            return self.matrices.share(shape.inner, unit=1, what=what, repeats=False)
+        return share_unevenly(shape.inner, unit=unit, parallel=self.matrices.setting.parallel, what=what)
 
     def _gate_rows(self, inner: Range) -> list[Slice]:
         """Each expert's rows of gate, then of up; or of both by turns, as they are stored."""

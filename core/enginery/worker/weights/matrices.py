@@ -15,7 +15,7 @@ from enginery.contracts.weights import Scheme, StoredPart, StoredWeight
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.worker.weights.formats import FormatReader
 from enginery.worker.weights.pieces import Piece, Slice
-from enginery.worker.weights.shares import share, share_unevenly
+from enginery.worker.weights.shares import share
 from enginery.worker.weights.store import PieceStore
 
 NAMES = {dtype: name for name, dtype in READABLE.items()}
@@ -50,12 +50,6 @@ class Matrices:
 
     def share(self, size: int, *, unit: int, what: str, repeats: bool) -> Range:
         return share(size, unit=unit, parallel=self.setting.parallel, what=what, repeats=repeats)
-
-    def share_blocks(self, size: int, *, block: int, what: str) -> Range:
-        """Of what is stored in blocks along this axis, whole ones; evenly where nothing is."""
-        if block == 1:
-            return self.share(size, unit=1, what=what, repeats=False)
-        return share_unevenly(size, unit=block, parallel=self.setting.parallel, what=what)
 
     def slices(
         self, name: str, whole: tuple[int, ...], dtype: torch.dtype, *, cut: Cut, parts: Sequence[tuple[int, int]]

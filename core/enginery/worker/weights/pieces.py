@@ -69,15 +69,15 @@ class Slice:
 
     def of_made(self, weight: torch.Tensor) -> torch.Tensor:
         """This part of what its blocks became: a view."""
-        for axis, (start, size) in enumerate(zip(self.within, self.shape, strict=True)):
-            weight = weight.narrow(axis, start, size)
-        return weight
+        return _part(weight, self.within, self.shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This part of the whole tensor: a view."""
-        for axis, (start, size) in enumerate(zip(self.starts, self.shape, strict=True)):
-            tensor = tensor.narrow(axis, start, size)
-        return tensor
+        return _part(tensor, self.starts, self.shape)
+
+
+def _part(tensor: torch.Tensor, starts: Shape, shape: Shape) -> torch.Tensor:
+    return tensor[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import verifying_drafts
 from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.choice import ChosenDrafter
-from enginery.worker.drafts.model_choice import choose_draft_model
+from enginery.worker.drafts.parts import choose_draft_model
 from enginery.worker.needs import LayerNeeds, attn_needs, by_phase
 from enginery.worker.weights.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS, FOLDER

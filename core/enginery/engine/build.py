@@ -41,9 +41,18 @@ from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
-from enginery.worker.geometry import largest_window, no_pages, with_pages
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
-from enginery.worker.memory_plan import NCCL_BYTES, SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
+from enginery.worker.memory_plan import (
+    NCCL_BYTES,
+    SAMPLING_COPIES,
+    MemoryPlan,
+    OtherKinds,
+    largest_window,
+    no_pages,
+    plan_memory,
+    with_pages,
+    workspace_bytes,
+)
 from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables

@@ -25,7 +25,7 @@ from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.boundary import checked, inside
 from enginery.worker.choice import Choice
-from enginery.worker.geometry import no_pages
+from enginery.worker.memory_plan import no_pages
 from enginery.worker.weights.formats import FormatReader, kept_schemes, stated_quantization
 from enginery.worker.weights.load import load, random_weights
 from enginery.worker.weights.matrices import Matrices, RankSetting

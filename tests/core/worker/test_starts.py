@@ -12,7 +12,7 @@ from enginery.contracts.batch import FULL, Phase
 from enginery.contracts.step import INT, NewPages, StepInput
 from enginery.worker.layout import lay_out
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.starts import at_the_earliest, move_on
+from enginery.worker.paths.captured_step import at_the_earliest, move_on
 
 PAGE_SIZE, NUM_PAGES = 4, 60
 

@@ -38,13 +38,14 @@ from enginery.worker.paths.captured_step import (
     Capture,
     CapturedStep,
     Replayable,
+    at_the_earliest,
     captured_moving,
+    move_on,
     takes_graphs,
     told_last,
 )
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
-from enginery.worker.paths.starts import at_the_earliest, move_on
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
 from enginery.worker.token_feed import TokenFeed
@@ -103,7 +104,7 @@ class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V], of several ranks this one's columns; hidden: [most rows, C],
     where a draft model takes the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance.
     siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. most_positions: of a
-    request, where verifications may begin where the device finds, see `starts`; 0: their lengths are known at the launch."""
+    request, where verifications may begin where the device finds, see `captured_step`; 0: their lengths are known at the launch."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None

@@ -14,8 +14,8 @@ from enginery.contracts.ops import ExpertBiases
 from enginery.contracts.weights import Experts, ExpertsShape, Scheme, StoredWeight
 from enginery.nn.moe import BoundExperts, JoinedExperts, OwnExperts
 from enginery.worker.weights.matrices import Matrices, Range
-from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.shares import share_unevenly
+from enginery.worker.weights.store import Piece, Slice
 
 
 @dataclass(frozen=True)

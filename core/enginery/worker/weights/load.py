@@ -23,8 +23,7 @@ from enginery.checkpoint.reader import Tell, read_tensors
 from enginery.nn.stored import widen
 from enginery.plugin.boundary import inside
 from enginery.worker.weights.formats import FormatReader
-from enginery.worker.weights.pieces import Piece, Slice
-from enginery.worker.weights.store import LoadedWeights, WeightRecord
+from enginery.worker.weights.store import LoadedWeights, Piece, Slice, WeightRecord
 
 ROUND_BYTES: Final = 1 << 30  # that are read beside their place before they are copied there
 HUGE_BYTES: Final = 2 << 20

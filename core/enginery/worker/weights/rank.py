@@ -19,8 +19,8 @@ from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Experts, ExpertsShape, Linear, LinearPart, LinearShape, StoredWeight
 from enginery.worker.weights.experts import ExpertStacks
 from enginery.worker.weights.matrices import Matrices, Range, merged
-from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.shares import share_unevenly
+from enginery.worker.weights.store import Piece, Slice
 
 
 class BoundLinear:

@@ -178,11 +178,9 @@ def build_parts(
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
-        geometry = with_pages(no_pages(choice), memory, max_requests=choice.num_seats, asked=pages)
-        pool = PagedKVPool(geometry, choice.device)
+        pool = PagedKVPool(with_pages(no_pages(choice), memory, max_requests=choice.num_seats, asked=pages), choice.device)
     with phases("attention"):
-        coordinator = build_coordinator(choice, registry, pool)
-        attention = AttentionParts.of(asked, choice, registry, pool=pool, coordinator=coordinator)
+        attention = AttentionParts.of(asked, choice, registry, pool=pool, coordinator=build_coordinator(choice, registry, pool))
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
         socket, changeover = LayerSocket(relay), begin_changeover(asked, attention)
     with phases("model"):
@@ -190,8 +188,8 @@ def build_parts(
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
         draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
-        model = met.joined(model, choice, geometry, comm)
-    feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
+        model = met.joined(model, choice, pool.geometry, comm)
+    feed = TokenFeed(pool.geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
     step = StepParts(model, relay, ops, socket, feed, pool, choice.results)
     with phases("warm up"):
         if choice.device.type == "cuda":

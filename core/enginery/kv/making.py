@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from enginery.contracts.batch import STATE, WINDOW, MemoryKind
 from enginery.kv.kinds import WindowKind
 from enginery.kv.prefix import RadixPrefixCache
-from enginery.kv.resume import ResumePoint, ResumePoints
+from enginery.kv.resume import ResumePoint
 
 if TYPE_CHECKING:
     from enginery.kv.manager import SequenceKV
@@ -81,18 +81,16 @@ class PointMaker:
 
     def make(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> None:
         """The points that its next item leads to. Its pages are there."""
-        if (points := self._cache.points) is None:
-            return
         ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
         marked = set[int]()
         kept = kv.states.kept(start, stop)
         while kv.marks and kv.marks[0] <= stop:
-            if self._point(points, kv, mark := kv.marks.pop(0), kept):
+            if self._point(kv, mark := kv.marks.pop(0), kept):
                 marked.add(mark)
         if is_chunk and ends_page > start and ends_page not in marked:
-            self._point(points, kv, ends_page, kept, passing=True)
+            self._point(kv, ends_page, kept, passing=True)
         elif not is_chunk and self._has_states and (position := min(kept.keys() - marked)) % self.page_size == 0:
-            self._point(points, kv, position, kept, trails=True)
+            self._point(kv, position, kept, trails=True)
 
     def settle(self, kv: SequenceKV, *, leaves: bool = False) -> None:
         """Points whose step has completed go into the tree, with those pages of the prefix that are there; the others wait.
@@ -125,9 +123,7 @@ class PointMaker:
         points = self._cache.points
         if points is None:
             return
-        position = kv.num_written - kv.num_written % self.page_size
-        if not self._has_states and position and all(point.position != position for point in kv.points):
-            self._point(points, kv, position, {}, trails=True)  # without states it needs no preparation: the window is still held
+        self._trail_window(kv)
         done = {point.position: point for point in kv.points if point.trails and point.position <= kv.num_written}
         self.settle(kv, leaves=True)
         for point in kv.points:
@@ -137,17 +133,18 @@ class PointMaker:
                 if point.position < last:
                     points.supersede(point)
 
+    def _trail_window(self, kv: SequenceKV) -> None:
+        """Without states the last page's end needs no preparation: its window is still held."""
+        position = kv.num_written - kv.num_written % self.page_size
+        if not self._has_states and position and all(point.position != position for point in kv.points):
+            self._point(kv, position, {}, trails=True)
+
     def _point(
-        self,
-        points: ResumePoints,
-        kv: SequenceKV,
-        position: int,
-        kept: Mapping[int, int],
-        *,
-        passing: bool = False,
-        trails: bool = False,
+        self, kv: SequenceKV, position: int, kept: Mapping[int, int], *, passing: bool = False, trails: bool = False
     ) -> bool:
-        """Make one, if what it needs is there still. kept: which page has the state at a position."""
+        """Make one, if there is a tree and what it needs is there still. kept: which page has the state at a position."""
+        if (points := self._cache.points) is None:
+            return False
         pages: dict[MemoryKind, tuple[int, ...]] = {}
         if self._window is not None:
             in_reach = kv.window.ending_at(position // self.page_size, self._window.reach)

@@ -57,15 +57,20 @@ def check_weights(choice: Choice) -> NeededWeights:
     if parallel.num_stages > 1 or parallel.cuts_experts:
         whole = dataclasses.replace(parallel, stage=0, num_stages=1, layers_by_stage=(), cuts_experts=False)
         of_all = _record(dataclasses.replace(choice, parallel=whole), stored, reader)
-        names = {part.name for piece in of_all.pieces for part in piece.slices}
-        if parallel.cuts_experts and not any(is_of_expert(name) for name in names):
-            raise Unsupported(f"--ep divides experts among ranks, and {checkpoint.name} has none; leave it out")
+        _refuse_without_experts(choice, of_all)
     if stored is not None:
         tied = ("lm_head.weight",) if checkpoint.config.get("tie_word_embeddings") else ()
         stated = family.spec.ignored_weights
         ignored = stated(checkpoint.config) if callable(stated) else stated
         check(of_all, stored, (*ignored, *tied), folder=checkpoint.folder)
     return NeededWeights(record=record, stored=stored, reader=reader)
+
+
+def _refuse_without_experts(choice: Choice, of_all: WeightRecord) -> None:
+    """Raise `Unsupported` for experts that are to be divided and are not there. of_all: ranks and stages."""
+    names = {part.name for piece in of_all.pieces for part in piece.slices}
+    if choice.parallel.cuts_experts and not any(is_of_expert(name) for name in names):
+        raise Unsupported(f"--ep divides experts among ranks, and {choice.checkpoint.name} has none; leave it out")
 
 
 def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:

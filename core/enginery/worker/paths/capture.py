@@ -32,10 +32,12 @@ from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.path import RecordedForwards
 from enginery.worker.runner import Captured
+from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
 
 
+_Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]  # all that may be called in a step
 Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  # says and measures what its context holds
 
 
@@ -56,11 +58,8 @@ def capture_steps(
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=keeps, most_positions=most)
         if graphs is None:
             return Captured()
-        features = parts.feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
-        for step in graphs.steps:
-            if drafts is not None and step.followed:
-                assert features is not None, "graphs keep what a draft model takes"
-                drafts.prepare(step, features, choice.draft_length)
+        if drafts is not None:
+            _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
     with phases("pieces"):
         return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
 
@@ -83,23 +82,24 @@ def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts) -> Captu
         return Captured(graphs, pieces)
 
 
+def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
+    """None: steps can be recorded, as far as can be known before."""
+    if guesses and isinstance(parts.model, JoinedHead):
+        return "a draft model guesses on several ranks"
+    if choice.coordinator is not None:
+        return "the sparse coordinator is asked in each layer"
+    silent = [f"{offer.name}, from {offer.source}" for offer in used if offer.spec.record_calls is None]
+    return f"{'; '.join(dict.fromkeys(silent))}, states no record_calls" if silent else None
+
+
 def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> DecodeGraphs | None:
     """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
     attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
-    used: list[Offer[OpSpec] | Offer[AttnBackendSpec]] = [*op_winners(choice.ops).values()]  # all that may be called in a step
-    used += [offer for chosen in attention for offer in chosen.by_role.values()]
-    tellers, silent = [offer.spec.record_calls for offer in used if offer.spec.record_calls is not None], ""
-    if len(tellers) < len(used):
-        silent = "; ".join(dict.fromkeys(f"{each.name}, from {each.source}" for each in used if each.spec.record_calls is None))
-    reasons = {
-        "a draft model guesses on several ranks": guesses and isinstance(parts.model, JoinedHead),
-        "the sparse coordinator is asked in each layer": choice.coordinator is not None,
-        f"{silent}, states no record_calls": bool(silent),
-    }
-    if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
+    used: _Used = [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
+    if (why := _why_not_recorded(choice, parts, used, guesses=guesses)) is not None:
         log.debug("decoding runs eagerly: %s", why)
         return None
-    kind: type[DecodeGraphs] = RecordedSteps
+    tellers, kind = [tell for offer in used if (tell := offer.spec.record_calls) is not None], RecordedSteps
     if isinstance(parts.model, JoinedHead):
         tellers, kind = [*tellers, *(group.record_calls for group in parts.model.exchanges)], RecordedForwards
     return _decode_graphs(kind, choice, parts, HostCapture(tellers), keeps_hidden=False)
@@ -145,6 +145,14 @@ def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) 
     chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
     able = all(offer.spec.capabilities.verify_lengths for each in chosen for offer in each.by_role.values())
     return choice.settings.max_model_len if able else 0
+
+
+def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draft_len: int) -> None:
+    features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
+    assert features is not None, "graphs keep what a draft model takes"
+    for step in graphs.steps:
+        if step.followed:
+            drafts.prepare(step, features, draft_len)
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:

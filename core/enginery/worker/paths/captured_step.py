@@ -54,7 +54,7 @@ def takes_graphs(relay: BackendRelay, most: int, *, what: str) -> bool:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
     """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
-    Of a step that verifies, [fields + 4, T]: the slots behind its rows, see `move_on`, and, before the sources, in its first places,
+    Of a step that verifies, [fields + 4, T]: the slots behind its rows (`move_on`), and, before the sources, in its first places,
     how many drafts each request has and then how far behind its earliest place it may begin. seats: the seats there, where the
     next step finds what this one samples: [requests] int64, device.
 

@@ -195,16 +195,20 @@ class LoadedWeights:
 def check(record: WeightRecord, stored: Mapping[str, StoredTensor], ignored: Sequence[str], *, folder: Path) -> None:
     """Raise `CheckpointError` with every tensor that is missing, misshapen, of an unreadable dtype, or that nobody asked for."""
     known = {source.name: source for piece in record.pieces for part in piece.slices for source in part.sources}
-    problems = [problem for name, part in known.items() if (problem := _misfit(part, stored.get(name))) is not None]
-    problems += [
-        f"tensor {name!r} in {tensor.file.name} is unexpected: the model in config.json has none of that name"
-        for name, tensor in stored.items()
-        if name not in known and not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
-    ]
+    found = [_misfit(part, stored.get(name)) for name, part in known.items()]
+    problems = [*filter(None, found), *_unexpected(known, stored, ignored)]
     if problems:
         more = f"\n  ... and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
         listed = "\n  ".join(problems[:MAX_LISTED])
         raise CheckpointError(f"the checkpoint in {folder} does not fit its config.json:\n  {listed}{more}")
+
+
+def _unexpected(known: Collection[str], stored: Mapping[str, StoredTensor], ignored: Sequence[str]) -> list[str]:
+    return [
+        f"tensor {name!r} in {tensor.file.name} is unexpected: the model in config.json has none of that name"
+        for name, tensor in stored.items()
+        if name not in known and not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
+    ]
 
 
 def _misfit(part: Slice, tensor: StoredTensor | None) -> str | None:

@@ -139,7 +139,6 @@ class FiniteMemory:
             self.read = []
 
     def let_go(self, kv: SequenceKV) -> None:
-        """Give back its pages."""
         if self.window is not None:
             self.window.allocator.give_back(kv.window.pages)
         if self.states is not None:

@@ -56,7 +56,6 @@ class PrefixNode:
         return upper
 
     def deepest_point(self) -> ResumePoint | None:
-        """The last resume point on the way from the root to here."""
         node: PrefixNode | None = self
         while node is not None:
             if node.point is not None and not node.point.is_dropped:
@@ -65,14 +64,12 @@ class PrefixNode:
         return None
 
     def prefix_pages(self) -> list[int]:
-        """The pages from the root to here."""
         pages, node = self.pages, self.parent
         while node is not None:
             pages, node = node.pages + pages, node.parent
         return pages
 
     def descendants(self) -> Iterator[PrefixNode]:
-        """Every node below this one."""
         stack = list(self.children.values())
         while stack:
             node = stack.pop()
@@ -245,7 +242,6 @@ class RadixPrefixCache:
         return freed_pages
 
     def pages(self) -> Iterator[int]:
-        """Every page the cache owns."""
         for node in self.root.descendants():
             yield from node.pages
 
@@ -322,5 +318,4 @@ class NoPrefixCache(RadixPrefixCache):
         return CachedPrefix(self.root, [], next_announced=False)
 
     def insert(self, token_ids: array[int], pages: list[int], salt: str) -> Inserted:
-        """The pages stay the caller's."""
         return Inserted(self.root, pages)

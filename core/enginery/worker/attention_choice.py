@@ -38,7 +38,6 @@ class AttentionChoice:
 
     @property
     def by_role(self) -> dict[str, Offer[AttnBackendSpec]]:
-        """Those that there are."""
         return {role: offer for role in ROLES if (offer := vars(self)[role]) is not None}
 
     @property
@@ -48,7 +47,6 @@ class AttentionChoice:
 
     @property
     def name(self) -> str:
-        """The names, for people and metrics."""
         return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))
 
 

@@ -61,7 +61,6 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The first of the names that it is served as."""
         return self.names[0]
 
 
@@ -99,7 +98,6 @@ class Choice:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The settings' dtype as torch knows it."""
         return TORCH_DTYPES[self.settings.dtype]
 
     @property
@@ -114,7 +112,6 @@ class Choice:
 
     @property
     def results(self) -> ModelResults:
-        """What the family's model has to return."""
         return ModelResults(self.facts.hidden_size, self.facts.vocab_size, self.family.source)
 
 

@@ -74,7 +74,6 @@ def _refuse_without_experts(choice: Choice, of_all: WeightRecord) -> None:
 
 
 def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:
-    """What the model of a choice takes."""
     record, ops, meta = WeightRecord(choice.dtype, names=frozenset(stored or ())), reference_ops(), torch.device("meta")
     setting = rank_setting(choice, reader, ops=ops, comm=SingleRank(ops))
     build_model(choice, record, setting, pool=PagedKVPool(no_pages(choice), meta), socket=LayerSocket(None), device=meta)

@@ -33,7 +33,6 @@ class KindTable:
         self._rows = np.full((num_seats, _FIRST_COLUMNS), scratch_page, np.int32)
 
     def release(self, seats: np.ndarray) -> None:
-        """Nobody sits there now."""
         self._rows[seats] = self.scratch_page
         self.firsts[seats] = 0
 
@@ -52,7 +51,6 @@ class KindTable:
         return np.asarray(self._rows[seats[:, None], columns])
 
     def add(self, new: NewPages) -> None:
-        """Change what a step changes."""
         pages = np.frombuffer(new.pages, INT)
         rows = np.frombuffer(new.rows, INT).reshape(-1, 4).tolist()
         if (most := max(first + count for _, first, _, count in rows)) > self._rows.shape[1]:
@@ -69,7 +67,6 @@ class KindTable:
             begin += count
 
     def _widen(self, num_columns: int) -> None:
-        """To twice as many columns as there are, or more."""
         more = max(num_columns, 2 * self._rows.shape[1]) - self._rows.shape[1]
         self._rows = np.pad(self._rows, ((0, 0), (0, more)), constant_values=self.scratch_page)
 

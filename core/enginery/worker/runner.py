@@ -180,7 +180,6 @@ class Runner:
         return path
 
     def _logits(self, forwarded: Forwarded, count: int) -> torch.Tensor:
-        """Of the items that sample: [S, V]."""
         if forwarded.logits is not None:
             return first_rows(forwarded.logits, count)
         assert forwarded.last is not None, "a forward gives logits or hidden states"
@@ -294,7 +293,6 @@ class Runner:
         return Guesses(found.to("cpu", non_blocking=True), recorded(is_cuda=self._is_cuda))
 
     def _draws(self, step: StepInput, sampling: SamplingInput | None) -> GuessDraws:
-        """How guesses behind a step are chosen."""
         rows, agreed = begins_of(step.sampled_rows), self.agreement
         together = None if agreed is None else functools.partial(agreed.guess, greedy=step.run.greedy)
         return GuessDraws(sampling, rows, ops=self.ops, device=self.device, siblings=self._siblings, together=together)

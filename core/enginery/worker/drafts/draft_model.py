@@ -174,7 +174,6 @@ class DraftModel:
         self._tails.forget(step)
 
     def ahead(self, step: StepInput, tables: PageTables) -> Ahead:
-        """Of the items of a step that sample."""
         items, size = step.columns(), tables.page_size
         seats = items.seat[step.sampling]
         at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64) - step.behind
@@ -241,7 +240,6 @@ class DraftModel:
         return chosen if self._target_ids is None else self._target_ids[chosen]
 
     def planned(self, batch: ForwardBatch) -> ForwardBatch:
-        """By its own backends."""
         assert self.socket.relay is not None, "a draft model has backends"
         return self.socket.relay.plan(batch)
 

@@ -87,7 +87,6 @@ class GuessDraws:
 
     @functools.cached_property
     def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table, and seeds, on the device."""
         return to_device(self.table, self._device), to_device(self.seeds, self._device)
 
 

@@ -87,7 +87,6 @@ def find_draft_folder(asked: EngineOptions, registry: Registry, target: Choice) 
 
 
 def _own_family(offer: Offer[DrafterSpec], architectures: Sequence[str], folder: Path) -> Offer[ModelSpec]:
-    """What builds the drafter's own model."""
     spec = offer.spec.model
     assert spec is not None, "a drafter that is a model states which"
     if not set(architectures) & set(spec.architectures):
@@ -192,7 +191,6 @@ class DraftNeeds:
 
     @property
     def page_bytes(self) -> int:
-        """What it adds to a page."""
         return page_bytes(self.geometry(0))
 
     @property

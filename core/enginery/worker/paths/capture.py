@@ -129,7 +129,6 @@ def _decode_graphs(
     keeps_hidden: bool,
     most_positions: int = 0,
 ) -> DecodeGraphs | None:
-    """None: the backend cannot be captured."""
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else choice.facts.vocab_size
     logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
@@ -156,7 +155,6 @@ def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draf
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
-    """Of prefills and mixed steps."""
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
     hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
     return PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))

@@ -166,7 +166,6 @@ class DecodeGraphs:
 
     @property
     def steps(self) -> Sequence[CapturedStep]:
-        """Those that are captured."""
         return tuple(self._captured.values())
 
     def capture_first(self) -> None:

@@ -121,7 +121,6 @@ class JoinedHead:
         self._results = results._replace(vocab_size=-(-results.vocab_size // shared.group.size))
 
     def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
-        """As the model does."""
         return self._model.forward(batch, arrived)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,6 @@ class LaneRows:
 
     @property
     def lane(self) -> int:
-        """The number of this one."""
         return self.across.rank
 
     def pad(self, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
@@ -89,7 +88,6 @@ class LanePath:
         self._results, self._lanes = parts.results, lanes
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """Pad, upload, plan, run, and bring together what is sampled from."""
         rows = to_device(self._lanes.own(step), self._feed.device)
         batch = self._lanes.pad(step, batch)
         # Outputs may be of rows that need no logits; where no lane has such rows, the model is told of none.

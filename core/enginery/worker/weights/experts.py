@@ -133,7 +133,6 @@ class ExpertStacks:
 
 
 def _modules(shape: ExpertsShape, prefix: str) -> list[str]:
-    """By their full names."""
     names = shape.names
     own = (names.gate, names.down) if shape.order == "interleaved" else (names.gate, names.up, names.down)
     modules = [f"{prefix}experts.{expert}.{name}" for expert in range(shape.count) for name in own]

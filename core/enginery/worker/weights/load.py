@@ -122,7 +122,6 @@ def _rows_of(targets: Targets) -> Sequence[Slice]:
 
 
 def _whole_rows(part: Slice) -> Slice:
-    """The same rows with all of their columns."""
     rest = part.whole[1:]
     return replace(part, starts=(part.starts[0], *(0 for _ in rest)), shape=(part.shape[0], *rest))
 

@@ -44,7 +44,6 @@ class Matrices:
     setting: RankSetting
 
     def over_lanes(self) -> Matrices:
-        """The same for what is cut over the ranks of all lanes."""
         return replace(self, setting=replace(self.setting, parallel=self.setting.parallel.over_lanes()))
 
     def share(self, size: int, *, unit: int, what: str, repeats: bool) -> Range:
@@ -72,12 +71,10 @@ class Matrices:
         return Slice(name=name, whole=whole, starts=starts, shape=lengths, dtype=None if is_plain else NAMES.get(dtype))
 
     def scheme(self, module: str) -> Scheme | None:
-        """How a module, by its full name, is stored."""
         reader = self.setting.reader
         return None if reader is None else reader.scheme(module)
 
     def common_scheme(self, modules: Iterable[str]) -> Scheme | None:
-        """Of modules that are all stored in one."""
         schemes = {self.scheme(module) for module in modules}
         return schemes.pop() if len(schemes) == 1 else None
 

@@ -50,12 +50,10 @@ class Slice:
 
     @classmethod
     def all_of(cls, name: str, shape: Shape, dtype: str | None = None) -> Slice:
-        """The tensor `name`, whole."""
         return cls(name=name, whole=shape, starts=(0,) * len(shape), shape=shape, dtype=dtype)
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the tensor is left out."""
         return self.shape == self.whole
 
     @property
@@ -70,7 +68,6 @@ class Slice:
 
     @property
     def sources(self) -> tuple[Slice, ...]:
-        """The slices that are read for it."""
         return tuple(part for _, part in self.made_of) or (self,)
 
     @property
@@ -100,12 +97,10 @@ class Piece:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the slices stacked along their first dimension."""
         return (sum(part.shape[0] for part in self.slices), *self.slices[0].shape[1:])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the stack takes on the device."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -161,7 +156,6 @@ class WeightRecord:
         return tuple(self.uses)
 
     def num_bytes(self) -> int:
-        """What all pieces take in memory."""
         return sum(piece.num_bytes for piece in self.uses)
 
 
@@ -178,7 +172,6 @@ class LoadedWeights:
     names: Collection[str] = ()
 
     def has(self, name: str) -> bool:
-        """What the record said."""
         return name in self.names
 
     def tensor(self, piece: Piece) -> torch.Tensor:

@@ -222,7 +222,7 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
         graphs = graphs.over(parts.relay)
     return Runner(
         parts.step,
-        tables=PageTables.of_geometry(parts.geometry),
+        tables=PageTables(parts.geometry),
         captured=Captured(graphs, parts.pieces, parts.draft_graphs),
         speculation=Speculation(parts.draft_model, forced, parts.choice.draft_siblings),
     )

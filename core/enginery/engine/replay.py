@@ -84,7 +84,7 @@ class Replica:
     def __init__(self, parts: BuiltParts) -> None:
         self.name = parts.choice.attention.name
         self.dtype = parts.choice.settings.dtype
-        self._runner = Runner(parts.step, tables=PageTables.of_geometry(parts.geometry), captured=Captured())
+        self._runner = Runner(parts.step, tables=PageTables(parts.geometry), captured=Captured())
         self._calls: list[Wrote] = []
         self.socket = parts.socket
         self.socket.on_written = self._noted

@@ -6,7 +6,7 @@ micro-batches ( kinds ( split ( mla ( prefill leaf ), mla ( decode leaf ) ), win
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from enginery.attention.latent import LatentAttention, LatentSettings
@@ -18,7 +18,6 @@ from enginery.attention.watch import Watch
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW
-from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import PluginError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool
@@ -42,7 +41,6 @@ class AttentionParts:
     states: RecurrentStatePool
     coordinator: SparseCoordinator | None
     arena: DeviceArena
-    parallel: ParallelFacts = field(default_factory=ParallelFacts)
     role: str = "target"
     watched: bool = False
 
@@ -125,7 +123,7 @@ def _over_leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: st
 
 def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) -> BackendRelay:
     name, choice = offer.spec.name, parts.choice
-    instance = f"{parts.role}/{parts.parallel.tensor_rank}/{part}/{name}#{next(_numbers)}"
+    instance = f"{parts.role}/{choice.parallel.tensor_rank}/{part}/{name}#{next(_numbers)}"
     context = BackendContext(
         instance=instance,
         geometry=parts.pool.geometry,
@@ -134,7 +132,6 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
         device=choice.device,
         dtype=choice.dtype,
         arena=parts.arena,
-        parallel=parts.parallel,
         coordinator=parts.coordinator,
         options=parts.registry.options_for(name),
     )

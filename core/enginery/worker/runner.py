@@ -27,7 +27,6 @@ from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import ForcedAcceptance, GuessDraws
 from enginery.worker.drafts.trees import deepest, move_standing, parents_of, standing_first, straightened
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
-from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.path import EagerPath, Forwarded, ForwardPath, Launched, Verified, first_rows
@@ -38,7 +37,7 @@ from enginery.worker.ranks.agreement import Agreement
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.ranks.path import BestTokens, GatheredLogits, RankSteps, RecordedForwards
-from enginery.worker.sampling import mark_nan, sample
+from enginery.worker.sampling import LogprobTable, mark_nan, prompt_logprob_tables, sample, token_logprobs
 
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
 

@@ -16,8 +16,7 @@ import torch
 from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import StepInput, StepOutput, StepTimes
 from enginery.worker.layout import begins_of
-from enginery.worker.logprobs import LogprobTable
-from enginery.worker.sampling import NAN_TOKEN
+from enginery.worker.sampling import NAN_TOKEN, LogprobTable
 
 NAN_ERROR: Final = (
     "the model's logits for it are NaN: float16 overflows in many models, or a kernel or the weights are at fault; try bfloat16, "

@@ -11,10 +11,10 @@ import torch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, logits_of_items, sampled_seats
-from enginery.worker.logprobs import row_blocks
 from enginery.worker.paths.path import Launched
 from enginery.worker.ranks.nccl import TensorGroup
 from enginery.worker.runner import Runner
+from enginery.worker.sampling import row_blocks
 
 
 class Follower:

@@ -37,13 +37,8 @@ print(*sorted(name for name in sys.modules if name.startswith(("enginery.engine.
 """
 CHEAP = {
     *("enginery.engine.ranks.ranks", "enginery.worker.ranks.met"),
-    # the head of several ranks, which the runner looks for, and paths of its steps
-    *(
-        "enginery.worker.ranks.collectives",
-        "enginery.worker.ranks.lanes",
-        "enginery.worker.ranks.path",
-    ),
-    "enginery.worker.ranks.agreement",  # and what they agree on
+    # the head of several ranks, which the runner looks for, what they agree on, and paths of its steps
+    *("enginery.worker.ranks.collectives", "enginery.worker.ranks.lanes", "enginery.worker.ranks.path"),
 }
 
 

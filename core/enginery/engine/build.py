@@ -53,7 +53,6 @@ from enginery.worker.memory_plan import (
     with_pages,
     workspace_bytes,
 )
-from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.capture import capture_steps
@@ -63,7 +62,7 @@ from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.met import Met
 from enginery.worker.runner import Captured, Runner, Speculation
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.token_feed import NamedTensors, TokenFeed
 from enginery.worker.warm_up import warm_up
 
 log = logging.getLogger(__name__)

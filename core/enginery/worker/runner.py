@@ -33,8 +33,7 @@ from enginery.worker.paths.path import EagerPath, Forwarded, ForwardPath, Launch
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import StepParts
 from enginery.worker.paths.running_step import Guesses, RunningStep
-from enginery.worker.ranks.agreement import Agreement
-from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.ranks.collectives import Agreement, JoinedHead
 from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.ranks.path import BestTokens, GatheredLogits, RankSteps, RecordedForwards
 from enginery.worker.sampling import LogprobTable, mark_nan, prompt_logprob_tables, sample, token_logprobs

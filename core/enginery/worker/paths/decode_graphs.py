@@ -33,7 +33,6 @@ from enginery.errors import Unsupported
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
-from enginery.worker.named_tensors import NamedTensors
 from enginery.worker.paths.captured_step import (
     Capture,
     CapturedStep,
@@ -48,7 +47,7 @@ from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.token_feed import NamedTensors, TokenFeed
 
 _log: Final = logging.getLogger(__name__)
 

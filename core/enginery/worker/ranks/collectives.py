@@ -169,7 +169,7 @@ class Agreement:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What all ranks know of the step: what was sampled, [rows] int64, and how many drafts of each item are right, [S] int64.
 
-        None: none goes on from it. tokens, accepted: the first rank's; None on the others, accepted also where there were no drafts.
+        None: none goes on from it. tokens, accepted: the first rank's; None on others, accepted also where there were no drafts.
         """
         is_followed = self.draft_model is not None and step.draft_len > 0
         if not is_followed and not (step.verifies and step.states):

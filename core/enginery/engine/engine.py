@@ -180,15 +180,14 @@ class Engine:
             self._sent.append(_Sent(step, self._scheduler.requests, at))
             with self._naming(step):
                 self._ranks.send(step)
-        ahead, overlap = (self._ahead, self._overlap) if step.items else (0, 0)
-        if len(self._sent) > ahead:
+        if len(self._sent) > (self._ahead if step.items else 0):
             sent, requests, at = self._sent[0]
             with self._naming(sent):
                 if self._in_flight and reads_pending(sent, requests):
                     outputs += self._publish_first()
                 self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
                 self._sent.popleft()
-        if len(self._in_flight) > overlap:
+        if len(self._in_flight) > (self._most_unread if step.items else 0):
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
@@ -267,6 +266,16 @@ class Engine:
             step = ahead.settle(output, is_launched=False)
         self._sent.clear()
         return step, began_s + output.times.arrived_s - output.times.waited_from_s
+
+    @property
+    def _most_unread(self) -> int:
+        """How many launched steps are not waited for before the next one.
+
+        Between stages one more, if nobody waits for it: else the stages before would have nothing to run, from its end until the
+        host has made another step of prompts and sent it.
+        """
+        amid_prompts = self._ahead > 0 and self._in_flight and not len(self._in_flight[0].step.sampling)
+        return self._overlap + bool(amid_prompts)
 
     def _sample(self, launched: Launched, requests: Sequence[Request], at: SteppedAt) -> _InFlight:
         """Have the tokens chosen of a step whose forward is on its way."""

@@ -187,7 +187,7 @@ class Engine:
                     outputs += self._publish_first()
                 self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
                 self._sent.popleft()
-        if len(self._in_flight) > (self._most_unread if step.items else 0):
+        if len(self._in_flight) > (_most_unread(self._in_flight, self._overlap, stages=self._ahead) if step.items else 0):
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
@@ -267,16 +267,6 @@ class Engine:
         self._sent.clear()
         return step, began_s + output.times.arrived_s - output.times.waited_from_s
 
-    @property
-    def _most_unread(self) -> int:
-        """How many launched steps are not waited for before the next one.
-
-        Between stages one more, if nobody waits for it: else the stages before would have nothing to run, from its end until the
-        host has made another step of prompts and sent it.
-        """
-        amid_prompts = self._ahead > 0 and self._in_flight and not len(self._in_flight[0].step.sampling)
-        return self._overlap + bool(amid_prompts)
-
     def _sample(self, launched: Launched, requests: Sequence[Request], at: SteppedAt) -> _InFlight:
         """Have the tokens chosen of a step whose forward is on its way."""
         step, vocab_size = launched.step, self.facts.vocab_size
@@ -354,6 +344,15 @@ def _release_compiled(grammars: GrammarQueue, scheduler: AnyScheduler, *, idle: 
             scheduler.release(request_id, found)
             answers.append(RequestOutput(request_id=request_id, is_answer=True))
     return answers
+
+
+def _most_unread(in_flight: Sequence[_InFlight], overlap: int, *, stages: int) -> int:
+    """How many launched steps are not waited for before the next one. stages: before the last.
+
+    Between stages one more, where the first samples nothing: they would have nothing to run from its end until the host has made
+    another step and sent it.
+    """
+    return overlap + bool(stages and in_flight and not len(in_flight[0].step.sampling))
 
 
 def _guess(in_flight: Iterable[_InFlight]) -> bool:

@@ -30,7 +30,7 @@ from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, Piecewi
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.path import RecordedForwards
+from enginery.worker.ranks.path import CapturedForwards, RecordedForwards
 from enginery.worker.runner import Captured
 from enginery.worker.token_feed import TokenFeed
 
@@ -69,6 +69,9 @@ def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts) -> Captu
     if choice.drafter is not None:
         return Captured()
     capture = CudaCapture(choice.device)
+    if choice.parallel.num_lanes > 1:
+        with phases("graphs"):
+            return Captured(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=True))
     with phases("graphs"):
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)
         if graphs is None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from enginery.config.resolve import DeviceFacts, Settings
 from enginery.config.schema import EngineOptions
-from enginery.contracts.attention import AttnLayerFacts, KVGeometry
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
 from enginery.contracts.model import ModelFacts
 from enginery.errors import OutOfMemory
@@ -77,17 +77,13 @@ def workspace_bytes(
     """
     activations = num_lanes * settings.max_batch_tokens * model.activation_width * itemsize
     logits = num_lanes * settings.max_batch_requests * model.vocab_size * (itemsize + 4 * max(sampling_copies, 1))
-    made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
+    latents = ((layer.num_heads, layer.latent) for layer in model.layers if layer.latent is not None)
+    # of one latent: each head's key and value in one piece, then its key with the rotary part
+    values = (heads * (2 * each.nope_dim + each.rope_dim + each.value_dim) for heads, each in latents)
+    made = max(values, default=0) * settings.mla_chunk_tokens * itemsize
     captured = max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
     captured += settings.max_graph_requests * 2 * model.vocab_size * itemsize  # one buffer, one copy
     return activations + logits + made + captured + backend_bytes
-
-
-def _made_values(layer: AttnLayerFacts) -> int:
-    """Values made from one latent: each head's key and value in one piece, then its key with the rotary part."""
-    if layer.latent is None:
-        return 0
-    return layer.num_heads * (2 * layer.latent.nope_dim + layer.latent.rope_dim + layer.latent.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

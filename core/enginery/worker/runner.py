@@ -29,7 +29,7 @@ from enginery.worker.drafts.trees import deepest, move_standing, parents_of, sta
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.path import EagerPath, Forwarded, ForwardPath, Launched, Verified, first_rows
+from enginery.worker.paths.path import EagerPath, ForwardPath, Launched, Verified, first_rows
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.results import StepParts
 from enginery.worker.paths.running_step import Guesses, RunningStep
@@ -122,7 +122,11 @@ class Runner:
         laid_out_s = time.perf_counter()
         path = self._path_of(step)
         forwarded = path.forward(step, batch)
-        logits = self._logits(forwarded, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
+        if forwarded.logits is not None:
+            logits = first_rows(forwarded.logits, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
+        else:
+            assert forwarded.last is not None, "a forward gives logits or hidden states"
+            logits = self.results.logits(self.model.logits(forwarded.last), forwarded.last)
         return Launched(step, forwarded, logits, path.captured, laid_out_s)
 
     @torch.inference_mode()
@@ -176,12 +180,6 @@ class Runner:
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
             self.graphs.note_too_large(step.num_items)
         return path
-
-    def _logits(self, forwarded: Forwarded, count: int) -> torch.Tensor:
-        if forwarded.logits is not None:
-            return first_rows(forwarded.logits, count)
-        assert forwarded.last is not None, "a forward gives logits or hidden states"
-        return self.results.logits(self.model.logits(forwarded.last), forwarded.last)
 
     def _choose(self, launched: Launched, sampling: SamplingInput | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of [S, V], kept for the next step, and the same with `NAN_TOKEN` for NaN logits; [S] int64 each, device."""

@@ -88,7 +88,9 @@ def _adjusted(logits: torch.Tensor, sampling: SamplingInput) -> torch.Tensor:
     if sampling.forbidden is not None:
         flat.index_fill_(0, _upload(sampling.forbidden, logits)[0], _NOTHING)
     if sampling.mask is not None:
-        _apply_mask(logits, sampling.mask)
+        words = to_device(torch.from_numpy(sampling.mask), logits.device)  # [S, W] int32, a bit for each token
+        bits = (words.view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1  # [S, 4 W, 8]
+        logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, _NOTHING)
     return logits
 
 
@@ -97,14 +99,6 @@ def _upload(entries: Entries, logits: torch.Tensor) -> tuple[torch.Tensor, torch
     rows, tokens = entries.at
     places = to_device(torch.from_numpy(rows * logits.shape[-1] + tokens), logits.device)
     return places, to_device(torch.from_numpy(entries.values).to(logits.dtype), logits.device)
-
-
-def _apply_mask(logits: torch.Tensor, mask: np.ndarray) -> None:
-    """Minus infinity, in place on [S, V], for each token whose bit is not set in [S, W] int32."""
-    words = to_device(torch.from_numpy(mask), logits.device)
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    bits = (words.view(torch.uint8)[:, :, None] >> shifts) & 1  # [S, 4 W, 8]
-    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, _NOTHING)
 
 
 def _draws(sampling: SamplingInput, logits: torch.Tensor, positions: torch.Tensor | None) -> SamplingTensors:

@@ -24,8 +24,6 @@ from enginery.attention.axes import renewed
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.plan import Accepted
-from enginery.speculate.acceptance import accept
-from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, move_standing
 from enginery.worker.paths.results import StepParts
 
@@ -89,33 +87,6 @@ class CapturedStep:
         if self.standing is not None and path is not None and path.data_ptr() != self.standing.path.data_ptr():
             self.standing.path[: len(path)].copy_(path)
         self.moving.replay()
-
-
-def told_last(
-    batch: ForwardBatch,
-    marked: torch.Tensor,
-    best: torch.Tensor,
-    num_drafts: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    standing: Standing | None,
-    forced: ForcedAcceptance | None,
-) -> torch.Tensor:
-    """What follows the drafts that are the best tokens, up to the first that is not; out: their number. [requests] int64 both.
-
-    marked, best: [rows], with and without `NAN_TOKEN`. standing: of combs, whose path is written.
-    """
-    shape = (batch.num_requests, batch.decode_len)
-    sampled, inputs, places = (each.view(shape) for each in (marked, batch.input_ids, batch.positions))
-    if forced is not None:
-        inputs = forced.tokens(inputs, sampled, places)
-    parents, depth = (None, None) if standing is None else (standing.parents, standing.depth)
-    path, counts = accept(sampled, inputs, parents, num_drafts, depth=depth)
-    last = right = out.copy_(counts)
-    if standing is not None:
-        standing.path.copy_(path)
-        last = path.gather(1, right[:, None]).squeeze(1)
-    return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + last)
 
 
 def captured_moving(

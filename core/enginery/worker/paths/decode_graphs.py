@@ -30,6 +30,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput, Way
 from enginery.errors import Unsupported
+from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
@@ -41,7 +42,6 @@ from enginery.worker.paths.captured_step import (
     captured_moving,
     move_on,
     takes_graphs,
-    told_last,
 )
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
@@ -327,9 +327,18 @@ def _keep(
     if out is None:
         graphs.feed.keep(found.best, seats)
         return
-    num_drafts, forced = packed[-3, : len(seats)], graphs.buffers.forced
-    told = told_last(batch, found.marked, found.best, num_drafts, out=out, standing=standing, forced=forced)
-    graphs.feed.keep(told, seats)
+    num_drafts, shape = packed[-3, : len(seats)], (batch.num_requests, batch.decode_len)
+    sampled, inputs, places = (each.view(shape) for each in (found.marked, batch.input_ids, batch.positions))
+    if graphs.buffers.forced is not None:
+        inputs = graphs.buffers.forced.tokens(inputs, sampled, places)
+    parents, depth = (None, None) if standing is None else (standing.parents, standing.depth)
+    path, counts = accept(sampled, inputs, parents, num_drafts, depth=depth)
+    last = right = out.copy_(counts)
+    if standing is not None:
+        standing.path.copy_(path)
+        last = path.gather(1, right[:, None]).squeeze(1)
+    begins = torch.arange(0, len(found.best), batch.decode_len, device=found.best.device)
+    graphs.feed.keep(found.best.index_select(0, begins + last), seats)
     graphs.feed.wrong.index_copy_(0, seats, num_drafts - out)
 
 

@@ -40,7 +40,7 @@ from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import ForcedAcceptance
-from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
+from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
 from enginery.worker.memory_plan import (
     NCCL_BYTES,
@@ -186,14 +186,14 @@ def build_parts(
         comm = met.collectives(ops, choice)
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
-        draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
+        drafter = build_draft_model(asked, registry, draft, target=choice, model=model, setting=setting, pool=pool, socket=socket)
         model = met.joined(model, choice, pool.geometry, comm)
     feed = TokenFeed(pool.geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
     step = StepParts(model, relay, ops, socket, feed, pool, choice.results)
     with phases("warm up"):
         if choice.device.type == "cuda":
             run_once(choice, step)
-    captured = capture_steps(phases, choice, step, draft, draft_model)
+    captured = capture_steps(phases, choice, step, draft, drafter)
     return BuiltParts(
         choice=choice,
         memory=memory,
@@ -207,7 +207,7 @@ def build_parts(
         graphs=captured.graphs,
         pieces=captured.pieces,
         changeover=changeover,
-        draft_model=draft_model,
+        draft_model=drafter,
         draft_graphs=captured.drafts,
         phases_s={phase: seconds for phase, seconds in phases.seconds.items() if seconds > 0.001},
     )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from enginery.attention.socket import LayerSocket
 from enginery.checkpoint.folder import find_folder, read_config
@@ -17,8 +17,6 @@ from enginery.contracts.batch import FULL, Axis, Fill, NamedTensor
 from enginery.contracts.drafting import FEATURES, DrafterSpec
 from enginery.contracts.engine import report_to_nobody
 from enginery.contracts.model import DraftTarget, Feature, Model, ModelFacts, ModelSpec, Tapped
-from enginery.contracts.ops import OpTable
-from enginery.contracts.parallel import Collectives
 from enginery.errors import CheckpointError, ConfigError, Unsupported
 from enginery.kv.pool import PagedKVPool, page_bytes
 from enginery.plugin.boundary import described, inside
@@ -31,6 +29,7 @@ from enginery.worker.drafts.draft_model import DraftModel, pages_behind
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
 from enginery.worker.needs import LayerNeeds, verifying
 from enginery.worker.weights.formats import stated_quantization
+from enginery.worker.weights.matrices import RankSetting
 from enginery.worker.weights.shares import stage_of
 
 _log: Final = logging.getLogger(__name__)
@@ -256,40 +255,33 @@ def tapped_outputs(choice: Choice) -> tuple[NamedTensor, ...]:
     return (output,) if choice.taps else ()
 
 
-class Beside(NamedTuple):
-    """What the target runs with. model: this rank's, whose logits have its columns. pool, socket: its memory, and its way to its
-    backends."""
-
-    model: Model
-    ops: OpTable
-    pool: PagedKVPool
-    socket: LayerSocket
-    comm: Collectives
-
-
 def build_draft_model(
     asked: EngineOptions,
     registry: Registry,
     needs: DraftNeeds | None,
     *,
     target: Choice,
-    beside: Beside,
+    model: Model,
+    setting: RankSetting,
+    pool: PagedKVPool,
+    socket: LayerSocket,
 ) -> DraftModel | None:
-    """Loaded, and bound to a pool and attention backends of its own, or to the target's; None where no model drafts."""
+    """Loaded, and bound to a pool and attention backends of its own, or to the target's; None where no model drafts.
+
+    model: the target's, of this rank, whose logits have its columns. setting, pool, socket: the target's too.
+    """
     if needs is None or (offer := target.drafter) is None:
         return None
     choice, spec = dataclasses.replace(needs.choice, settings=target.settings), offer.spec
-    verifier, ops, pool, socket, comm = beside
     if not choice.reads:
         pool = PagedKVPool(needs.geometry(pool.geometry.pages[FULL]), choice.device)
         attention = AttentionParts.of(asked, choice, registry, pool=pool, role="draft")
         socket = LayerSocket(build_backend(attention, choice.attention, micro_batches=False))
     weights, reader = load_weights(asked, choice, needs.needed, report_to_nobody), needs.needed.reader
-    known = _as_target(verifier, target) if spec.takes_features else None
-    setting = rank_setting(choice, reader, ops=ops, comm=comm)
-    model = build_model(choice, weights, setting, pool=pool, socket=socket, target=known)
+    known = _as_target(model, target) if spec.takes_features else None
+    own = rank_setting(choice, reader, ops=setting.ops, comm=setting.comm)
     return DraftModel(
-        model,
+        build_model(choice, weights, own, pool=pool, socket=socket, target=known),
         socket,
         most=target.draft_length,
         takes_features=spec.takes_features,

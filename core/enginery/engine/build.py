@@ -60,7 +60,7 @@ from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.paths.results import StepParts
-from enginery.worker.ranks.met import Met
+from enginery.worker.ranks.collectives import Met
 from enginery.worker.runner import Captured, Runner, Speculation
 from enginery.worker.token_feed import NamedTensors, TokenFeed
 from enginery.worker.warm_up import warm_up

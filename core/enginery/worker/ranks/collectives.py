@@ -1,4 +1,4 @@
-"""The collectives of a rank that is a process, the head of a model whose columns several ranks have, and what these agree on.
+"""What a rank knows of the others: its collectives, the head of a model whose columns several ranks have, and what these agree on.
 
 All tensor ranks have to know something of a step that a draft model follows, or whose drafts move states. The first tells it.
 
@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable, PeerOps
-from enginery.contracts.parallel import StageTensors
+from enginery.contracts.parallel import Collectives, StageTensors
 from enginery.contracts.step import StepInput
+from enginery.nn.parallel import SingleRank
+from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import NAN_TOKEN
 
@@ -195,3 +199,22 @@ class Agreement:
         if self.head.group.rank == 0:
             guesses.copy_(choose(logits))
         return self.head.group.from_first(guesses)
+
+
+class Met:
+    """What a rank knows of the others; as it is, that there are none."""
+
+    def compare(self, choice: Choice, *, what: str) -> None:
+        """Raise `ConfigError` where ranks have chosen otherwise. what: is compared, for the message."""
+
+    def smallest(self, memory: MemoryPlan) -> MemoryPlan:
+        """As many pages of each kind as every rank has room for."""
+        return memory
+
+    def collectives(self, ops: OpTable, choice: Choice) -> Collectives:
+        """What the model exchanges."""
+        return SingleRank(ops)
+
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
+        """The model of this rank, with what arrives from the stage before, and the logits of all ranks. comm: its collectives."""
+        return model

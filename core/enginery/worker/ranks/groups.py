@@ -20,10 +20,9 @@ from enginery.contracts.parallel import Collectives, ParallelFacts
 from enginery.errors import ConfigError, Unsupported
 from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
-from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, RankCollectives
+from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, Met, RankCollectives
 from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
-from enginery.worker.ranks.met import Met
 from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
 from enginery.worker.ranks.peers import Peers, bind_peer_ops
 from enginery.worker.ranks.stages import LinkedStage, StageLinks

@@ -91,7 +91,7 @@ def captured(
     facts, drafts = parts.choice.facts, None
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
     if parts.draft_model is not None and parts.draft_model.can_be_captured:
-        assert takes_graphs(parts.draft_model.socket.relay, len(state), what="the draft model")
+        assert takes_graphs(parts.draft_model.relay, len(state), what="the draft model")
         drafts = DraftGraphs(
             parts.draft_model,
             parts.step,

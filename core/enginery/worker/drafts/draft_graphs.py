@@ -67,8 +67,7 @@ class DraftGraphs:
 
     def __init__(self, model: DraftModel, target: StepParts, *, capture: Capture, state: torch.Tensor, siblings: int) -> None:
         """model: of a backend that can be captured. state: [most rows, C'], zeros. siblings: n."""
-        assert model.socket.relay is not None, "a draft model has backends"
-        self._model, self._relay, self._ops, self._geometry = model, model.socket.relay, target.ops, target.pool.geometry
+        self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
         self._capture, self.state, self._siblings = capture, state, siblings
         self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)

@@ -117,8 +117,7 @@ def _draft_graphs(
         return None
     shape = (choice.settings.max_graph_requests, needs.choice.facts.hidden_size)
     state = torch.zeros(shape, dtype=needs.choice.dtype, device=choice.device)
-    assert model.socket.relay is not None, "a draft model has backends"
-    if not takes_graphs(model.socket.relay, len(state), what="the draft model"):
+    if not takes_graphs(model.relay, len(state), what="the draft model"):
         return None
     return DraftGraphs(model, parts, capture=capture, state=state, siblings=choice.draft_siblings)
 

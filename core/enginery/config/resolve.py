@@ -100,11 +100,11 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
 def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, tokens: int) -> tuple[int, int]:
     """The largest steps that are captured: requests that decode, and tokens of prefills and mixed steps; 0 captures none."""
     has_cuda = device.kind == "cuda"
-    if not asked.graphs or asked.check_attention or asked.pp > 1:
+    if not asked.graphs or asked.check_attention or asked.pp > 1 or (has_cuda and asked.dp_attention > 1):
         return 0, 0
     if not has_cuda:
         return min(requests, MAX_RECORDED_REQUESTS), 0
-    return min(requests, MAX_GRAPH_REQUESTS), 0 if asked.dp_attention > 1 else min(tokens, MAX_PIECE_TOKENS)
+    return min(requests, MAX_GRAPH_REQUESTS), min(tokens, MAX_PIECE_TOKENS)
 
 
 def _batch_tokens(asked: EngineOptions, device: DeviceFacts) -> Decision:

@@ -32,7 +32,7 @@ from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.recorded import CapturedForwards, RecordedForwards
+from enginery.worker.ranks.recorded import RecordedForwards
 from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
@@ -92,9 +92,6 @@ def _capture_on_ranks(phases: _Enters, choice: Choice, parts: StepParts) -> Capt
     if choice.drafter is not None:
         return CapturedSteps()
     capture = CudaCapture(choice.device)
-    if choice.parallel.num_lanes > 1:
-        with phases("graphs"):
-            return CapturedSteps(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=True))
     with phases("graphs"):
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)
         if graphs is None:

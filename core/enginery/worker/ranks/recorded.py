@@ -1,5 +1,4 @@
 """Decoding steps recorded on ranks that are processes: the model's forward alone, with its exchanges among the calls that are told.
-On GPUs likewise, as CUDA graphs, where there are lanes.
 
     recorded   embed(..) | norm(..) | linear(..) | attend(..) | exchange | ..  ──> hidden states [size, C]      then as in any step
 
@@ -17,10 +16,9 @@ import torch
 from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
-from enginery.kv.upload import to_device
 from enginery.worker.layout import no_requests
 from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_graphs import GraphKey, graph_sizes, padding_alone
+from enginery.worker.paths.decode_graphs import GraphKey, padding_alone
 from enginery.worker.paths.path import Forwarded, first_rows
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
@@ -37,7 +35,7 @@ class RecordedForwards(RecordedSteps):
 
         def run() -> None:
             self.relay.ask("device_prologue", plan=batch.plan)
-            found.append(self._held(self.results.hidden(self.model.forward(batch), batch)))
+            found.append(self.results.hidden(self.model.forward(batch), batch))
 
         self._captured[key] = CapturedStep(
             packed=packed,
@@ -53,10 +51,6 @@ class RecordedForwards(RecordedSteps):
             moving=None,
         )
 
-    def _held(self, hidden: torch.Tensor) -> torch.Tensor:
-        """A recording's own stay where they are."""
-        return hidden
-
     def hidden(self, step: StepInput, batch: ForwardBatch) -> tuple[torch.Tensor, float]:
         """Of a step of one lane, [size, C], valid until the next, and when it was planned. There is a recording."""
         captured = self._captured[GraphKey.of(step, serves_drafts=False)]
@@ -64,21 +58,6 @@ class RecordedForwards(RecordedSteps):
         planned_s = time.perf_counter()
         captured.graph.replay()
         return captured.logits, planned_s
-
-
-class CapturedForwards(RecordedForwards):
-    """On GPUs, where a capture runs the exchanges: all are made when the engine is built, as each rank has to take part."""
-
-    def capture_first(self) -> None:
-        self.sizes = graph_sizes(len(self.best))
-        for size in reversed(self.sizes):  # the others fit into the memory of the largest
-            self.record(GraphKey(size, 1, followed=False))
-
-    def _held(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All graphs' are in one place."""
-        kept = self.buffers.hidden_rows(len(hidden))
-        assert kept is not None, "these graphs are built with room for them"
-        return kept.copy_(hidden)
 
 
 class RankSteps:
@@ -100,8 +79,7 @@ class RankSteps:
         else:
             hidden, planned_s = self._eagerly(own, batch, size)
         if lanes is not None:
-            own_rows = to_device(lanes.own(step), hidden.device)
-            return lanes.sampled(step, hidden.index_select(0, own_rows), planned_s)
+            return lanes.sampled(step, hidden.index_select(0, lanes.own(step)), planned_s)
         rows = first_rows(hidden, step.num_items)
         last = rows if len(step.sampling) == len(rows) else rows.index_select(0, torch.from_numpy(step.sampling.astype(np.int64)))
         return Forwarded(planned_s=planned_s, rows=rows, last=last)

@@ -1,4 +1,4 @@
-"""Engines of several tensor ranks or lanes whose others are threads of this process: a start takes no longer than theirs together.
+"""Engines of several tensor ranks whose others are threads of this process: a start takes no longer than theirs together.
 
 What ranks exchange is compared: all have to be in the same exchange, or both raise.
 """
@@ -65,9 +65,6 @@ class ThreadGroup:
         parts = self._exchange("sum", x.clone())
         return torch.stack(parts).sum(0)
 
-    def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
-        return self.sum(x).chunk(self.size)[self.rank]
-
     def smallest(self, values: Sequence[int]) -> list[int]:
         return [min(each) for each in zip(*self._exchange("smallest", values), strict=True)]
 
@@ -110,14 +107,12 @@ class ThreadRanks:
         self._others = others
         self.options = dataclasses.replace(asked, overlap=bool(asked.overlap), graphs=False)  # threads tell no exchanges
         self._registry, self._meetings = registry, Meetings()
-        self._mesh = ParallelFacts(tensor_size=asked.tp, num_lanes=asked.dp_attention)
+        self._mesh = ParallelFacts(tensor_size=asked.tp)
         self._groups: dict[int, RankGroups] = {}
         self._errors: list[BaseException] = []
-        self._steps = [queue.SimpleQueue[bytes | None]() for _ in range(1, asked.num_ranks)]
-        self.guesses: list[Guesses] = [[] for _ in range(asked.num_ranks)]
-        self._threads = [
-            threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(1, asked.num_ranks)
-        ]
+        self._steps = [queue.SimpleQueue[bytes | None]() for _ in range(1, asked.tp)]
+        self.guesses: list[Guesses] = [[] for _ in range(asked.tp)]
+        self._threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(1, asked.tp)]
         for thread in self._threads:
             thread.start()
 
@@ -138,7 +133,7 @@ class ThreadRanks:
         try:
             runner = build_runner(self.build(rank))
             self.guesses[rank] = noted(runner)
-            follower = Follower(runner, self._groups[rank].everyone, tells_tokens=bool(self.options.overlap))
+            follower = Follower(runner, self._groups[rank].tensor, tells_tokens=bool(self.options.overlap))
             while (frame := self._steps[rank - 1].get()) is not None:
                 follower.run(unpack(frame))
         except BaseException as error:
@@ -152,7 +147,7 @@ class ThreadRanks:
 
     def share(self, running: RunningStep) -> None:
         if self.options.overlap:
-            share_tokens(self._groups[0].everyone, running.step, running.sampled)
+            share_tokens(self._groups[0].tensor, running.step, running.sampled)
 
     def wait(self, running: RunningStep) -> StepOutput:
         return running.wait()

@@ -16,14 +16,13 @@ from engine import rank_threads
 from engine.rank_pair import request, serve
 from engine.rank_threads import on_threads
 from parity.engine_driver import options
-from parity.oracle import LATENT_EXPERT_FAMILIES, Oracle
+from parity.oracle import Oracle
 
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, Replayable
 from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.path import CapturedForwards
 
 MOST = 6
 ASKED: dict[str, dict[str, object]] = {
@@ -53,9 +52,7 @@ def with_graphs(asked: Any, registry: Registry, **given: Any) -> BuiltParts:
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed, **given)
     capture: Callable[[Callable[[], None]], Replayable] = Again
     width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.choice.facts.vocab_size
-    lanes = parts.choice.parallel.num_lanes > 1
-    buffers = GraphBuffers(torch.empty(MOST, width), torch.empty(MOST, parts.choice.facts.hidden_size) if lanes else None)
-    graphs = (CapturedForwards if lanes else DecodeGraphs).build(parts.step, buffers, capture=capture)
+    graphs = DecodeGraphs.build(parts.step, GraphBuffers(torch.empty(MOST, width)), capture=capture)
     assert graphs is not None
     for key in reversed(graphs.waiting):
         graphs.capture(key)
@@ -87,22 +84,3 @@ def test_graphs_of_ranks_tell_what_one_rank_tells(
     ]
     for mine, one in zip(found[1]["logprobs"].logprobs, expected[1]["logprobs"].logprobs, strict=True):
         assert mine.logprob == pytest.approx(one.logprob, abs=2e-5)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_graphs_of_lanes_tell_what_one_rank_tells(
-    write_oracle: Callable[..., Oracle], registry: Registry, captured: None, *, overlap: bool
-) -> None:
-    """Lanes with as many requests, with more and fewer, and with none."""
-    name = "deepseek-v2-lite-experts"
-    oracle = write_oracle(name, LATENT_EXPERT_FAMILIES[name])
-    asked = options(oracle, overlap=overlap, num_pages=120, max_batch_requests=MOST)
-    every = [request(name, oracle.prompts[5], **params) for name, params in ASKED.items()]
-    batches = [every[:1], every, every[:2], [request("many tokens", oracle.prompts[6], max_tokens=20), *every[2:]]]
-    expected = [serve(Engine.build(asked, registry), batch) for batch in batches]
-    with on_threads(dataclasses.replace(asked, dp_attention=2, ep=True), registry) as (engine, _):
-        found = [serve(engine, batch) for batch in batches]
-        assert engine.meter.stats().num_graph_steps > 25
-    assert [{name: told.tokens for name, told in each.items()} for each in found] == [
-        {name: told.tokens for name, told in each.items()} for each in expected
-    ]

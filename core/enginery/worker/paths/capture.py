@@ -30,7 +30,7 @@ from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, Piecewi
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.path import CapturedForwards, RecordedForwards
+from enginery.worker.ranks.path import RecordedForwards
 from enginery.worker.runner import Captured
 from enginery.worker.token_feed import TokenFeed
 
@@ -67,11 +67,11 @@ def capture_steps(
 def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts) -> Captured:
     """On GPUs: all sizes, as each rank takes part in the exchanges of every capture; nothing where anything guesses."""
     if choice.drafter is not None:
+        log.warning(
+            "all steps run eagerly, which makes decoding slow: with several ranks none are captured where a drafter guesses"
+        )
         return Captured()
     capture = CudaCapture(choice.device)
-    if choice.parallel.num_lanes > 1:
-        with phases("graphs"):
-            return Captured(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=True))
     with phases("graphs"):
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)
         if graphs is None:

@@ -1,8 +1,7 @@
 """Ways to run a step on several ranks.
 
 Of a step that asks for nothing but the likeliest tokens they find these without bringing their logits together. Decoding steps are
-recorded on ranks that are processes: the model's forward alone, with its exchanges among the calls that are told; on GPUs likewise,
-as CUDA graphs, where there are lanes.
+recorded on ranks that are processes: the model's forward alone, with its exchanges among the calls that are told.
 
     recorded   embed(..) | norm(..) | linear(..) | attend(..) | exchange | ..  ──> hidden states [size, C]      then as in any step
 
@@ -23,7 +22,7 @@ from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import no_requests, sampled_seats
 from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, graph_sizes, padding_alone
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, padding_alone
 from enginery.worker.paths.path import Forwarded, ForwardPath, first_rows
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
@@ -82,14 +81,10 @@ class RecordedForwards(RecordedSteps):
 
         def run() -> None:
             self.relay.ask("device_prologue", plan=batch.plan)
-            found.append(self._held(self.results.hidden(self.model.forward(batch), batch)))
+            found.append(self.results.hidden(self.model.forward(batch), batch))
 
         graph, seats = self._capture(run), packed[-1]
         self._captured[key] = CapturedStep(packed=packed, seats=seats, batch=batch, graph=graph, logits=found[-1], best=seats)
-
-    def _held(self, hidden: torch.Tensor) -> torch.Tensor:
-        """A recording's own stay where they are."""
-        return hidden
 
     def hidden(self, step: StepInput, batch: ForwardBatch) -> tuple[torch.Tensor, float]:
         """Of a step of one lane, [size, C], valid until the next, and when it was planned. There is a recording."""
@@ -98,20 +93,6 @@ class RecordedForwards(RecordedSteps):
         planned_s = time.perf_counter()
         captured.graph.replay()
         return captured.logits, planned_s
-
-
-class CapturedForwards(RecordedForwards):
-    """On GPUs, where a capture runs the exchanges: all are made when the engine is built, as each rank has to take part."""
-
-    def capture_first(self) -> None:
-        self.sizes = graph_sizes(len(self.best))
-        for size in reversed(self.sizes):  # the others fit into the memory of the largest
-            self.record(GraphKey(size, 1, followed=False))
-
-    def _held(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All graphs' are in one place."""
-        assert self.buffers.hidden is not None, "these graphs are built with room for them"
-        return self.buffers.hidden[: len(hidden)].copy_(hidden)
 
 
 class RankSteps:
@@ -137,8 +118,7 @@ class RankSteps:
             planned_s = time.perf_counter()
             hidden = recorded.results.hidden(recorded.model.forward(there), there)
         if lanes is not None:
-            own_rows = to_device(lanes.own(step), hidden.device)
-            return lanes.sampled(step, hidden.index_select(0, own_rows), planned_s)
+            return lanes.sampled(step, hidden.index_select(0, lanes.own(step)), planned_s)
         rows = first_rows(hidden, step.num_items)
         last = rows if len(step.sampling) == len(rows) else rows.index_select(0, torch.from_numpy(step.sampling.astype(np.int64)))
         return Forwarded(planned_s=planned_s, rows=rows, last=last)

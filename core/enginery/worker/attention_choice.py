@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
@@ -20,30 +19,21 @@ from enginery.worker.needs import LayerNeeds, by_phase, verifying
 
 log = logging.getLogger(__name__)
 
-ROLES: Final = ("softmax", "prefill", "decode", "recurrent")
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """The leaves, by what they are for. One backend for prefills and decoding, unless the user asked for two; None: not needed.
+    """The leaves, by what they are for: softmax, or prefill and decode where these have a backend each, and recurrent.
 
     considered: every candidate of each role, with why it was refused.
     """
 
-    softmax: Offer[AttnBackendSpec] | None
-    prefill: Offer[AttnBackendSpec] | None
-    decode: Offer[AttnBackendSpec] | None
-    recurrent: Offer[AttnBackendSpec] | None
-    considered: tuple[str, ...] = ()
-
-    @property
-    def by_role(self) -> dict[str, Offer[AttnBackendSpec]]:
-        return {role: offer for role in ROLES if (offer := vars(self)[role]) is not None}
+    by_role: Mapping[str, Offer[AttnBackendSpec]]
+    considered: tuple[str, ...]
 
     @property
     def keeps_states_amid_prompts(self) -> bool:
         """Whether recurrent layers keep states amid an item of a prompt."""
-        return self.recurrent is not None and self.recurrent.spec.capabilities.prompt_checkpoints
+        return "recurrent" in self.by_role and self.by_role["recurrent"].spec.capabilities.prompt_checkpoints
 
     @property
     def name(self) -> str:
@@ -81,7 +71,7 @@ def choose_attention(
         decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {source}", source=source))
     for line in considered:
         log.debug("attention backend, %s", line)
-    return AttentionChoice(**{role: chosen.get(role) for role in ROLES}, considered=tuple(considered)), tuple(decisions)
+    return AttentionChoice(by_role=chosen, considered=tuple(considered)), tuple(decisions)
 
 
 def unless_attention_changes(drafter: ChosenDrafter, asked: EngineOptions, registry: Registry, needs: LayerNeeds) -> ChosenDrafter:

@@ -83,8 +83,8 @@ def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRela
         children["full"] = _softmax(parts, chosen, prefix="", latent=any(layer.latent is not None for layer in layers))
     if WINDOW in kinds:
         children["window"] = _softmax(parts, chosen, prefix="window " if FULL in kinds else "", latent=False)
-    if chosen.recurrent is not None:
-        children["state"] = _leaf(parts, chosen.recurrent, part="recurrent")
+    if "recurrent" in chosen.by_role:
+        children["state"] = _leaf(parts, chosen.by_role["recurrent"], part="recurrent")
     assert children, "a model without attention layers"
     (first, *others) = children.values()
     return _composite(parts, LayerKinds(**children)) if others or WINDOW in parts.pool.geometry.pages else first
@@ -92,14 +92,10 @@ def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRela
 
 def _softmax(parts: AttentionParts, chosen: AttentionChoice, *, prefix: str, latent: bool) -> BackendRelay:
     """What serves the layers with keys and values, or latents, of one kind of memory."""
-    if chosen.softmax is not None:
-        return _over_leaf(parts, chosen.softmax, part=f"{prefix}softmax", latent=latent)
-    assert chosen.prefill is not None, "softmax layers have a backend"
-    assert chosen.decode is not None, "softmax layers have a backend"
-    prefill, decode = (
-        _over_leaf(parts, offer, part=f"{prefix}{part}", latent=latent)
-        for part, offer in (("prefill", chosen.prefill), ("decode", chosen.decode))
-    )
+    roles = chosen.by_role
+    if "softmax" in roles:
+        return _over_leaf(parts, roles["softmax"], part=f"{prefix}softmax", latent=latent)
+    prefill, decode = (_over_leaf(parts, roles[part], part=f"{prefix}{part}", latent=latent) for part in ("prefill", "decode"))
     return _composite(parts, PhaseSplit(prefill=prefill, decode=decode))
 
 

@@ -111,13 +111,6 @@ class _Memory:
         }
 
 
-class PiecewiseStep(NamedTuple):
-    """packed: [fields + 1, size] int64, device: the token fields and the sources."""
-
-    packed: torch.Tensor
-    pieces: GraphPieces
-
-
 class PiecewiseGraphs:
     """Implements `ForwardPath` for prefills and mixed steps. Captures a size when it is first needed, or in idle moments."""
 
@@ -129,7 +122,7 @@ class PiecewiseGraphs:
         self.geometry, self.hidden = pool.geometry, hidden
         self.sizes = piece_sizes(len(hidden))
         self._capture = capture
-        self._captured: dict[int, PiecewiseStep] = {}
+        self._captured: dict[int, tuple[torch.Tensor, GraphPieces]] = {}  # token fields and sources, [fields + 1, size] int64
         self.capture(self.sizes[-1])
 
     @property
@@ -151,7 +144,7 @@ class PiecewiseGraphs:
             self.hidden[:size].copy_(self.results.hidden(self.model.forward(batch), batch))
 
         pieces = self._capture(run, self.socket)
-        self._captured[size] = PiecewiseStep(packed, pieces)
+        self._captured[size] = packed, pieces
         _log.debug("captured a step of %d tokens in %d pieces", size, len(pieces.graphs))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
@@ -159,26 +152,26 @@ class PiecewiseGraphs:
         size = step.run.size
         if size not in self._captured:
             self.capture(size)
-        captured = self._captured[size]
-        batch = self.relay.plan(self._upload(step, batch, captured))
+        packed, pieces = self._captured[size]
+        batch = self.relay.plan(self._upload(step, batch, packed))
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
-        first, *others = captured.pieces.graphs
+        first, *others = pieces.graphs
         first.replay()
-        for call, graph in zip(captured.pieces.calls, others, strict=True):
+        for call, graph in zip(pieces.calls, others, strict=True):
             self.socket.run(call, batch)
             graph.replay()
         hidden = self.hidden[: batch.num_tokens]
         return hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)._replace(batch=batch, hidden=hidden)
 
-    def _upload(self, step: StepInput, batch: ForwardBatch, captured: PiecewiseStep) -> ForwardBatch:
+    def _upload(self, step: StepInput, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
         """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""
-        size, count = captured.packed.shape[1], batch.num_tokens
+        size, count = packed.shape[1], batch.num_tokens
         batch = self.feed.named.with_inputs(batch, step.inputs)
         padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
-        self.feed.overwrite(captured.packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
+        self.feed.overwrite(packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
         self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
-        return with_token_fields(batch, iter(captured.packed[:, :count]))
+        return with_token_fields(batch, iter(packed[:, :count]))
 
 
 def piece_sizes(max_tokens: int) -> tuple[int, ...]:

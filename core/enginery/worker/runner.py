@@ -79,13 +79,11 @@ class Runner:
     @property
     def sizes(self) -> RunSizes:
         """The steps that need not run eagerly."""
-        return RunSizes(
-            graphs=() if self.graphs is None else self.graphs.sizes,
-            pieces=() if self.pieces is None else self.pieces.sizes,
-            verified_rows=0 if self.graphs is None else self.graphs.verified_rows,
-            combs=self.graphs is not None and self.graphs.buffers.siblings > 0,
-            followed=self.graphs is None or self.graphs.follows,
-        )
+        pieces = () if self.pieces is None else self.pieces.sizes
+        if (graphs := self.graphs) is None:
+            return RunSizes(pieces=pieces)
+        combs = graphs.buffers.siblings > 0
+        return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=combs, followed=graphs.follows)
 
     def change_backend(self, relay: BackendRelay) -> None:
         """Go on with other attention backends. No step may be in flight; decoding steps are captured anew, as they are needed."""

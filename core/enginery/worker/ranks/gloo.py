@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from enginery.errors import EnginError
 
 LOOPBACK: Final = "127.0.0.1"
 MeetingStore: TypeAlias = Store
+Sending = tuple[torch.Tensor, Work]  # on its way; the tensor lives until it has arrived
 _DESCRIPTORS: Final = "/proc/self/fd"
 _TCP: Final = "tcp://"
 _MEETING_S: Final = 60.0
@@ -34,13 +35,6 @@ TAG: Final = 0
 
 class LostRank(EnginError):
     """An exchange failed, because another rank is gone. Who is, and why, is known to those that watch the processes."""
-
-
-class Sending(NamedTuple):
-    """A tensor on its way, which lives until it has arrived."""
-
-    x: torch.Tensor
-    work: Work
 
 
 class Standing:
@@ -147,7 +141,7 @@ class Group:
     def send(self, x: torch.Tensor, rank: int) -> Sending:
         """To that rank, which receives what is sent in this order. Does not wait; `x` is not to be changed any more."""
         x = x.contiguous()
-        return Sending(x, self._group.send([x], rank, TAG))
+        return x, self._group.send([x], rank, TAG)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The next that this rank sent."""

@@ -95,7 +95,7 @@ class DeviceGroup:
     def send(self, x: torch.Tensor, rank: int) -> Sending:
         """To that rank, beside what follows on this stream. `x` is not to be changed any more."""
         x = x.contiguous()
-        return Sending(x, self._group.send([x], rank, TAG))
+        return x, self._group.send([x], rank, TAG)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The next that this rank sent: what follows on this stream waits for it."""

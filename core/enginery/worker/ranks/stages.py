@@ -59,7 +59,7 @@ class StageLinks:
         if self._num_lanes > 1:  # first: NCCL's first exchange of two ranks begins when both have called it
             sending.append(self._host.send(torch.tensor([len(each) for each in found]), self._behind))
         sending += [self._group.send(each, self._behind) for each in found]
-        while self._sent and all(each.work.is_completed() for each in self._sent[0]):
+        while self._sent and all(work.is_completed() for _, work in self._sent[0]):
             self._sent.popleft()
         self._sent.append(sending)
 

@@ -61,7 +61,7 @@ from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Met
-from enginery.worker.runner import Captured, Runner, Speculation
+from enginery.worker.runner import Captured, Runner
 from enginery.worker.token_feed import NamedTensors, TokenFeed
 from enginery.worker.warm_up import warm_up
 
@@ -223,7 +223,9 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
         parts.step,
         tables=PageTables(parts.geometry),
         captured=Captured(graphs, parts.pieces, parts.draft_graphs),
-        speculation=Speculation(parts.draft_model, forced, parts.choice.draft_siblings),
+        draft_model=parts.draft_model,
+        forced=forced,
+        siblings=parts.choice.draft_siblings,
     )
 
 

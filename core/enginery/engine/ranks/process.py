@@ -30,10 +30,9 @@ from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
 from enginery.worker.device import torch_device
 from enginery.worker.page_tables import PageTables
-from enginery.worker.ranks.follower import Follower
 from enginery.worker.ranks.gloo import LostRank, Standing, open_store
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
-from enginery.worker.ranks.stages import EarlyStage
+from enginery.worker.ranks.stages import EarlyStage, Follower
 
 
 class Rank:

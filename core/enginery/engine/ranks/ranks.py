@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
@@ -19,63 +19,33 @@ if TYPE_CHECKING:
     from enginery.engine.ranks.driver import RankProcesses
 
 
-class Ranks(Protocol):
-    """What an engine has to do for the other ranks."""
+class NoRanks:
+    """What an engine has to do for the other ranks, where there are none."""
 
     def send(self, step: StepInput) -> None:
         """They begin with it. Raises `EngineDied` when one is gone."""
-        ...
 
     def share(self, running: RunningStep) -> None:
         """Tell them what was sampled, where they need it."""
-        ...
 
     def wait(self, running: RunningStep) -> StepOutput:
         """What a step gave, when that has come. Raises `EngineDied` when a rank is gone."""
-        ...
-
-    def landed(self, step: StepInput) -> None:
-        """Its tokens are there."""
-        ...
-
-    def check(self) -> None:
-        """Raises `EngineDied` when one is gone."""
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """End them, for a step failed here, which they may be waiting in. Raises `EngineDied` with the first cause."""
-        ...
-
-    def end(self) -> None:
-        """Tell them that nothing more comes, and wait for it."""
-        ...
-
-
-class NoRanks:
-    """Implements `Ranks` where there is nobody else."""
-
-    def send(self, step: StepInput) -> None:
-        pass
-
-    def share(self, running: RunningStep) -> None:
-        pass
-
-    def wait(self, running: RunningStep) -> StepOutput:
         return running.wait()
 
     def landed(self, step: StepInput) -> None:
-        pass
+        """Its tokens are there."""
 
     def check(self) -> None:
-        pass
+        """Raises `EngineDied` when one is gone."""
 
     def failed(self, error: BaseException) -> None:
-        pass
+        """End them, for a step failed here, which they may be waiting in. Raises `EngineDied` with the first cause."""
 
     def end(self) -> None:
-        pass
+        """Tell them that nothing more comes, and wait for it."""
 
 
+Ranks: TypeAlias = "NoRanks | RankProcesses"
 NO_RANKS: Final = NoRanks()
 
 

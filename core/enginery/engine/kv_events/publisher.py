@@ -13,15 +13,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, TypeAlias
 
 import msgspec
 import zmq
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import MemoryKind
-from enginery.engine.kv_events.blocks import Blocks, Change, Cleared, GivenUp, Group, Removed, Resumable, Stored
+from enginery.engine.kv_events.blocks import Blocks, Event, Group
 from enginery.engine.kv_events.schema import END_OF_REPLAY, KVEventBatch
 from enginery.errors import ConfigError
 from enginery.kv.prefix import TOKEN_BYTES
@@ -33,6 +34,8 @@ _SOCKET_MESSAGES: Final = 100_000  # that wait for one subscriber; it is not sen
 _LOOK_S: Final = 0.05
 _END_S: Final = 1.0
 _log: Final = logging.getLogger(__name__)
+Change = Callable[[Blocks], Iterator[Event]]
+_Waiting: TypeAlias = "queue.Queue[tuple[float, list[Change]] | None]"  # when, and what; None: nothing more
 
 
 class KVEvents:
@@ -52,8 +55,8 @@ class KVEvents:
         self._page_bytes = asked.page_size * TOKEN_BYTES
         self._numbers = itertools.count()
         self._points: dict[ResumePoint, int] = {}
-        self._changes: list[Change] = [Cleared()]  # for subscribers of the engine that was here before
-        self._waiting: queue.Queue[tuple[float, list[Change]] | None] = queue.Queue(most_waiting)
+        self._changes: list[Change] = [Blocks.cleared]  # for subscribers of the engine that was here before
+        self._waiting: _Waiting = queue.Queue(most_waiting)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         events = self._context.socket(zmq.PUB)
         events.set_hwm(_SOCKET_MESSAGES)
@@ -72,25 +75,25 @@ class KVEvents:
         self._thread.start()
 
     def stored(self, parent: int | None, tokens: bytes, pages: Sequence[int], salt: str) -> None:
-        self._changes.append(Stored(parent, tokens, tuple(pages), salt))
+        self._changes.append(partial(Blocks.stored, parent=parent, tokens=tokens, pages=tuple(pages), salt=salt))
 
     def removed(self, pages: Sequence[int]) -> None:
-        self._changes.append(Removed(tuple(pages)))
+        self._changes.append(partial(Blocks.removed, pages=tuple(pages)))
 
     def resumable(self, point: ResumePoint, tokens: bytes, pages: Sequence[int], salt: str) -> None:
         counts = {kind: len(own) for kind, own in point.pages.items()}
         first = max(0, len(pages) - max(counts.values()) - 1)
         number = self._points[point] = next(self._numbers)
-        some = tokens[first * self._page_bytes :]
-        self._changes.append(Resumable(number, counts, some, tuple(pages[first:]), salt))
+        some, places = tokens[first * self._page_bytes :], tuple(pages[first:])
+        self._changes.append(partial(Blocks.resumable, number=number, counts=counts, tokens=some, pages=places, salt=salt))
 
     def given_up(self, point: ResumePoint) -> None:
         if (number := self._points.pop(point, None)) is not None:
-            self._changes.append(GivenUp(number))
+            self._changes.append(partial(Blocks.given_up, number=number))
 
     def cleared(self) -> None:
         """Nothing is cached any more."""
-        self._changes = [Cleared()]
+        self._changes = [Blocks.cleared]
         self._points.clear()
 
     def publish(self) -> None:
@@ -106,7 +109,7 @@ class KVEvents:
                 self._waiting.maxsize,
             )
             _empty(self._waiting)
-            self._waiting.put_nowait((time.time(), [Cleared()]))  # nobody else puts anything in
+            self._waiting.put_nowait((time.time(), [Blocks.cleared]))  # nobody else puts anything in
 
     def close(self) -> None:
         """Publish what waits, for a second at the most."""
@@ -165,13 +168,13 @@ class _Publisher:
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_KEPT)
         self._next = 0
 
-    def run(self, waiting: queue.Queue[tuple[float, list[Change]] | None]) -> None:
+    def run(self, waiting: _Waiting) -> None:
         """Until None comes; then close the sockets."""
         with self._events, self._replay:
             while (taken := self._take(waiting)) is not None:
                 self._publish(*taken)
 
-    def _take(self, waiting: queue.Queue[tuple[float, list[Change]] | None]) -> tuple[float, list[Change]] | None:
+    def _take(self, waiting: _Waiting) -> tuple[float, list[Change]] | None:
         """The next that waits. Until there is one, subscribers are answered."""
         while True:
             while self._replay.poll(0):
@@ -180,7 +183,7 @@ class _Publisher:
                 return waiting.get(timeout=_LOOK_S)
 
     def _publish(self, at_s: float, changes: Sequence[Change]) -> None:
-        if events := [event for change in changes for event in self._blocks.events(change)]:
+        if events := [event for change in changes for event in change(self._blocks)]:
             batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
             number = self._next.to_bytes(8, "big")
             self._events.send_multipart((self._topic, number, batch))
@@ -219,7 +222,7 @@ def _open(events: zmq.Socket[bytes], address: str) -> None:
         events.connect(address)
 
 
-def _empty(waiting: queue.Queue[tuple[float, list[Change]] | None], but: int = 0) -> None:
+def _empty(waiting: _Waiting, but: int = 0) -> None:
     """Take out all but so many."""
     while waiting.qsize() > but:
         try:

@@ -55,14 +55,6 @@ class Part:
         return same
 
 
-def _is_planned(part: Part) -> bool:
-    return part.plan is not None
-
-
-def _has_trees(part: Part) -> bool:
-    return part.plan is not None and part.batch.trees and part.batch.num_decode_requests > 0
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompositePlan(ForwardPlan):
     """The parts of a batch, each with the plan of the child that attends it."""
@@ -166,14 +158,11 @@ class Composite(ABC):
         """The answer of the children to `hook`, as the policy says; None if they have none."""
         return _ANSWERS[policy](self, hook, arguments)
 
-    def ask(self, child: int, hook: str, arguments: Mapping[str, object]) -> object:
-        """The answer of one child to a hook; None if it has none."""
-        return self.children[child].ask(hook, **arguments)
+    def ask_parts(self, hook: str, arguments: Mapping[str, object], *, trees: bool = False) -> list[tuple[Part, object]]:
+        """What the child of each planned part answers, given its plan, its batch, and what of its requests was accepted.
 
-    def ask_parts(
-        self, hook: str, arguments: Mapping[str, object], fits: Callable[[Part], bool] = _is_planned
-    ) -> list[tuple[Part, object]]:
-        """What the child of each part that fits answers, given its plan, its batch, and what of its requests was accepted."""
+        trees: of parts with trees of drafts alone.
+        """
         plan = arguments["plan"]
         assert isinstance(plan, CompositePlan), f"{hook} is asked with {plan!r:.100}"
         if plan.key.backend != self.backend_id:
@@ -183,9 +172,9 @@ class Composite(ABC):
         cuts = self.cut(batch, capture=plan.key.capture) if isinstance(batch, ForwardBatch) and replayed else plan.parts
         answers = []
         for part, cut in zip(plan.parts, cuts, strict=True):
-            if fits(part):
+            if part.plan is not None and (not trees or (part.batch.trees and part.batch.num_decode_requests > 0)):
                 asked = {name: _of_part(value, part, cut) for name, value in arguments.items()}
-                answers.append((part, self.ask(part.child, hook, asked)))
+                answers.append((part, self.children[part.child].ask(hook, **asked)))
         return answers
 
 
@@ -203,18 +192,12 @@ def _each_part(composite: Composite, hook: str, arguments: Mapping[str, object])
     return True if any(answer is not None for _, answer in composite.ask_parts(hook, arguments)) else None
 
 
-def _joined(composite: Composite, hook: str, arguments: Mapping[str, object]) -> VerifyMask | IndexerPlan | None:
+def _joined(
+    composite: Composite, hook: str, arguments: Mapping[str, object], *, trees: bool = False
+) -> VerifyMask | IndexerPlan | None:
     """Of parts that share their rows, the one that answers; of all others, what they answer, one after the other."""
-    return _put_together(composite.ask_parts(hook, arguments))
-
-
-def _of_trees(composite: Composite, hook: str, arguments: Mapping[str, object]) -> VerifyMask | IndexerPlan | None:
-    return _put_together(composite.ask_parts(hook, arguments, _has_trees))
-
-
-def _put_together(answers: Sequence[tuple[Part, object]]) -> VerifyMask | IndexerPlan | None:
     by_rows: dict[int, VerifyMask | IndexerPlan | None] = {}
-    for part, answer in answers:
+    for part, answer in composite.ask_parts(hook, arguments, trees=trees):
         first = 0 if part.rows is None else part.rows.start
         by_rows[first] = by_rows.get(first) or _moved(answer, part)
     return functools.reduce(_together, by_rows.values()) if by_rows else None
@@ -244,29 +227,25 @@ def _later(places: slice, by: int) -> slice:
     return slice(places.start + by, places.stop + by)
 
 
-def _first(composite: Composite, hook: str, arguments: Mapping[str, object], children: Iterable[int]) -> object:
-    answers = (composite.ask(child, hook, arguments) for child in children)
-    return next((answer for answer in answers if answer is not None), None)
-
-
 def _by_phase(composite: Composite, hook: str, arguments: Mapping[str, object]) -> object:
     batch = arguments["batch"]
     assert isinstance(batch, ForwardBatch), f"{hook} is asked with {batch!r:.100} as its batch"
-    answer = _first(composite, hook, arguments, composite.serving_phase(batch.phase))
+    asked = (composite.children[child].ask(hook, **arguments) for child in composite.serving_phase(batch.phase))
+    answer: object = next((found for found in asked if found is not None), None)
     if isinstance(answer, ChunkPlan):
         return dataclasses.replace(answer, key=answer.key._replace(backend=composite.backend_id))
     return answer
 
 
 def _all_of(composite: Composite, hook: str, arguments: Mapping[str, object]) -> bool | None:
-    answers = [composite.ask(child, hook, arguments) for child in range(len(composite.children))]
+    answers = [child.ask(hook, **arguments) for child in composite.children]
     return True if all(answer is not None for answer in answers) else None
 
 
 _ANSWERS: dict[Policy, Callable[[Composite, str, Mapping[str, object]], object]] = {
     Policy.EACH_PART: _each_part,
     Policy.JOINED: _joined,
-    Policy.OF_TREES: _of_trees,
+    Policy.OF_TREES: functools.partial(_joined, trees=True),
     Policy.BY_PHASE: _by_phase,
     Policy.ALL_OF: _all_of,
 }

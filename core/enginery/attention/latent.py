@@ -109,14 +109,12 @@ class LatentAttention(Composite):
                     pieces=pieces,
                     slots=tuple(self._slots(piece, batch) for piece in pieces),
                 )
-            self._say_denied(strategy, answer.reason if isinstance(answer, Denied) else f"it has no {CHUNKS}")
+            why = answer.reason if isinstance(answer, Denied) else f"it has no {CHUNKS}"
+            said = f"{self.children[0].backend_id} denies MLA prefill {strategy}: {why}; another strategy is taken"
+            if said not in self._said:
+                self._said.add(said)
+                _log.warning(said)
         return None
-
-    def _say_denied(self, strategy: PrefillStrategy, why: str) -> None:
-        said = f"{self.children[0].backend_id} denies MLA prefill {strategy}: {why}; another strategy is taken"
-        if said not in self._said:
-            self._said.add(said)
-            _log.warning(said)
 
     def _slots(self, piece: KVPiece, batch: ForwardBatch) -> torch.Tensor | None:
         """Where the latents of a piece's tokens are: [L] int64, device; None for the step's own."""

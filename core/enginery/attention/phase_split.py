@@ -32,8 +32,8 @@ class PhaseSplit(Composite):
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool | None:
         """Graphs are of decoding steps, which only one of the two sees."""
-        sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
-        return True if self.ask(_DECODE, "init_graph_state", sizes) is not None else None
+        done = self.children[_DECODE].ask("init_graph_state", max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
+        return None if done is None else True
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """One part, or of a mixed batch the decoding requests at its front and the rest."""

@@ -84,6 +84,11 @@ class BackendRelay:
             return batch
         return batch.planned(self.make_plan(batch, capture=capture))
 
+    def plan_steps(self, batches: Sequence[ForwardBatch], *, capture: bool = False) -> list[ForwardBatch]:
+        """Several decoding steps of a drafter, each with its own plan, before the first of them runs; see `make_step_plans`."""
+        plans = self.make_step_plans(batches, capture=capture)
+        return [batch.planned(plan) for batch, plan in zip(batches, plans, strict=False)]
+
     def make_plan(self, batch: ForwardBatch, *, capture: bool) -> ForwardPlan:
         """The backend's plan for a batch. An eager plan covers no capture, nor the other way round."""
         return self._checked(self._planning(batch, capture), batch, PLANNING, capture=capture)

@@ -36,7 +36,6 @@ import numpy as np
 import torch
 
 from enginery.attention.axes import renewed
-from enginery.attention.draft_steps import plan_steps
 from enginery.attention.socket import LayerSocket
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
 from enginery.contracts.drafting import CARRIED, FEATURES, Chained, MappedVocabulary
@@ -206,7 +205,7 @@ class DraftModel:
         each = map(OneStep, *steps)
         batches = [one_each(ahead, one, lengths=one.kv_lens if self.knows_lengths else None) for one in each]
         assert self.socket.relay is not None, "a draft model has backends"
-        return plan_steps(self.socket.relay, batches)
+        return self.socket.relay.plan_steps(batches)
 
     def steps(
         self,
@@ -292,7 +291,7 @@ class DraftModel:
             return self.planned(_one_row_each(ahead.seats, ids.clone(), places, lengths, view))
         assert self.socket.relay is not None, "the target has backends"
         there = renewed(_one_row_each(ahead.seats, ids.clone(), places, longest, view), kv_lens=lengths)
-        return plan_steps(self.socket.relay, [there])[0]
+        return self.socket.relay.plan_steps([there])[0]
 
     def _read(
         self, there: ForwardBatch, features: torch.Tensor, *, first: torch.Tensor, most: int, draws: GuessDraws

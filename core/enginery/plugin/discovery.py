@@ -79,17 +79,12 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return value in ("1", "true", "yes")
 
 
-def _block(name: str, wanted: Wanted) -> str:
-    """What blocks the plugin; empty if nothing does."""
-    if name in wanted.blocked:
-        return f"-p no:{name} or ENGINERY_BLOCKED_PLUGINS names it"
-    return "--no-plugins or ENGINERY_NO_PLUGINS is set" if wanted.no_plugins else ""
-
-
 def _with_status(item: Found, same_name: list[PluginRecord], wanted: Wanted) -> Found:
     record = item.record
-    if blocked := _block(record.name, wanted):
-        return _settled(item, Status.BLOCKED, f"{blocked}; leave that out to use it")
+    if record.name in wanted.blocked or wanted.no_plugins:
+        named = f"-p no:{record.name} or ENGINERY_BLOCKED_PLUGINS names it"
+        why = named if record.name in wanted.blocked else "--no-plugins or ENGINERY_NO_PLUGINS is set"
+        return _settled(item, Status.BLOCKED, f"{why}; leave that out to use it")
     if record.status is not Status.AVAILABLE:
         return item
     if record.name == CORE:
@@ -126,16 +121,11 @@ def _installed() -> Iterable[Found]:
             others.setdefault(str(canonicalize_name(found.record.name)), found)
     yield from (found for name, found in others.items() if name not in copies)
     for same in copies.values():
-        yield from _of_one_name(same)
-
-
-def _of_one_name(copies: list[_Metadata]) -> Iterable[Found]:
-    used = _used(copies)
-    for metadata in copies:
-        if metadata is used:
-            yield from _offered(metadata)
-        elif metadata.version != used.version:
-            yield from _stale(metadata, used)
+        used = _used(same)
+        yield from _offered(used)
+        for metadata in same:
+            if metadata is not used and metadata.version != used.version:
+                yield from _stale(metadata, used)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Protocol
 
@@ -71,7 +71,8 @@ def descriptor_problems(group: HookGroup, spec: object) -> list[str]:
     problems = []
     if not (isinstance(spec.name, str) and NAME.fullmatch(spec.name)) or spec.name == "auto":
         problems.append("the name must be letters, digits, '.', '_' and '-', and not auto")
-    if not _is_version(spec.api):
+    api: object = spec.api
+    if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):
         problems.append(f"api is {spec.api!r}, but must be two numbers, for instance {CONTRACT_VERSIONS[group]}")
     problems += _type_problems(vars(spec))
     if (options := options_type(spec)) is not None:
@@ -94,7 +95,10 @@ def _own_problems(spec: Descriptor) -> list[str]:
         case ParserSpec() if spec.kind not in ("tools", "reasoning") or spec.name == "none":
             return [f"kind is {spec.kind!r}, but must be tools or reasoning, and none is no name for a parser"]
         case OpSpec():
-            return _operation_problems(spec.provides)
+            known = {field.name for field in fields(OpTable)}
+            return _names_problems("provides", spec.provides) or [
+                f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(spec.provides) - known
+            ]
         case DrafterSpec():
             return _draft_problems(spec)
     return []
@@ -132,10 +136,6 @@ def claims(group: HookGroup, spec: Descriptor) -> list[str]:
     return taken
 
 
-def _is_version(api: object) -> bool:
-    return isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)
-
-
 def _type_problems(given: Mapping[str, object]) -> list[str]:
     """What is wrong with fields that have the same type in all descriptors."""
     problems = []
@@ -160,11 +160,4 @@ def _capability_problems(capabilities: object) -> list[str]:
         f"capabilities.{name} is {sorted(map(str, values[name]))}, of which the engine knows none; it knows {', '.join(known)}"
         for name, known in _KNOWN.items()
         if values[name].isdisjoint(known)
-    ]
-
-
-def _operation_problems(provided: Iterable[str]) -> list[str]:
-    known = {field.name for field in fields(OpTable)}
-    return _names_problems("provides", provided) or [
-        f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(provided) - known
     ]

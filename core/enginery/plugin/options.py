@@ -89,11 +89,5 @@ def _value(shown: str, text: str, hint: object) -> object:
     try:
         return msgspec.convert(text.strip(), hint, strict=False)
     except msgspec.ValidationError as error:
-        kinds = " or ".join(_kind_text(kind) for kind in alternatives(hint))
+        kinds = " or ".join(_KIND_TEXTS.get(kind) or " or ".join(map(str, typing.get_args(kind))) for kind in alternatives(hint))
         raise ConfigError(f"{shown}: the value must be {kinds}") from error
-
-
-def _kind_text(kind: object) -> str:
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(str(choice) for choice in typing.get_args(kind))
-    return _KIND_TEXTS[kind]

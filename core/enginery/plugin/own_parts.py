@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.parallel import ExecutorSpec, LaunchPlan, RunningRanks
-from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
+from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.errors import ConfigError
 from enginery.plugin.hookspecs import hookimpl
-
-
-def _first_come(request: QueuedFacts) -> tuple[float, ...]:
-    return (request.priority, request.arrival_s)
-
-
-def _shortest(request: QueuedFacts) -> tuple[float, ...]:
-    return (request.priority, request.num_tokens, request.arrival_s)
 
 
 @hookimpl
 def register_schedule_policies() -> list[SchedulePolicySpec]:
     """First come first served, the default, and shortest first; both within a priority."""
+    shortest = attrgetter("priority", "num_tokens", "arrival_s")
     return [
-        SchedulePolicySpec(name="fcfs", api=(2, 0), key=_first_come, summary="by priority, then by arrival"),
-        SchedulePolicySpec(name="shortest-first", api=(2, 0), key=_shortest, summary="by priority, then by number of tokens"),
+        SchedulePolicySpec(
+            name="fcfs", api=(2, 0), key=attrgetter("priority", "arrival_s"), summary="by priority, then by arrival"
+        ),
+        SchedulePolicySpec(name="shortest-first", api=(2, 0), key=shortest, summary="by priority, then by number of tokens"),
     ]
 
 

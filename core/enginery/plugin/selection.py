@@ -141,15 +141,11 @@ def select(wanted: str, needs: AttnNeeds, offers: Sequence[Offer[AttnBackendSpec
             return Selection(winner=by_name[candidate.name], candidates=candidates)
     if wanted != "auto":
         reasons = next(candidate.reasons for candidate in candidates if candidate.name == wanted)
-        raise _refused(by_name[wanted], reasons)
+        lines = [f"attention backend {wanted!r}, from {by_name[wanted].source}, refuses:", *(reason.text for reason in reasons)]
+        raise Unsupported("\n  - ".join(lines) + "\nName another with --attention-backend, or leave the choice with auto.")
     lines = ["no attention backend serves this model on this device:", *map(str, candidates)]
     advice = absent_plugins(records) or ["Install a plugin that does; engine list-backends --why MODEL shows each one's reasons."]
     raise Unsupported("\n  - ".join(lines) + "\n" + "\n".join(advice))
-
-
-def _refused(offer: Offer[AttnBackendSpec], reasons: Iterable[Reason]) -> Unsupported:
-    lines = [f"attention backend {offer.name!r}, from {offer.source}, refuses:", *(reason.text for reason in reasons)]
-    return Unsupported("\n  - ".join(lines) + "\nName another with --attention-backend, or leave the choice with auto.")
 
 
 def choose_parser(

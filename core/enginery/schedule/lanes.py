@@ -26,7 +26,7 @@ from enginery.schedule.queue import prompt_tokens
 from enginery.schedule.request import Request
 from enginery.schedule.routing import Standing, choose
 from enginery.schedule.scheduler import Scheduler
-from enginery.schedule.step import StepBuilder, agreed
+from enginery.schedule.step import agreed
 
 ValueT = TypeVar("ValueT")
 
@@ -106,7 +106,8 @@ class LaneScheduler:
             self.requests = ()
             return self._lanes[0].begin(built[0], way)
         step = together([lane.begin(each, way, even_idle=True) for lane, each in zip(self._lanes, built, strict=True)])
-        self.requests = _in_order(step, built)
+        of_lanes = [request for each in built for request in each.requests]
+        self.requests = [of_lanes[place] for place in np.argsort(np.concatenate(step.lane_places)).tolist()]
         return step
 
     def complete(
@@ -155,12 +156,6 @@ def _lane_for(asked: GenerationRequest, lanes: Sequence[Scheduler], num_sent: Se
     place = choose(len(tokens), standings)
     assert place is not None, "every lane serves"
     return place
-
-
-def _in_order(step: StepInput, built: Sequence[StepBuilder]) -> list[Request]:
-    """Of the step's items."""
-    of_lanes = [request for each in built for request in each.requests]
-    return [of_lanes[place] for place in np.argsort(np.concatenate(step.lane_places)).tolist()]
 
 
 def _part(output: StepOutput, at: Sequence[int]) -> StepOutput:

@@ -131,7 +131,8 @@ class BatchPlanner:
             if request.num_computed + 1 + len(drafts) > len(request.kv.pages) * size:
                 if not self._find_room(request, 1):
                     continue
-                drafts = self._drafts_with_room(request, drafts)
+                while drafts and not self._is_room(request, 1 + len(drafts)):  # nobody is preempted for a guess
+                    drafts = drafts[:-1]
                 self._take_pages(request, 1 + len(drafts))
             chosen.append((request, drafts))
         self._add_drafts(chosen)
@@ -146,13 +147,6 @@ class BatchPlanner:
                 self._step.add_drafts(request, drafts)
             else:
                 self._step.add(request, 1)
-
-    def _drafts_with_room(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
-        """Of these those whose pages are there: nobody is preempted for a guess."""
-        start, kv = request.num_computed, request.kv
-        while drafts and not self._kv.missing(kv, start, start + 1 + len(drafts)).fits(self._kv.available):
-            drafts = drafts[:-1]
-        return drafts
 
     def _prefill_budget(self, prompts: list[Request], num_decode: int) -> int:
         """Prompt tokens that may join so many decoding requests."""
@@ -194,14 +188,16 @@ class BatchPlanner:
 
     def _find_room(self, request: Request, num_tokens: int) -> bool:
         """The same, without taking them."""
-        kv, start = request.kv, request.num_computed
-        stop = start + num_tokens
-        while not self._kv.missing(kv, start, stop).fits(self._kv.available):
+        while not self._is_room(request, num_tokens):
             # The pages of a leaving request come back with the step it is in; until then nobody else has to go.
             if self._table.running[-1] is request or self._table.leaving:
                 return False
             self.preempted.append(self._table.preempt_last().request_id)
         return True
+
+    def _is_room(self, request: Request, num_tokens: int) -> bool:
+        start = request.num_computed
+        return self._kv.missing(request.kv, start, start + num_tokens).fits(self._kv.available)
 
     def _take_pages(self, request: Request, num_tokens: int) -> None:
         """Its next item's, which are there."""

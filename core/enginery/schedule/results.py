@@ -31,7 +31,11 @@ def take_in(
     told, most = output.token_ids[index], num_drafts
     request.kv.num_written = end
     if num_drafts:
-        _take_back(request, num_drafts + 1 - len(told))
+        num_wrong = num_drafts + 1 - len(told)  # of its last drafts: what was computed of them is computed again
+        request.num_computed -= num_wrong
+        request.num_expected -= num_wrong
+        request.kv.num_written -= num_wrong
+        request.kv.ready = min(request.kv.ready, request.num_computed)
         room = request.limit - len(request.token_ids)
         told, most = told[:room], min(num_drafts, room - 1)  # guesses behind its limit are neither right nor wrong
     if index in refused:
@@ -42,16 +46,12 @@ def take_in(
     return added
 
 
-def _take_back(request: Request, num_wrong: int) -> None:
-    """Its last drafts were wrong: what was computed of them is computed again."""
-    request.num_computed -= num_wrong
-    request.num_expected -= num_wrong
-    request.kv.num_written -= num_wrong
-    request.kv.ready = min(request.kv.ready, request.num_computed)
-
-
 def _append(request: Request, index: int, told: tuple[int, ...], output: StepOutput, *, num_drafts: int) -> RequestOutput:
-    count, reason, token_id = _taken_at_once(request, told), None, told[0]
+    count, reason, token_id = 0, None, told[0]
+    can_end = len(request.token_ids) + len(told) >= request.limit or not request.stop_ids.isdisjoint(told)
+    if request.grammar is None and not can_end:  # as in nearly all steps: none needs a look
+        request.token_ids.extend(told)
+        count = len(told)
     for token_id in told[count:]:
         if request.grammar is not None and not request.grammar.accept(token_id):
             error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"
@@ -76,14 +76,6 @@ def _append(request: Request, index: int, told: tuple[int, ...], output: StepOut
         embedding=output.embeddings.get(index),
         queued_s=request.queued_s or 0.0,
     )
-
-
-def _taken_at_once(request: Request, told: tuple[int, ...]) -> int:
-    """How many of these are appended without a look at each: all, where none can end it, as in nearly all steps; else none."""
-    if request.grammar is not None or len(request.token_ids) + len(told) >= request.limit or not request.stop_ids.isdisjoint(told):
-        return 0
-    request.token_ids.extend(told)
-    return len(told)
 
 
 def _finish_reason(request: Request, token_id: int) -> FinishReason | None:

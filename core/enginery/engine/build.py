@@ -22,7 +22,7 @@ import torch
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.config.schema import Decision, EngineOptions
-from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
+from enginery.contracts.attention import CoordinatorContext, KVGeometry
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, EngineFacts, ReportProgress, report_to_nobody
 from enginery.contracts.model import Model
@@ -260,6 +260,8 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
     geometry = no_pages(choice)
     if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
         raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
+    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
+    backend_bytes = sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
     sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choice.ops)
     memory = plan_memory(
         asked,
@@ -270,7 +272,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
         + workspace_bytes(
             settings,
             facts,
-            backend_bytes=_backend_bytes(choice) + _kept_bytes(choice) + _recorded_bytes(choice) + exchange_bytes(choice),
+            backend_bytes=backend_bytes + _kept_bytes(choice) + _recorded_bytes(choice) + exchange_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
             num_lanes=choice.parallel.num_lanes,
@@ -308,11 +310,6 @@ def exchange_bytes(choice: Choice) -> int:
     return NCCL_BYTES + max((offer.spec.peer_ops.num_bytes for offer in choice.ops if offer.spec.peer_ops is not None), default=0)
 
 
-def _backend_bytes(choice: Choice) -> int:
-    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
-    return sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
-
-
 def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:
     """A context longer than all KV pages together could never be filled: promise no more than they hold."""
     held = memory.num_pages * memory.page_size
@@ -330,26 +327,22 @@ def attention_parts(
     asked: EngineOptions, choice: Choice, registry: Registry, *, pool: PagedKVPool, states: RecurrentStatePool
 ) -> AttentionParts:
     """What the attention backends of this engine are built from."""
+    coordinator = None  # sparse KV is configured off
+    if choice.coordinator is not None:
+        name = choice.coordinator.name
+        context = CoordinatorContext(
+            instance=f"{name}#0", geometry=pool.geometry, pool=pool, device=choice.device, options=registry.options_for(name)
+        )
+        coordinator = registry.create_sparse_coordinator(name, context)
     return AttentionParts(
         choice=choice,
         registry=registry,
         pool=pool,
         states=states,
-        coordinator=build_coordinator(choice, registry, pool),
+        coordinator=coordinator,
         arena=DeviceArena(choice.device),
         watched=asked.check_attention,
     )
-
-
-def build_coordinator(choice: Choice, registry: Registry, pool: PagedKVPool) -> SparseCoordinator | None:
-    """None: sparse KV is configured off."""
-    if choice.coordinator is None:
-        return None
-    name = choice.coordinator.name
-    context = CoordinatorContext(
-        instance=f"{name}#0", geometry=pool.geometry, pool=pool, device=choice.device, options=registry.options_for(name)
-    )
-    return registry.create_sparse_coordinator(name, context)
 
 
 def begin_changeover(asked: EngineOptions, attention: AttentionParts, socket: LayerSocket) -> Changeover | None:

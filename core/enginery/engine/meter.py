@@ -48,18 +48,14 @@ class StepTrace:
             return
         edges = [began_s, scheduled_s, times.laid_out_s, times.planned_s, times.launched_s]
         said = {"requests": step.num_items, "tokens": step.num_tokens, "decoding": step.num_decode}
-        for name, start, end in zip(_PARTS, edges[:-1], edges[1:], strict=True):
-            self._event(name, start, end, said)
-        self._event("wait", times.waited_from_s, times.arrived_s, said)
+        spans = [*zip(_PARTS, edges[:-1], edges[1:], strict=True), ("wait", times.waited_from_s, times.arrived_s)]
+        for name, start_s, end_s in spans:
+            in_us = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+            self._events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, "args": said, **in_us})
         self._missing -= 1
         if not self._missing:
             self.path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
             log.warning("the trace of %d steps is in %s", len(self._events) // (len(_PARTS) + 1), self.path)
-
-    def _event(self, name: str, start_s: float, end_s: float, said: dict[str, int]) -> None:
-        """Times of the format are in microseconds."""
-        times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
-        self._events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, "args": said, **times})
 
 
 class StepMeter:

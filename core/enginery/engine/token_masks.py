@@ -6,30 +6,27 @@ N rows, V vocabulary, W = ceil(V / 32) words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from enginery.engine.grammars_ahead import ALL
 from enginery.errors import RequestError
 
 if TYPE_CHECKING:
     from enginery.engine.sampling_input import SamplingRow
 
-_ALL = -1
 
+def fill_masks(
+    rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], *, vocab_size: int
+) -> tuple[np.ndarray | None, Mapping[int, str]]:
+    """Ask each row's grammar: [N, W] int32, the lowest bit first; a row without one has all bits. None: no row has one.
 
-class TokenMasks(NamedTuple):
-    """words: [N, W] int32, the lowest bit first; a row without a grammar has all bits. failed: rows that cannot go on, and why."""
-
-    words: np.ndarray
-    failed: Mapping[int, str]
-
-
-def fill_masks(rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], *, vocab_size: int) -> TokenMasks | None:
-    """Ask each row's grammar. None: no row has one."""
+    And the rows that cannot go on, and why.
+    """
     if all(row.grammar is None for row in rows):
-        return None
-    words = np.full((len(rows), -(-vocab_size // 32)), _ALL, dtype=np.int32)
+        return None, {}
+    words = np.full((len(rows), -(-vocab_size // 32)), ALL, dtype=np.int32)
     failed: dict[int, str] = {}
     for index, row in enumerate(rows):
         if row.grammar is None:
@@ -41,8 +38,8 @@ def fill_masks(rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], *, vo
                 raise RequestError("the grammar allows no token here, not even the end")
         except RequestError as error:
             failed[index] = str(error)
-            words[index] = _ALL  # what it samples is dropped
-    return TokenMasks(words, failed)
+            words[index] = ALL  # what it samples is dropped
+    return words, failed
 
 
 def _put_off_end(mask: np.ndarray, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:

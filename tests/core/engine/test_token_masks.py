@@ -77,7 +77,7 @@ def test_exactly_the_bits_that_are_set_stay(vocab_size: int, data: st.DataObject
 
 
 def test_without_grammars_there_is_no_mask() -> None:
-    assert fill_masks([row(None)], EOS, vocab_size=8) is None
+    assert fill_masks([row(None)], EOS, vocab_size=8) == (None, {})
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -172,7 +172,9 @@ class JoinedRanks:
 
     def poll(self) -> list[Death]:
         if not self._is_closed:
-            self._send_frames()
+            for rank in self._frames.keys() - self._booted:
+                self._booted.add(rank)
+                self._door.tell(self._ranks[rank].identity, messages.BootFrame(rank=rank, frame=self._frames[rank]))
             self._listen(0)
             self._reach()
         new = [death for rank, death in self._deaths.items() if rank not in self._told]
@@ -192,11 +194,6 @@ class JoinedRanks:
         if not self._is_closed:
             self._is_closed = True
             self._door.close()
-
-    def _send_frames(self) -> None:
-        for rank in self._frames.keys() - self._booted:
-            self._booted.add(rank)
-            self._door.tell(self._ranks[rank].identity, messages.BootFrame(rank=rank, frame=self._frames[rank]))
 
     def _listen(self, timeout_ms: int) -> None:
         while found := self._door.receive(timeout_ms):

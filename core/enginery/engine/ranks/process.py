@@ -52,7 +52,8 @@ class Rank:
         """Build, then follow until told to end. Returns the exit code."""
         try:
             self._follow(self._build())
-            self._close()
+            assert self._groups is not None, "a rank has met the others"
+            self._groups.close()
         except Exception as error:  # the boundary of the process
             failed = self._failure(error)
             if not (failed.is_ours or failed.is_lost):
@@ -88,10 +89,6 @@ class Rank:
             follower.run(step)
             self._standing.number, self._standing.phase = step.number, "idle"
         steps.close(linger=0)
-
-    def _close(self) -> None:
-        assert self._groups is not None, "a rank has met the others"
-        self._groups.close()
 
     def _meet(self, choice: Choice) -> RankGroups:
         refuse_for_ranks(choice)

@@ -44,7 +44,13 @@ class AsyncLLM:
         self._prompts = prompts[0]
         self._numbers = itertools.count()
         self._names: dict[str, str] = {}  # of the requests that have an id, as the thread knows them
-        self._closing = weakref.finalize(self, _close, self._thread, self._prompts)
+        thread = self._thread
+
+        def close() -> None:
+            thread.close()
+            prompts[0].close()
+
+        self._closing = weakref.finalize(self, close)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -135,8 +141,3 @@ def _joined(deltas: list[GenerationDelta]) -> Completion:
         finish_reason=deltas[-1].finish_reason or FinishReason.ABORT,
         logprobs=tuple(logprobs) or None,
     )
-
-
-def _close(thread: EngineThread, prompts: PromptEncoder) -> None:
-    thread.close()
-    prompts.close()

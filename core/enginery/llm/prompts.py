@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeGuard
+from typing import SupportsIndex, TypeGuard, cast
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
@@ -73,7 +73,9 @@ class PromptEncoder:
         """The tokens of one prompt: text, token ids, or the messages of a chat. Raises `RequestError`."""
         if isinstance(prompt, str):
             return self.encode(prompt)
-        return self.encode_chat(prompt) if _is_chat(prompt) else _token_ids(prompt)
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return self.encode_chat(cast("Messages", prompt))
+        return _token_ids(prompt)
 
     def close(self) -> None:
         """End the process that renders chat templates."""
@@ -105,10 +107,6 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
             f"params are {params!r}, but must be SamplingParams; several prompts may have a list of them", param="params"
         )
     return params or SamplingParams()
-
-
-def _is_chat(prompt: object) -> TypeGuard[Messages]:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _token_ids(prompt: object) -> tuple[int, ...]:

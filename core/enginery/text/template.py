@@ -99,11 +99,18 @@ class ChatTemplate:
         where the content of the final message does. variables: of the template, which must use them. switches: variables for the
         templates that use them; needs_switch: it must use one. template: instead of the model's.
         """
-        source = self._source(template)
+        source = self.source if template is None else template
+        if source is None:
+            raise RequestError(
+                "this model has no chat template; send the whole prompt to /v1/completions, start with --chat-template FILE, "
+                "or put the template into its folder as chat_template.jinja",
+                param="messages",
+            )
         if continue_final_message:
             _check_final(messages, add_generation_prompt=add_generation_prompt)
+        keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
         rendering = Rendering(
-            messages=_told(messages, source),
+            messages=[{key: value for key, value in each.items() if value is not None or key in keeps} for each in messages],
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -118,17 +125,6 @@ class ChatTemplate:
             raise RequestError(f"{whose} chat template {rendered.error}", param=rendered.param)
         return rendered.text
 
-    def _source(self, template: str | None) -> str:
-        """The request's template, or else the model's. Raises `RequestError` if there is none."""
-        source = self.source if template is None else template
-        if source is None:
-            raise RequestError(
-                "this model has no chat template; send the whole prompt to /v1/completions, start with --chat-template FILE, "
-                "or put the template into its folder as chat_template.jinja",
-                param="messages",
-            )
-        return source
-
     def answers(self, within_s: float) -> bool:
         """Whether the process does, which is started if there is none. One that does not is ended. Blocks."""
         if not self._turn.acquire(timeout=within_s):
@@ -136,14 +132,10 @@ class ChatTemplate:
         try:
             return self._ready(self.limits.wall_s).exchange(b"", within_s=within_s) == b""
         except (RendererDied, TemplateStuck):
-            self._end()
+            self.close()
             return False
         finally:
             self._turn.release()
-
-    def close(self) -> None:
-        """End the process, if there is one."""
-        self._end()
 
     def _checked(self, variables: Mapping[str, object]) -> dict[str, object]:
         """The caller's variables. Raises `RequestError` for names that are taken or that no template can use."""
@@ -172,7 +164,7 @@ class ChatTemplate:
                 try:
                     return msgspec.msgpack.decode(self._ready(limits.wall_s).exchange(frame, within_s=limits.wall_s), type=Rendered)
                 except RendererDied as death:
-                    self._end()
+                    self.close()
                     if death.by_itself:
                         raise RequestError(
                             f"the chat template took over {limits.cpu_s:g} s or {limits.memory_bytes >> 20} MiB for these messages",
@@ -192,16 +184,11 @@ class ChatTemplate:
                 raise TemplateStuck(f"the process that renders chat templates cannot be started: {error}") from error
         return self._renderer
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the process, if there is one."""
         renderer, self._renderer = self._renderer, None
         if renderer is not None:
             renderer.close()
-
-
-def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[str, object]]:
-    """The messages without fields that are None, except a content for which the template asks whether it is none."""
-    keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
-    return [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
 
 
 def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool | None) -> None:

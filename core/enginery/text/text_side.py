@@ -40,10 +40,7 @@ class TextSide:
         tokenizer = Tokenizer.from_folder(source)
         defaults = GenerationDefaults.from_folder(folder) if use_generation_config else GenerationDefaults()
         template = ChatTemplate.from_folder(source, tokenizer, file=chat_template)
-        return cls(tokenizer=tokenizer, template=template, defaults=defaults, pooling=_pooling(Path(folder)))
-
-
-def _pooling(folder: Path) -> str | None:
-    modes = read_json(folder / "1_Pooling" / "config.json")
-    on = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
-    return on[0].removeprefix("pooling_mode_") if on else None
+        modes = read_json(Path(folder) / "1_Pooling" / "config.json")
+        on = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
+        pooling = on[0].removeprefix("pooling_mode_") if on else None
+        return cls(tokenizer=tokenizer, template=template, defaults=defaults, pooling=pooling)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeGuard
 
@@ -63,7 +64,9 @@ class Tokenizer:
             config |= read_json(path.with_name("special_tokens_map.json"))
         backend.no_truncation()
         backend.no_padding()
-        if _is_sentencepiece_llama(backend, config, read_json(path.with_name("config.json"))):
+        is_llama = read_json(path.with_name("config.json")).get("model_type", "llama") == "llama"
+        declared = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
+        if declared and is_llama and "ByteLevel" not in repr(backend.decoder):
             _as_llama(backend, config)
         _add_tokens(backend, config)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -124,7 +127,11 @@ class Tokenizer:
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
     """Add what tokenizer_config.json has and tokenizer.json has not, in transformers' order."""
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    wanted = [token for token in _listed(config) if repr(token) not in known]
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise _malformed("added_tokens_decoder", listed)
+    in_order = (_added(listed[number]) for number in sorted(listed, key=int))
+    wanted = [token for token in in_order if repr(token) not in known]
     names = {token.content for token in (*backend.get_added_tokens_decoder().values(), *wanted)}
     for value in filter(_is_token, (*map(config.get, NAMED_TOKENS), *_extra(config))):
         if _content(value) not in names:
@@ -132,14 +139,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> 
             wanted.append(_added(value, special=True))
     if wanted:
         backend.add_tokens(wanted)
-
-
-def _listed(config: Mapping[str, object]) -> list[AddedToken]:
-    """The tokens of `added_tokens_decoder`, in the order of their ids."""
-    listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict):
-        raise _malformed("added_tokens_decoder", listed)
-    return [_added(listed[number]) for number in sorted(listed, key=int)]
 
 
 def _extra(config: Mapping[str, object]) -> Iterable[object]:
@@ -152,11 +151,6 @@ def _extra(config: Mapping[str, object]) -> Iterable[object]:
 
 def _malformed(what: str, found: object) -> CheckpointError:
     return CheckpointError(f"{what} in tokenizer_config.json is {found!r:.80}, which is no list of tokens; download the file again")
-
-
-def _is_sentencepiece_llama(backend: tokenizers.Tokenizer, config: Mapping[str, object], model: Mapping[str, object]) -> bool:
-    declared = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
-    return declared and model.get("model_type", "llama") == "llama" and "ByteLevel" not in repr(backend.decoder)
 
 
 def _as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
@@ -185,10 +179,8 @@ def _content(value: str | Mapping[str, object]) -> str:
 def _fallback_byte(token: str) -> int | None:
     """The byte that `<0xE2>` spells."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
+        with suppress(ValueError):
             return int(token[3:5], 16)
-        except ValueError:
-            return None
     return None
 
 

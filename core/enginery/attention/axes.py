@@ -172,7 +172,6 @@ def _part(whole: CutT, rows: slice, requests: slice) -> CutT:
 
 
 def _split_named(tensors: Mapping[str, Named], rows: slice, requests: slice) -> dict[str, Named]:
-    """Of a part: cut, the same, or not there."""
     ranges = {Axis.TOKEN: rows, Axis.REQUEST: requests}
     found = {}
     for name, (values, stated) in tensors.items():

@@ -204,7 +204,6 @@ def _joined(
 
 
 def _together(first: VerifyMask | IndexerPlan | None, second: VerifyMask | IndexerPlan | None) -> VerifyMask | IndexerPlan | None:
-    """Two answers as one; None if either is."""
     if isinstance(first, VerifyMask) and isinstance(second, VerifyMask):
         return VerifyMask(parts=(*first.parts, *second.parts))
     if isinstance(first, IndexerPlan) and isinstance(second, IndexerPlan):

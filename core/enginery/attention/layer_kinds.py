@@ -63,6 +63,5 @@ def of_kind(batch: ForwardBatch, kind: str) -> ForwardBatch:
 
 
 def _holds_kinds(relay: BackendRelay) -> bool:
-    """Whether it narrows batches further in."""
     backend = relay.backend
     return isinstance(backend, LayerKinds) or (isinstance(backend, Composite) and any(map(_holds_kinds, backend.children)))

@@ -164,7 +164,6 @@ class BackendRelay:
         return method if watch is None else functools.update_wrapper(watched, method)
 
     def _checked(self, plan: object, batch: ForwardBatch, hook: str, *, capture: bool) -> ForwardPlan:
-        """The plan, if it is one for this batch by this backend."""
         if not isinstance(plan, ForwardPlan):
             raise PluginError(
                 f"{self.source}: {self.backend_id} answered {hook} with {plan!r:.100}; a ForwardPlan is needed for every batch"

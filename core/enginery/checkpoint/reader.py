@@ -131,7 +131,6 @@ def taken(waiting: deque[ItemT]) -> Iterator[ItemT]:
 
 
 def _spans_of(named: Iterable[tuple[str, torch.Tensor]], stored: Mapping[str, StoredTensor]) -> Iterator[Span]:
-    """One file's tensors in the order of their bytes."""
     span: list[Part] = []
     room = SPAN_BYTES
     in_order = sorted(named, key=lambda one: stored[one[0]].start)

@@ -356,7 +356,6 @@ def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
 
 
 def _shape_of(layer: AttnLayerFacts) -> tuple[str, object]:
-    """What a backend must take of a layer, and by which rule."""
     if layer.recurrent is not None:
         return "recurrence", (layer.recurrent.rule, layer.recurrent.decay)
     if layer.latent is not None:

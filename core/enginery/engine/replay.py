@@ -194,7 +194,6 @@ def compare_tokens(recording: Recording, replica: Replica, *, tolerance: float |
 
 
 def _until_they_part(recording: Recording, differences: Callable[[RecordedStep], Iterator[Difference]], allowed: float) -> Outcome:
-    """Look at the differences of each step in turn, up to the first that is not allowed."""
     num_calls, largest = 0, None
     for count, recorded in enumerate(recording.steps, start=1):
         for difference in differences(recorded):

@@ -110,7 +110,6 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
 
 
 def _token_ids(prompt: object) -> tuple[int, ...]:
-    """A prompt of whole numbers of any kind, as ints. Raises `RequestError`."""
     ids = tuple(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else (None,)
     if set(map(type, ids)) <= {int}:  # looking at each in Python takes ten times as long
         return ids

@@ -249,7 +249,6 @@ def _is_protocol(annotation: object) -> bool:
 
 
 def _text(annotation: object) -> str:
-    """An annotation without the modules of its names."""
     raw = annotation.__name__ if inspect.isclass(annotation) and not typing.get_args(annotation) else str(annotation)
     words = "".join(c if c.isidentifier() or c.isdigit() or c == "." else f" {c} " for c in raw).split()
     text = "".join(word.rpartition(".")[2] for word in words)

@@ -82,7 +82,6 @@ def descriptor_problems(group: HookGroup, spec: object) -> list[str]:
 
 
 def _own_problems(spec: Descriptor) -> list[str]:
-    """What is wrong with fields that only this kind of descriptor has."""
     match spec:
         case AttnBackendSpec():
             return _capability_problems(spec.capabilities)

@@ -139,7 +139,6 @@ def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -
 
 
 def _plugin_problems(manager: StrictPluginManager, offers: Sequence[Offer[Descriptor]], name: str) -> list[str]:
-    """What is wrong with the descriptors of one plugin taken together."""
     counted = Counter(claim for offer in offers for claim in claims(offer.group, offer.spec))
     problems = [f"{claim} is registered {count} times" for claim, count in sorted(counted.items()) if count > 1]
     for group, stated in GROUPS.items():

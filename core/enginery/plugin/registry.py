@@ -209,7 +209,6 @@ def raised_in(error: BaseException, registry: Registry) -> str:
 
 
 def _built(offer: Offer[object], hook: str, build: Callable[[], BuiltT | None]) -> BuiltT:
-    """What the plugin's hook builds. Raises `PluginError` that names the plugin."""
     try:
         built = build()
     except Exception as error:

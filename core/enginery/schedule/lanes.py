@@ -159,7 +159,6 @@ def _lane_for(asked: GenerationRequest, lanes: Sequence[Scheduler], num_sent: Se
 
 
 def _part(output: StepOutput, at: Sequence[int]) -> StepOutput:
-    """What it says of the items at these places, counted from 0."""
     return StepOutput(
         number=output.number,
         token_ids=[output.token_ids[place] for place in at],

@@ -139,7 +139,6 @@ class BatchPlanner:
         return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
 
     def _add_drafts(self, chosen: Sequence[tuple[Request, Sequence[int]]]) -> None:
-        """Schedule the last token of these requests, and their drafts. They have the pages."""
         length = self._step.decode_len = 1 + max((len(drafts) for _, drafts in chosen), default=0)
         self._budget -= length * len(chosen)
         for request, drafts in chosen:
@@ -149,13 +148,11 @@ class BatchPlanner:
                 self._step.add(request, 1)
 
     def _prefill_budget(self, prompts: list[Request], num_decode: int) -> int:
-        """Prompt tokens that may join so many decoding requests."""
         waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
         wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
         return min(self._budget, -(-(wanted + num_decode) // TILE_ROWS) * TILE_ROWS - num_decode)
 
     def _schedule_chunk(self, request: Request) -> None:
-        """As much of its known tokens as budget and memory allow."""
         if not self._budget or request.status is not RequestStatus.RUNNING:
             return
         start, known = request.num_computed, request.num_expected
@@ -166,7 +163,6 @@ class BatchPlanner:
             self._add(request, num_tokens)
 
     def _admit(self, prompts: list[Request]) -> None:
-        """Let waiting requests in, the head first, and schedule their first chunks."""
         table, headroom = self._table, -(-HEADROOM_TOKENS // self._settings.page_size)
         promised = NOTHING
         for request in prompts:

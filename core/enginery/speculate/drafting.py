@@ -124,7 +124,6 @@ class Drafting:
                 self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
 
     def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
-        """From what was told of guesses for those that are followed."""
         followed = {request.request_id for request in requests if _is_followed(request)}
         for output in outputs:
             if output.num_drafted and output.request_id in followed:

@@ -175,7 +175,6 @@ class ChatTemplate:
         raise TemplateStuck("the process that renders chat templates ended or hung twice; try again in a moment")
 
     def _ready(self, within_s: float) -> Renderer:
-        """The process, started if there is none. Raises `TemplateStuck` if it cannot be."""
         if self._renderer is None:
             start = Start(template=self.source or "", variables=self._variables, limits=self.limits)
             try:
@@ -192,7 +191,6 @@ class ChatTemplate:
 
 
 def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool | None) -> None:
-    """Check that the final message can be continued. Raises `RequestError`."""
     final = messages[-1]
     why = ""
     if add_generation_prompt:

@@ -223,7 +223,6 @@ def _open(events: zmq.Socket[bytes], address: str) -> None:
 
 
 def _empty(waiting: _Waiting, but: int = 0) -> None:
-    """Take out all but so many."""
     while waiting.qsize() > but:
         try:
             waiting.get_nowait()

@@ -104,7 +104,6 @@ class _Member:
                 return death.exit_code
 
     def end(self) -> None:
-        """The rank, if it runs."""
         if self._ranks is not None:
             self._ranks.end(grace_s=0.0)
         self._link.disable_monitor()

@@ -221,5 +221,4 @@ class JoinedRanks:
 
 
 def _reach_s(message: messages.StillHere) -> float:
-    """How often it is sent."""
     return min(_SLOWEST_REACH_S, message.silent_s / _REACHES)

@@ -131,7 +131,6 @@ class Rank:
 
 
 def _read_boots(boots: queue.SimpleQueue[messages.Boot]) -> None:
-    """Frames until stdin ends, and with it this process."""
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         boots.put(msgspec.msgpack.decode(frame, type=messages.Boot))
     os._exit(0)

@@ -111,7 +111,6 @@ class Watch:
             self._reports.close(linger=0)
 
     def _watch(self, running: RunningRanks, link: zmq.Socket[bytes]) -> None:
-        """Until the ranks are to end, or one has failed."""
         looked_s = time.monotonic()
         while self._grace_s is None and self.cause is None:
             self._listen(link, _LOOK_S)

@@ -134,7 +134,6 @@ def wires_of(asked: EngineOptions, executor: ExecutorSpec) -> Wires:
 
 
 def _place(address: str) -> tuple[str, int]:
-    """The IPv4 address and the port of tcp://HOST:PORT."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port

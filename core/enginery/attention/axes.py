@@ -130,11 +130,8 @@ def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase
     """
     requests = (slice(0, count), slice(count, batch.num_requests))
     rows = (slice(0, num_tokens), slice(num_tokens, batch.num_tokens))
-    return [
-        Cut(part, some, _sliced(batch, some, part, phase))
-        for some, part, phase in zip(requests, rows, phases, strict=True)
-        if some.start < some.stop
-    ]
+    each = zip(requests, rows, phases, strict=True)
+    return [Cut(part, some, _sliced(batch, some, part, phase)) for some, part, phase in each if some.start < some.stop]
 
 
 def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> ForwardBatch:

@@ -59,7 +59,13 @@ class BackendRelay:
         self._watch = watch
         self.methods = _layer_methods(backend, source)
         self.attend, self.advance = (self._called(name) for name in LAYER_METHODS)
-        hooks = _hooks_of(backend, source)
+        manager = StrictPluginManager(BackendHooks)
+        try:
+            manager.register(backend, name=backend.backend_id)
+        except PluginError as error:
+            raise PluginError(f"{source}: {error}") from None
+        manager.freeze()
+        hooks = {hook: found[0] for hook in HOOKS if (found := manager.subset_hook_caller(hook, ()).get_hookimpls())}
         if PLANNING not in hooks:
             raise PluginError(
                 f"{source}: {type(backend).__name__} has no @hookimpl {PLANNING}(batch, capture); every backend plans"
@@ -199,17 +205,6 @@ def _layer_methods(backend: AttnBackend, source: str) -> dict[str, Callable[...,
                 f"{source}: {name}{signature} of {type(backend).__name__} must take {takes}, in this order, and need no more"
             )
     return found
-
-
-def _hooks_of(backend: AttnBackend, source: str) -> dict[str, pluggy.HookImpl]:
-    """The hooks that it has, by name. Raises `PluginError` with every broken rule."""
-    manager = StrictPluginManager(BackendHooks)
-    try:
-        manager.register(backend, name=backend.backend_id)
-    except PluginError as error:
-        raise PluginError(f"{source}: {error}") from None
-    manager.freeze()
-    return {hook: found[0] for hook in HOOKS if (found := manager.subset_hook_caller(hook, ()).get_hookimpls())}
 
 
 def _bind(implementation: pluggy.HookImpl) -> Callable[[Mapping[str, object]], object]:

@@ -352,7 +352,9 @@ def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
     allowed = {"head dim": can.head_dims, "latent rank and rope dim": can.latent_dims, "recurrence": can.recurrences}
     for rule, value in sorted({_shape_of(layer) for layer in needs.layers}, key=str):
         member(rule, value, allowed[rule])
-    return [*reasons, *_compute_capability_refusals(can, needs), *_feature_refusals(can, needs)]
+    missing = [rule for rule, (asked, offered) in _asked_and_offered(can, needs).items() if asked and not offered]
+    features = [Reason(rule=rule, text=f"{rule} is needed and not offered") for rule in missing]
+    return [*reasons, *_compute_capability_refusals(can, needs), *features]
 
 
 def _shape_of(layer: AttnLayerFacts) -> tuple[str, object]:
@@ -361,11 +363,6 @@ def _shape_of(layer: AttnLayerFacts) -> tuple[str, object]:
     if layer.latent is not None:
         return "latent rank and rope dim", (layer.latent.rank, layer.latent.rope_dim)
     return "head dim", layer.head_dim
-
-
-def _feature_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
-    missing = [rule for rule, (asked, offered) in _asked_and_offered(can, needs).items() if asked and not offered]
-    return [Reason(rule=rule, text=f"{rule} is needed and not offered") for rule in missing]
 
 
 def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[bool, bool]]:

@@ -170,15 +170,12 @@ class ExpertNames:
     def stacked(self) -> dict[str, tuple[str, ...]]:
         """`ModelSpec.stacked_weights`: how transformers 5 has experts in memory, and stores them where it is told to."""
         stem = f".{self.block}.experts.{{}}."
-        renamed = {} if self.block == "mlp" else {f".mlp.{name}": (f".{self.block}.{name}",) for name in self._of_router}
+        of_router = () if self.block == "mlp" else (f"{self.router}.weight", self.correction)
+        renamed = {f".mlp.{name}": (f".{self.block}.{name}",) for name in of_router}
         return renamed | {
             ".mlp.experts.gate_up_proj": (f"{stem}{self.gate}.weight", f"{stem}{self.up}.weight"),
             ".mlp.experts.down_proj": (f"{stem}{self.down}.weight",),
         }
-
-    @property
-    def _of_router(self) -> tuple[str, str]:
-        return f"{self.router}.weight", self.correction
 
 
 @dataclass(frozen=True, kw_only=True)

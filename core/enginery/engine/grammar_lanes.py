@@ -61,7 +61,12 @@ class Lane:
     def start(self) -> None:
         """Begin what there are threads for."""
         self._running = [(future, client) for future, client in self._running if not future.done()]
-        while len(self._running) < self._num_threads and (client := self._next_client()) is not None:
+        most = max(1, self._num_threads - 1)  # of one client
+        while len(self._running) < self._num_threads:
+            busy = [client for _, client in self._running]
+            client = next((each for each in self._queues if busy.count(each) < most), None)
+            if client is None:
+                return
             job = self._queues[client].popleft()
             self._queues.move_to_end(client)
             if not self._queues[client]:
@@ -69,11 +74,6 @@ class Lane:
             if job.num_waiting and job.future is None and job.outcome is None:
                 job.future, job.since_s = self._submit(job.work), time.monotonic()
                 self._running.append((job.future, client))
-
-    def _next_client(self) -> str | None:
-        busy = [client for _, client in self._running]
-        most = max(1, self._num_threads - 1)
-        return next((client for client in self._queues if busy.count(client) < most), None)
 
     def _submit(self, work: _Work) -> Future[CompiledGrammar | UnfinishedGrammar]:
         usual = threading.stack_size(_STACK_BYTES)

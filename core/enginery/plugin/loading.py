@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -73,7 +73,14 @@ def settle_conflicts(plugins: Sequence[Plugin]) -> list[Plugin]:
     for plugin in plugins:
         for claim in _claims(plugin):
             owners[claim].append(plugin)
-    return [_settled(plugin, owners) for plugin in plugins]
+    settled = []
+    for plugin in plugins:
+        rivals = {claim: owners[claim] for claim in _claims(plugin) if len(owners[claim]) > 1}
+        if rivals and plugin.record.name != CORE:
+            told = (f"{claim} is registered by {' and '.join(str(each.record) for each in by)}" for claim, by in rivals.items())
+            plugin = plugin.failed(Status.CONFLICT, f"{'; '.join(told)}; block one with -p no:NAME or uninstall it")
+        settled.append(plugin)
+    return settled
 
 
 def explain(error: BaseException) -> str:
@@ -156,19 +163,6 @@ def _plugin_problems(manager: StrictPluginManager, offers: Sequence[Offer[Descri
 def _claims(plugin: Plugin) -> list[str]:
     package = [] if plugin.module is None else [f"package {plugin.module.__name__}"]
     return package + [claim for offer in plugin.offers for claim in claims(offer.group, offer.spec)]
-
-
-def _settled(plugin: Plugin, owners: Mapping[str, Sequence[Plugin]]) -> Plugin:
-    if plugin.record.name == CORE:
-        return plugin
-    reasons = []
-    for claim in _claims(plugin):
-        if len(owners[claim]) > 1:
-            names = " and ".join(str(owner.record) for owner in owners[claim])
-            reasons.append(f"{claim} is registered by {names}")
-    if not reasons:
-        return plugin
-    return plugin.failed(Status.CONFLICT, "; ".join(reasons) + "; block one with -p no:NAME or uninstall it")
 
 
 def _without_device(plugin: Plugin) -> Plugin:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from enginery.contracts.attention import (
     AttnBackend,
@@ -219,10 +219,7 @@ def _built(offer: Offer[object], hook: str, build: Callable[[], BuiltT | None]) 
 
 
 def _of(loaded: Loaded, kind: type[SpecT]) -> tuple[Offer[SpecT], ...]:
-    def is_kind(offer: Offer[object]) -> TypeGuard[Offer[SpecT]]:
-        return isinstance(offer.spec, kind)
-
-    return tuple(filter(is_kind, loaded.offers))
+    return cast("tuple[Offer[SpecT], ...]", tuple(offer for offer in loaded.offers if isinstance(offer.spec, kind)))
 
 
 def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blocked: tuple[str, ...]) -> Registry:

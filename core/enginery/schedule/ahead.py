@@ -65,7 +65,12 @@ class Ahead:
         (before, requests), (ahead, own) = self._scheduler.in_flight
         self.unsettled = None
         if not is_launched and all_end(requests, output):
-            self._take_back(ahead, own)
+            # No worker has heard of the step. Its requests end, and their pages and seats go back as always.
+            self._scheduler.in_flight.pop()
+            self._scheduler.next_number -= 1
+            self._scheduler.table.kv.released[:0] = np.frombuffer(ahead.released, INT).tolist()
+            for request in own:
+                request.in_flight -= 1
             return msgspec.structs.replace(ahead, items=b"")
         step = settled(ahead, own, before, output, is_launched=is_launched)
         self._scheduler.in_flight[-1] = step, own
@@ -79,14 +84,6 @@ class Ahead:
         before, requests = in_flight[0]
         decodes = before.phase in (Phase.DECODE, Phase.VERIFY) and before.draft_len > 0
         return decodes and len(table.running) > 0 and {*table.running} <= {*requests}
-
-    def _take_back(self, step: StepInput, requests: Sequence[Request]) -> None:
-        """No worker has heard of the step. Its requests end, and their pages and seats go back as always."""
-        self._scheduler.in_flight.pop()
-        self._scheduler.next_number -= 1
-        self._scheduler.table.kv.released[:0] = np.frombuffer(step.released, INT).tolist()
-        for request in requests:
-            request.in_flight -= 1
 
 
 def all_end(requests: Sequence[Request], output: StepOutput) -> bool:

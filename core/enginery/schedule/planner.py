@@ -135,10 +135,6 @@ class BatchPlanner:
                     drafts = drafts[:-1]
                 self._take_pages(request, 1 + len(drafts))
             chosen.append((request, drafts))
-        self._add_drafts(chosen)
-        return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
-
-    def _add_drafts(self, chosen: Sequence[tuple[Request, Sequence[int]]]) -> None:
         length = self._step.decode_len = 1 + max((len(drafts) for _, drafts in chosen), default=0)
         self._budget -= length * len(chosen)
         for request, drafts in chosen:
@@ -146,6 +142,7 @@ class BatchPlanner:
                 self._step.add_drafts(request, drafts)
             else:
                 self._step.add(request, 1)
+        return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
 
     def _prefill_budget(self, prompts: list[Request], num_decode: int) -> int:
         waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)

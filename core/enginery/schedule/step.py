@@ -127,7 +127,10 @@ class StepBuilder:
 
     def build(self, number: int, way: Agreed, released: Sequence[int]) -> StepInput:
         """The step as a value."""
-        news = {FULL: self._pages, WINDOW: self._window}
+        news, parents = {FULL: self._pages, WINDOW: self._window}, array("i")
+        if self.branches:  # of each draft the row that it follows
+            each = (one.parents if isinstance(one, DraftTree) else range(-1, len(one) - 1) for one in self._drafts)
+            parents.extend(parent + 1 for found in each for parent in found)
         return StepInput(
             number=number,
             phase=self.phase,
@@ -140,16 +143,11 @@ class StepBuilder:
             states=b"".join(self._states),
             released=array("i", released).tobytes(),
             embedding=array("i", self.embedding).tobytes(),
-            parents=self._parents().tobytes() if self.branches else b"",
+            parents=parents.tobytes(),
             decode_len=self.decode_len,
             draft_len=self.draft_len,
             behind=self.behind,
         )
-
-    def _parents(self) -> array[int]:
-        """Of each draft the row that it follows, where some branch."""
-        each = (one.parents if isinstance(one, DraftTree) else range(-1, len(one) - 1) for one in self._drafts)
-        return array("i", (parent + 1 for parents in each for parent in parents))
 
     @property
     def phase(self) -> Phase:

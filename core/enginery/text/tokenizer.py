@@ -133,20 +133,16 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> 
     in_order = (_added(listed[number]) for number in sorted(listed, key=int))
     wanted = [token for token in in_order if repr(token) not in known]
     names = {token.content for token in (*backend.get_added_tokens_decoder().values(), *wanted)}
-    for value in filter(_is_token, (*map(config.get, NAMED_TOKENS), *_extra(config))):
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    if not isinstance(extra, list | tuple | dict):
+        raise _malformed("the list of special tokens", extra)
+    unnamed = extra.values() if isinstance(extra, dict) else extra  # a list, or by name in transformers 5
+    for value in filter(_is_token, (*map(config.get, NAMED_TOKENS), *unnamed)):
         if _content(value) not in names:
             names.add(_content(value))
             wanted.append(_added(value, special=True))
     if wanted:
         backend.add_tokens(wanted)
-
-
-def _extra(config: Mapping[str, object]) -> Iterable[object]:
-    """Special tokens without a name of their own: a list, or by name in transformers 5."""
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    if not isinstance(extra, list | tuple | dict):
-        raise _malformed("the list of special tokens", extra)
-    return extra.values() if isinstance(extra, dict) else extra
 
 
 def _malformed(what: str, found: object) -> CheckpointError:

@@ -6,7 +6,6 @@ step ── changes, by page ──> queue, bounded ──> thread: hashes, numb
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -70,7 +69,8 @@ class KVEvents:
             self._context.destroy(linger=0)
             addresses = " and ".join(address_of(each, rank) for each in (asked.kv_events, asked.kv_events_replay) if each)
             raise ConfigError(f"KV events cannot be published at {addresses}: {error}; name another port or path") from error
-        publisher = _Publisher(events, replay, asked, rank=rank, medium=medium, groups=groups)
+        blocks = Blocks(groups, page_size=asked.page_size, medium=medium)
+        publisher = _Publisher(events, replay, blocks, topic=asked.kv_events_topic.encode(), rank=rank)
         self._thread = threading.Thread(target=publisher.run, args=(self._waiting,), name="kv-events", daemon=True)
         self._thread.start()
 
@@ -152,35 +152,24 @@ class LaneEvents:
 class _Publisher:
     """Of the thread: the sockets, and the last batches."""
 
-    def __init__(
-        self,
-        events: zmq.Socket[bytes],
-        replay: zmq.Socket[bytes],
-        asked: EngineOptions,
-        *,
-        rank: int,
-        medium: str,
-        groups: Mapping[MemoryKind, Group],
-    ) -> None:
-        self._events, self._replay, self._topic = events, replay, asked.kv_events_topic.encode()
-        self._rank = rank
-        self._blocks = Blocks(groups, page_size=asked.page_size, medium=medium)
+    def __init__(self, events: zmq.Socket[bytes], replay: zmq.Socket[bytes], blocks: Blocks, *, topic: bytes, rank: int) -> None:
+        self._events, self._replay, self._blocks, self._topic, self._rank = events, replay, blocks, topic, rank
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_KEPT)
         self._next = 0
 
     def run(self, waiting: _Waiting) -> None:
-        """Until None comes; then close the sockets."""
+        """Publish what waits and answer subscribers, until None comes; then close the sockets."""
         with self._events, self._replay:
-            while (taken := self._take(waiting)) is not None:
+            while True:
+                while self._replay.poll(0):
+                    self._answer(self._replay.recv_multipart())
+                try:
+                    taken = waiting.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    continue
+                if taken is None:
+                    return
                 self._publish(*taken)
-
-    def _take(self, waiting: _Waiting) -> tuple[float, list[Change]] | None:
-        """The next that waits. Until there is one, subscribers are answered."""
-        while True:
-            while self._replay.poll(0):
-                self._answer(self._replay.recv_multipart())
-            with contextlib.suppress(queue.Empty):
-                return waiting.get(timeout=_LOOK_S)
 
     def _publish(self, at_s: float, changes: Sequence[Change]) -> None:
         if events := [event for change in changes for event in change(self._blocks)]:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -156,7 +156,23 @@ class Composite(ABC):
 
     def dispatch(self, policy: Policy, hook: str, arguments: Mapping[str, object]) -> object:
         """The answer of the children to `hook`, as the policy says; None if they have none."""
-        return _ANSWERS[policy](self, hook, arguments)
+        if policy is Policy.EACH_PART:
+            return True if any(answer is not None for _, answer in self.ask_parts(hook, arguments)) else None
+        if policy is Policy.ALL_OF:
+            answers = [child.ask(hook, **arguments) for child in self.children]
+            return True if all(answer is not None for answer in answers) else None
+        if policy is Policy.BY_PHASE:
+            return self._by_phase(hook, arguments)
+        return _joined(self.ask_parts(hook, arguments, trees=policy is Policy.OF_TREES))
+
+    def _by_phase(self, hook: str, arguments: Mapping[str, object]) -> object:
+        batch = arguments["batch"]
+        assert isinstance(batch, ForwardBatch), f"{hook} is asked with {batch!r:.100} as its batch"
+        asked = (self.children[child].ask(hook, **arguments) for child in self.serving_phase(batch.phase))
+        answer: object = next((found for found in asked if found is not None), None)
+        if isinstance(answer, ChunkPlan):
+            return dataclasses.replace(answer, key=answer.key._replace(backend=self.backend_id))
+        return answer
 
     def ask_parts(self, hook: str, arguments: Mapping[str, object], *, trees: bool = False) -> list[tuple[Part, object]]:
         """What the child of each planned part answers, given its plan, its batch, and what of its requests was accepted.
@@ -188,16 +204,10 @@ def _of_part(value: object, part: Part, cut: Part) -> object:
     return value
 
 
-def _each_part(composite: Composite, hook: str, arguments: Mapping[str, object]) -> bool | None:
-    return True if any(answer is not None for _, answer in composite.ask_parts(hook, arguments)) else None
-
-
-def _joined(
-    composite: Composite, hook: str, arguments: Mapping[str, object], *, trees: bool = False
-) -> VerifyMask | IndexerPlan | None:
+def _joined(answers: Sequence[tuple[Part, object]]) -> VerifyMask | IndexerPlan | None:
     """Of parts that share their rows, the one that answers; of all others, what they answer, one after the other."""
     by_rows: dict[int, VerifyMask | IndexerPlan | None] = {}
-    for part, answer in composite.ask_parts(hook, arguments, trees=trees):
+    for part, answer in answers:
         first = 0 if part.rows is None else part.rows.start
         by_rows[first] = by_rows.get(first) or _moved(answer, part)
     return functools.reduce(_together, by_rows.values()) if by_rows else None
@@ -224,27 +234,3 @@ def _moved(answer: object, part: Part) -> VerifyMask | IndexerPlan | None:
 
 def _later(places: slice, by: int) -> slice:
     return slice(places.start + by, places.stop + by)
-
-
-def _by_phase(composite: Composite, hook: str, arguments: Mapping[str, object]) -> object:
-    batch = arguments["batch"]
-    assert isinstance(batch, ForwardBatch), f"{hook} is asked with {batch!r:.100} as its batch"
-    asked = (composite.children[child].ask(hook, **arguments) for child in composite.serving_phase(batch.phase))
-    answer: object = next((found for found in asked if found is not None), None)
-    if isinstance(answer, ChunkPlan):
-        return dataclasses.replace(answer, key=answer.key._replace(backend=composite.backend_id))
-    return answer
-
-
-def _all_of(composite: Composite, hook: str, arguments: Mapping[str, object]) -> bool | None:
-    answers = [child.ask(hook, **arguments) for child in composite.children]
-    return True if all(answer is not None for answer in answers) else None
-
-
-_ANSWERS: dict[Policy, Callable[[Composite, str, Mapping[str, object]], object]] = {
-    Policy.EACH_PART: _each_part,
-    Policy.JOINED: _joined,
-    Policy.OF_TREES: functools.partial(_joined, trees=True),
-    Policy.BY_PHASE: _by_phase,
-    Policy.ALL_OF: _all_of,
-}

@@ -260,8 +260,6 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
     geometry = no_pages(choice)
     if {True, False} <= {layer.latent is not None for layer in facts.layers if geometry.kind_of(layer) == FULL}:
         raise CheckpointError("the model has both MLA and other layers in one kind of memory, which no backend plans together")
-    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
-    backend_bytes = sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
     sampled_in_place = any("sample_rows" in offer.spec.provides for offer in choice.ops)
     memory = plan_memory(
         asked,
@@ -272,7 +270,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
         + workspace_bytes(
             settings,
             facts,
-            backend_bytes=backend_bytes + _kept_bytes(choice) + _recorded_bytes(choice) + exchange_bytes(choice),
+            backend_bytes=backend_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
             num_lanes=choice.parallel.num_lanes,
@@ -286,28 +284,27 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
     return memory
 
 
-def _kept_bytes(choice: Choice) -> int:
-    """What recurrent layers keep, in float32, of the rows that verify drafts, until it is known how many of them stand: of those of
-    an eager step, and for good of those of a captured one.
-    """
-    layers = [layer.recurrent for layer in choice.facts.layers if layer.recurrent is not None and choice.drafter is not None]
-    rows = choice.settings.max_batch_requests + choice.settings.max_graph_requests
-    return rows * sum(4 * (layer.mixed_width + layer.gates_width) for layer in layers)
-
-
-def _recorded_bytes(choice: Choice) -> int:
-    """What recordings of decoding steps keep, on a CPU: for each size logits, and of every layer twice what is alive at once."""
-    if choice.device.type != "cpu":
-        return 0
-    facts, rows = choice.facts, choice.parallel.num_lanes * sum(recorded_sizes(choice.settings.max_graph_requests))
-    return rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
-
-
-def exchange_bytes(choice: Choice) -> int:
-    """What exchanges with other ranks take on a GPU: NCCL's buffers, and memory that ranks reach of each other."""
-    if choice.device.type == "cpu" or choice.parallel.num_ranks == 1:
-        return 0
-    return NCCL_BYTES + max((offer.spec.peer_ops.num_bytes for offer in choice.ops if offer.spec.peer_ops is not None), default=0)
+def backend_bytes(choice: Choice) -> int:
+    """What the attention backends' workspaces take, and all else that is kept beside a step's own tensors."""
+    facts, settings, itemsize = choice.facts, choice.settings, choice.dtype.itemsize
+    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
+    found = sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
+    if choice.drafter is not None:
+        # Recurrent layers keep, in float32, the rows that verify drafts until it is known how many of them stand: those of an eager
+        # step, and for good those of a captured one.
+        widths = (
+            layer.recurrent.mixed_width + layer.recurrent.gates_width for layer in facts.layers if layer.recurrent is not None
+        )
+        found += (settings.max_batch_requests + settings.max_graph_requests) * sum(4 * width for width in widths)
+    if choice.device.type == "cpu":
+        # Recordings of decoding steps keep for each size logits, and of every layer twice what is alive at once.
+        rows = choice.parallel.num_lanes * sum(recorded_sizes(settings.max_graph_requests))
+        found += rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * itemsize
+    elif choice.parallel.num_ranks > 1:
+        # Exchanges take NCCL's buffers, and memory that ranks reach of each other.
+        peers = (offer.spec.peer_ops for offer in choice.ops)
+        found += NCCL_BYTES + max((ops.num_bytes for ops in peers if ops is not None), default=0)
+    return found
 
 
 def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:

@@ -162,19 +162,14 @@ class StepMeter:
             run_s=self._run_s,
             attn_backend=self._attn_backend,
             steps_by_backend=dict(self._steps_by_backend),
-            drafts=self._draft_counts(),
+            drafts=DraftCounts(
+                verifications=self._verifications,
+                told=self._told,
+                drafted=self._drafted,
+                accepted=self._accepted_at.total(),
+                by_position=tuple(self._accepted_at[place] for place in range(max(self._accepted_at, default=-1) + 1)),
+            ),
             kernels=KernelState() if self._changeover is None else self._changeover.state,
-        )
-
-    def _draft_counts(self) -> DraftCounts:
-        at = self._accepted_at
-        by_position = tuple(at[place] for place in range(max(at, default=-1) + 1))
-        return DraftCounts(
-            verifications=self._verifications,
-            told=self._told,
-            drafted=self._drafted,
-            accepted=sum(by_position),
-            by_position=by_position,
         )
 
     @property

@@ -53,7 +53,7 @@ class Found:
     """An installed plugin. entry_point None: it is not to be imported, and the record says why."""
 
     record: PluginRecord
-    entry_point: EntryPoint | None
+    entry_point: EntryPoint | None = None
 
 
 def discover(wanted: Wanted) -> list[Found]:
@@ -106,7 +106,7 @@ def _absent(item: Found, told: Sequence[PluginRecord]) -> Found:
 
 
 def _settled(item: Found, status: Status, reason: str) -> Found:
-    return Found(record=replace(item.record, status=status, reason=reason), entry_point=None)
+    return Found(record=replace(item.record, status=status, reason=reason))
 
 
 def _installed() -> Iterable[Found]:
@@ -122,10 +122,9 @@ def _installed() -> Iterable[Found]:
     yield from (found for name, found in others.items() if name not in copies)
     for same in copies.values():
         used = _used(same)
-        yield from _offered(used)
         for metadata in same:
-            if metadata is not used and metadata.version != used.version:
-                yield from _stale(metadata, used)
+            if metadata is used or metadata.version != used.version:
+                yield from _offered(metadata, used)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,29 +164,27 @@ def _used(same: list[_Metadata]) -> _Metadata:
     return max(here, key=lambda copy: Version("0" if copy.problem else copy.version))
 
 
-def _offered(metadata: _Metadata) -> Iterable[Found]:
-    if metadata.problem:
+def _offered(metadata: _Metadata, used: _Metadata) -> Iterable[Found]:
+    """Of the copy that is used, or of a stale one, which is told all the same."""
+    status, why = (Status.INCOMPATIBLE, metadata.refusal) if metadata.refusal else (Status.AVAILABLE, "")
+    if metadata is not used:
+        status, why = (
+            Status.CONFLICT,
+            (
+                f"stale metadata, not used: {metadata.name} {metadata.version} in {metadata.place} besides {used.version} in "
+                f"{used.place}; uninstall the distribution until pip finds no more of it, then install it again"
+            ),
+        )
+    elif metadata.problem:
         why = f"its metadata in {metadata.place} cannot be read: {metadata.problem}; install it again"
-        yield _row(metadata, metadata.name, Status.BROKEN, why)
-    for entry_point in metadata.entry_points:
-        if metadata.refusal:
-            yield _row(metadata, entry_point.name, Status.INCOMPATIBLE, metadata.refusal)
-        else:
-            yield replace(_row(metadata, entry_point.name, Status.AVAILABLE, ""), entry_point=entry_point)
+        yield Found(record=_record(metadata.name, metadata, Status.BROKEN, why))
+    for each in metadata.entry_points:
+        usable = each if status is Status.AVAILABLE else None
+        yield Found(record=_record(each.name, metadata, status, why), entry_point=usable)
 
 
-def _stale(metadata: _Metadata, used: _Metadata) -> Iterable[Found]:
-    why = (
-        f"stale metadata, not used: {metadata.name} {metadata.version} in {metadata.place} besides {used.version} in {used.place}; "
-        "uninstall the distribution until pip finds no more of it, then install it again"
-    )
-    for entry_point in metadata.entry_points:
-        yield _row(metadata, entry_point.name, Status.CONFLICT, why)
-
-
-def _row(metadata: _Metadata, name: str, status: Status, reason: str) -> Found:
-    record = PluginRecord(name=name, distribution=metadata.name, version=metadata.version, status=status, reason=reason)
-    return Found(record=record, entry_point=None)
+def _record(name: str, metadata: _Metadata, status: Status, reason: str) -> PluginRecord:
+    return PluginRecord(name=name, distribution=metadata.name, version=metadata.version, status=status, reason=reason)
 
 
 def _unregistered(distribution: Distribution) -> Found | None:
@@ -206,9 +203,7 @@ def _unregistered(distribution: Distribution) -> Found | None:
         f"it requires enginery and has no entry point in the group {GROUP} ({has}), so nothing of it is used; "
         f"if it is a plugin, give its pyproject.toml [project.entry-points.{GROUP}] and install it again"
     )
-    return Found(
-        record=PluginRecord(name=name, distribution=name, version=version, status=Status.UNREGISTERED, reason=why), entry_point=None
-    )
+    return Found(record=PluginRecord(name=name, distribution=name, version=version, status=Status.UNREGISTERED, reason=why))
 
 
 def _is_core(requirement: Requirement) -> bool:

@@ -99,20 +99,16 @@ def _own_problems(spec: Descriptor) -> list[str]:
                 f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(spec.provides) - known
             ]
         case DrafterSpec():
-            return _draft_problems(spec)
+            problems = ["off is no name for a drafter"] if spec.name == "off" else []
+            if isinstance(spec.most, bool) or not isinstance(spec.most, int) or spec.most < 1:
+                problems.append(f"most is {spec.most!r}, but must be a whole number from 1 on")
+            return problems
     return []
 
 
 def _names_problems(field: str, names: object) -> list[str]:
     is_tuple = isinstance(names, tuple | list) and len(names) > 0
     return [] if is_tuple else [f"{field} is {names!r}, but must be a tuple of at least one name"]
-
-
-def _draft_problems(spec: DrafterSpec) -> list[str]:
-    problems = ["off is no name for a drafter"] if spec.name == "off" else []
-    if isinstance(spec.most, bool) or not isinstance(spec.most, int) or spec.most < 1:
-        problems.append(f"most is {spec.most!r}, but must be a whole number from 1 on")
-    return problems
 
 
 def version_refusal(group: HookGroup, spec: Descriptor) -> str:

@@ -23,10 +23,6 @@ def register_schedule_policies() -> list[SchedulePolicySpec]:
     ]
 
 
-def _local(plan: LaunchPlan) -> RunningRanks:
-    return plan.start([plan.command] * plan.num_others)
-
-
 def _join(plan: LaunchPlan) -> RunningRanks:
     assert plan.joining is not None, "this executor listens"
     return plan.joining.wait()
@@ -49,6 +45,11 @@ def register_drafters() -> list[DrafterSpec]:
 def register_executors() -> list[ExecutorSpec]:
     """Ranks as processes of this host, or as those that join from others."""
     return [
-        ExecutorSpec(name="local", api=(2, 0), launch=_local, summary="processes of this host"),
+        ExecutorSpec(
+            name="local",
+            api=(2, 0),
+            launch=lambda plan: plan.start([plan.command] * plan.num_others),
+            summary="processes of this host",
+        ),
         ExecutorSpec(name="join", api=(2, 1), launch=_join, summary="those that join by engine rank --join", listen=_listen),
     ]

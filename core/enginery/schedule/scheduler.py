@@ -156,7 +156,9 @@ class Scheduler:
         planner = BatchPlanner(self.table, self.settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
-            coming = _num_coming(built, self.table, most=self.settings.max_batch_requests)
+            coming = len(built.requests)  # that will decode together then: where prompts come in, those that wait follow them
+            if built.num_decode < coming:
+                coming = min(self.num_running + len(self.table.waiting), self.settings.max_batch_requests)
             built.draft_len = self._drafting.length(built.requests, coming, built.num_tokens)
         self.preempted = planner.preempted
         return self.begin(built, agreed([built], sizes))
@@ -226,10 +228,3 @@ class Scheduler:
             for request, count in zip(requests, step.columns().num_tokens.tolist(), strict=True):
                 request.num_unfollowed += count
         return requests
-
-
-def _num_coming(built: StepBuilder, table: RequestTable, *, most: int) -> int:
-    """Requests that will decode together behind a step: where prompts come in, those that wait follow them."""
-    if built.num_decode == len(built.requests):
-        return len(built.requests)
-    return min(len(table.running) + len(table.waiting), most)

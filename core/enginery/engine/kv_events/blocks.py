@@ -56,8 +56,11 @@ class Blocks:
         if root is None and parent is not None:
             return
         made, before, size = list[int](), root, len(tokens) // len(pages)
-        for place, page in enumerate(pages):
-            before = _hash(before, tokens[place * size : (place + 1) * size], salt)
+        for place, page in enumerate(pages):  # the same in every process, for the same tokens from the beginning and the same salt
+            begin = salt.encode() if before is None else before.to_bytes(8, "big")
+            keyed = hashlib.blake2b(digest_size=8, key=hashlib.blake2b(begin, digest_size=8).digest())
+            keyed.update(tokens[place * size : (place + 1) * size])
+            before = int.from_bytes(keyed.digest(), "big")
             made.append(before)
             self._hashes[page] = before
         yield self._told(FULL, made, root, tokens, salt)
@@ -128,11 +131,3 @@ class Blocks:
             del self._owners[kind, each]
         if hashes:
             yield BlockRemoved(block_hashes=hashes, medium=self._medium, group_idx=self._groups[kind].place)
-
-
-def _hash(before: int | None, tokens: bytes, salt: str) -> int:
-    """Of a block behind others: the same in every process, for the same tokens from the beginning on and the same salt."""
-    begin = salt.encode() if before is None else before.to_bytes(8, "big")
-    return int.from_bytes(
-        hashlib.blake2b(tokens, digest_size=8, key=hashlib.blake2b(begin, digest_size=8).digest()).digest(), "big"
-    )

@@ -49,7 +49,6 @@ class Part:
         vars(self).update(child=child, rows=rows, batch=batch, requests=requests, plan=plan)
 
     def planned(self, plan: ForwardPlan) -> Part:
-        """The part with its child's plan."""
         same = object.__new__(type(self))
         vars(same).update(vars(self), plan=plan)
         return same
@@ -91,7 +90,6 @@ class Composite(ABC):
         return CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
 
     def plan_part(self, part: Part, *, capture: bool) -> Part:
-        """The part with its child's plan."""
         return part.planned(self.children[part.child].make_plan(part.batch, capture=capture))
 
     @hookimpl

@@ -49,7 +49,6 @@ class Watch:
         self._digests: weakref.WeakKeyDictionary[ForwardPlan, int] = weakref.WeakKeyDictionary()
 
     def planned(self, batch: ForwardBatch, plan: ForwardPlan) -> None:
-        """Remember what the host tensors held."""
         self._digests[plan] = digest(batch)
 
     def before(self, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor) -> None:

@@ -45,7 +45,6 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in the file."""
         return READABLE[self.stored.dtype]
 
     @property

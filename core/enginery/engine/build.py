@@ -86,11 +86,9 @@ class BuiltParts:
 
     @property
     def geometry(self) -> KVGeometry:
-        """Of the model's memory."""
         return self.pool.geometry
 
     def facts(self) -> EngineFacts:
-        """What the engine says of itself."""
         choice, memory = self.choice, self.memory
         return EngineFacts(
             model_name=choice.checkpoint.name,
@@ -323,7 +321,6 @@ def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:
 def attention_parts(
     asked: EngineOptions, choice: Choice, registry: Registry, *, pool: PagedKVPool, states: RecurrentStatePool
 ) -> AttentionParts:
-    """What the attention backends of this engine are built from."""
     coordinator = None  # sparse KV is configured off
     if choice.coordinator is not None:
         name = choice.coordinator.name

@@ -61,7 +61,6 @@ class Changeover:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the change can be made."""
         return self._built is not None
 
     def change(self, runner: Runner) -> None:
@@ -87,7 +86,6 @@ class Changeover:
 
     @property
     def state(self) -> KernelState:
-        """How far it is."""
         until = time.monotonic() if self._names else self._ended_s
         return KernelState(compiling=self._names, failure=self._failure, seconds=until - self._began_s)
 

@@ -35,7 +35,6 @@ class CompileJob:
     num_waiting: int = 0
 
     def go_on(self, work: _Work) -> None:
-        """There is more to be done, and it is to be queued."""
         self.work, self.future, self.since_s = work, None, time.monotonic()
 
 

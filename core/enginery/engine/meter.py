@@ -43,7 +43,6 @@ class StepTrace:
         self._events: list[dict[str, object]] = []
 
     def add(self, step: StepInput, times: StepTimes, *, began_s: float, scheduled_s: float) -> None:
-        """A step whose tokens have come."""
         if not self._missing:
             return
         edges = [began_s, scheduled_s, times.laid_out_s, times.planned_s, times.launched_s]

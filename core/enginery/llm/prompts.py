@@ -38,7 +38,6 @@ class PromptEncoder:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None if it has no tokenizer.json."""
         return None if self.text is None else self.text.tokenizer
 
     def encode(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:

@@ -34,7 +34,6 @@ class Plugin:
     offers: tuple[Offer[Descriptor], ...] = ()
 
     def failed(self, status: Status, reason: str) -> Plugin:
-        """The same plugin without its parts."""
         return Plugin(record=replace(self.record, status=status, reason=reason))
 
 

@@ -51,27 +51,22 @@ class LaneScheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that are admitted, in whichever lane."""
         return sum(lane.num_running for lane in self._lanes)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, in whichever lane."""
         return sum(lane.num_waiting for lane in self._lanes)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended or a step has not completed."""
         return any(lane.has_work for lane in self._lanes)
 
     @property
     def pages(self) -> Mapping[str, PageCounts]:
-        """Of all lanes together, by kind of memory."""
         return all_pages([lane.pages for lane in self._lanes])
 
     @property
     def lanes(self) -> tuple[LaneCounts, ...]:
-        """The requests and pages of each, by its number."""
         return tuple(
             LaneCounts(num_running=lane.num_running, num_waiting=lane.num_waiting, pages=lane.pages) for lane in self._lanes
         )
@@ -86,7 +81,6 @@ class LaneScheduler:
         self._num_sent[place] += 1
 
     def release(self, request_id: str, grammar: GrammarState) -> None:
-        """Let a held request run, with what its output must be."""
         lane = self._lane_of(request_id)
         assert lane is not None, f"request {request_id!r} is held"
         lane.release(request_id, grammar)
@@ -113,7 +107,6 @@ class LaneScheduler:
     def complete(
         self, step: StepInput, output: StepOutput, refused: Mapping[int, str] = MappingProxyType({})
     ) -> list[RequestOutput]:
-        """Take in what a step gave, lane by lane."""
         outputs: list[RequestOutput] = []
         for lane, own, places in zip(self._lanes, step.lanes, step.lane_places, strict=True):
             at = places.tolist()
@@ -128,7 +121,6 @@ class LaneScheduler:
         return [request for lane in self._lanes for request in lane.fail(asked)]
 
     def check_idle(self) -> None:
-        """Of every lane by itself, see `Scheduler.check_idle`."""
         for lane in self._lanes:
             lane.check_idle()
 

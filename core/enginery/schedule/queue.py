@@ -76,7 +76,6 @@ class WaitingQueue:
             )
 
     def add(self, request: Request) -> None:
-        """Put it at its place."""
         insort(self._requests, request, key=_order)
         self.num_tokens += request.num_expected
 

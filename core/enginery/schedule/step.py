@@ -126,7 +126,6 @@ class StepBuilder:
             window.num_told, window.first_told = window.stop, window.first
 
     def build(self, number: int, way: Agreed, released: Sequence[int]) -> StepInput:
-        """The step as a value."""
         news, parents = {FULL: self._pages, WINDOW: self._window}, array("i")
         if self.branches:  # of each draft the row that it follows
             each = (one.parents if isinstance(one, DraftTree) else range(-1, len(one) - 1) for one in self._drafts)
@@ -151,7 +150,6 @@ class StepBuilder:
 
     @property
     def phase(self) -> Phase:
-        """What its items are at."""
         if self.num_decode == len(self.requests):
             plain = Phase.DECODE if self.decode_len == 1 else Phase.VERIFY
             return plain if self.requests else Phase.IDLE

@@ -44,7 +44,6 @@ class RequestTable:
         self.held.add(request)
 
     def release(self, request: Request) -> None:
-        """Let a held request wait."""
         self.held.remove(request)
         request.status = RequestStatus.WAITING
         self.waiting.add(request)

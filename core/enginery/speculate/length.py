@@ -93,7 +93,6 @@ class DraftLength:
 
     @property
     def most(self) -> int:
-        """The largest that there may be."""
         return self._lengths[-1]
 
     def of(self, num_requests: int) -> int:

@@ -92,7 +92,6 @@ class KVEvents:
             self._changes.append(partial(Blocks.given_up, number=number))
 
     def cleared(self) -> None:
-        """Nothing is cached any more."""
         self._changes = [Blocks.cleared]
         self._points.clear()
 

@@ -50,15 +50,12 @@ class LayerKinds(Composite):
 def of_kind(batch: ForwardBatch, kind: str) -> ForwardBatch:
     """The batch with the view of one kind alone, as a leaf is given it; another batch, unplanned. Lengths count what is held."""
     view = batch.views[kind]
-    if isinstance(view, StateView):
+    if isinstance(view, StateView) or view.starts_cpu is None:
         return narrowed(batch, {kind: view})
-    if view.starts_cpu is None:
-        return narrowed(batch, {kind: view})
-    plain = View(slots=view.slots, page_table_cpu=view.page_table_cpu)
-    shorter = narrowed(batch, {kind: plain})
     kv_lens = batch.kv_lens
     if kv_lens is not None:
         kv_lens = kv_lens - to_device(view.starts_cpu, kv_lens.device)
+    shorter = narrowed(batch, {kind: View(slots=view.slots, page_table_cpu=view.page_table_cpu)})
     return renewed(shorter, kv_lens_cpu=batch.kv_lens_cpu - view.starts_cpu, kv_lens=kv_lens)
 
 

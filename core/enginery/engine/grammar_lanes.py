@@ -71,12 +71,9 @@ class Lane:
             if not self._queues[client]:
                 del self._queues[client]
             if job.num_waiting and job.future is None and job.outcome is None:
-                job.future, job.since_s = self._submit(job.work), time.monotonic()
+                usual = threading.stack_size(_STACK_BYTES)
+                try:
+                    job.future, job.since_s = self._pool.submit(job.work), time.monotonic()
+                finally:
+                    threading.stack_size(usual)
                 self._running.append((job.future, client))
-
-    def _submit(self, work: _Work) -> Future[CompiledGrammar | UnfinishedGrammar]:
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            return self._pool.submit(work)
-        finally:
-            threading.stack_size(usual)

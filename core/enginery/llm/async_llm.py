@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from types import TracebackType
 
 from enginery.config.sources import registry_for
@@ -21,7 +21,7 @@ from enginery.llm.prompts import Messages, Prompt, PromptEncoder, checked_params
 from enginery.text.tokenizer import Tokenizer
 
 
-class AsyncLLM:
+class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """A model in memory, with a thread that runs it. Keyword arguments are those of `LLM`.
 
     Requests that are open at the same time share their steps, and join and leave the batch as they come. A task that is cancelled
@@ -51,9 +51,6 @@ class AsyncLLM:
             prompts[0].close()
 
         self._closing = weakref.finalize(self, close)
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()

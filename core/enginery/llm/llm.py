@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from rich.progress import Progress
@@ -25,7 +26,7 @@ from enginery.text.tokenizer import Tokenizer
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model in memory. Keyword arguments are the fields of `EngineOptions`; without a model the embedded default is used.
 
     Raises `EnginError` when the model cannot be served. Also a context manager, which frees the memory at its end. Threads take
@@ -44,9 +45,6 @@ class LLM:
         self._requests: OpenRequests | None = OpenRequests(self._engine, self.tokenizer)
         self._names = map(str, itertools.count())
         self._turn, self._pid = threading.RLock(), os.getpid()
-
-    def __enter__(self) -> LLM:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

@@ -19,9 +19,11 @@ from enginery.errors import CheckpointError, RequestError
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_KEYS: Final = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-_CLEANED: Final = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
+_CLEANED: Final = (
+    *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m")),
+    *((" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
+)
 _NO_TEXT: Final = "the text holds half a surrogate pair, which is no Unicode text"
-_CLEANED_ENDINGS: Final = ((" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 
 
 class Tokenizer:
@@ -91,7 +93,7 @@ class Tokenizer:
         """Text of `ids`; those that stand for no token are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         if self.cleans_up:
-            for spaced, closed in (*_CLEANED, *_CLEANED_ENDINGS):
+            for spaced, closed in _CLEANED:
                 text = text.replace(spaced, closed)
         return text
 

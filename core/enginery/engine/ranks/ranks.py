@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
+from enginery.contracts.parallel import Launch, LaunchPlan, RunningRanks
 from enginery.contracts.step import StepInput, StepOutput
 from enginery.plugin.boundary import checked, inside
-from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
 from enginery.worker.device import devices_of_ranks
 from enginery.worker.paths.running_step import RunningStep
@@ -59,26 +58,21 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
     if asked.num_ranks == 1:
         yield None
         return
+
+    def start(plan: LaunchPlan) -> RunningRanks:
+        with inside(offer, "start the ranks"):
+            return checked(offer, offer.spec.launch(plan), RunningRanks)
+
     from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without
     from enginery.engine.ranks.wires import wires_of
 
     devices = devices_of_ranks(asked, joining=offer.spec.listen is not None)
     with inside(offer, "say where ranks join"):
         wires = wires_of(asked, offer.spec)
-    others = RankProcesses(asked, registry, launch=launch or launch_of(offer), wires=wires, devices=devices)
+    others = RankProcesses(asked, registry, launch=launch or start, wires=wires, devices=devices)
     try:
         yield others
         others.built()
     except BaseException as error:
         others.failed(error)
         raise
-
-
-def launch_of(offer: Offer[ExecutorSpec]) -> Launch:
-    """What the executor starts the ranks by; a failure names the plugin."""
-
-    def launch(plan: LaunchPlan) -> RunningRanks:
-        with inside(offer, "start the ranks"):
-            return checked(offer, offer.spec.launch(plan), RunningRanks)
-
-    return launch

@@ -284,7 +284,6 @@ class AttnBackend(Protocol):
 
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
         """Plan one padded batch from its host tensors alone. capture: the plan will be captured in a graph."""
-        ...
 
 
 class KernelStore(Protocol):
@@ -296,11 +295,9 @@ class KernelStore(Protocol):
 
     def missing(self, needs: AttnNeeds, options: object | None) -> Sequence[str]:
         """What has to be compiled before a backend for `needs` can be built, by name. Empty: it can be built at once."""
-        ...
 
     def compile(self, needs: AttnNeeds, options: object | None) -> None:
         """Compile all that is missing. Raises `Unsupported` with the compiler's words."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,6 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, columns] -> [N, sum of rows]; of a COLUMNS product, x has this rank's columns."""
-        ...
 
 
 # Experts
@@ -212,7 +211,6 @@ class Experts(Protocol):
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The weighted sum of each token's experts, [T, C] -> [T, C]; with several ranks a partial sum."""
-        ...
 
 
 # Formats
@@ -283,14 +281,12 @@ class WeightFormat(Protocol):
 
     def parts(self, scheme: Scheme) -> Sequence[StoredPart]:
         """The tensors that a matrix is stored in, the values first."""
-        ...
 
     def unpack(self, parts: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
         """The weight from its parts by suffix, each [rows, columns] / `per_element`, with several matrices stacked along rows.
 
         Runs on the model's device. May keep the tensors it is given.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,21 +32,18 @@ class Drafts(Protocol):
 
     def propose(self, table: RequestTable) -> Mapping[str, Sequence[int]]:
         """Those of running requests, by id. No step is in flight."""
-        ...
 
     def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int) -> int:
         """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either.
 
         num_coming: requests that will decode together then, if none ends. num_tokens: of the step.
         """
-        ...
 
     def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
         """How many guesses each of these has once the step in flight is told, at whose end `num_made` are made on the device.
 
         None: some are chosen, or their next tokens, by tokens that are not known before.
         """
-        ...
 
 
 class Scheduler:

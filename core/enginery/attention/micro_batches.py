@@ -8,7 +8,6 @@ import numpy as np
 
 from enginery.attention.axes import cut_at
 from enginery.attention.composite import Composite, Part
-from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 
 
@@ -19,9 +18,6 @@ class MicroBatches(Composite):
     """
 
     kind = "micro"
-
-    def __init__(self, child: BackendRelay) -> None:
-        super().__init__(child)
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """Both parts go to the one child: it keeps no plan, so it can hold two."""

@@ -1,6 +1,6 @@
 """How the rows of a step are sampled, as values: from what requests ask for, what they have said, and what their grammars allow.
 
-S rows that sample, V vocabulary.
+S rows that sample, V vocabulary, W = ceil(V / 32) words of a mask: a bit for each token, on the host.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import SamplingParams
 from enginery.contracts.step import Entries, Items, PromptTargets, SamplingInput, StepInput, pack_params, unpack_params
 from enginery.engine.grammar_budget import RevocableBoundedState
-from enginery.engine.grammars_ahead import DraftMasks, GrammarAhead
-from enginery.engine.token_masks import fill_masks
+from enginery.engine.grammars_ahead import ALL, DraftMasks, GrammarAhead
+from enginery.errors import RequestError
 from enginery.schedule.request import Request, RequestStatus
 from enginery.worker.drafts.trees import depths_of, ways_of
 from enginery.worker.layout import drafts_of_items, places_within
@@ -121,6 +121,43 @@ def sampling_input(
         prompts=prompts or {},
     )
     return values, failed
+
+
+def fill_masks(
+    rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], *, vocab_size: int
+) -> tuple[np.ndarray | None, Mapping[int, str]]:
+    """Ask each row's grammar: [S, W] int32, the lowest bit first; a row without one has all bits. None: no row has one.
+
+    And the rows that cannot go on, and why.
+    """
+    if all(row.grammar is None for row in rows):
+        return None, {}
+    words = np.full((len(rows), -(-vocab_size // 32)), ALL, dtype=np.int32)
+    failed: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        if row.grammar is None:
+            continue
+        try:
+            row.grammar.fill_mask(words[index])
+            _put_off_end(words[index], row, eos_token_ids)
+            if not words[index].any():
+                raise RequestError("the grammar allows no token here, not even the end")
+        except RequestError as error:
+            failed[index] = str(error)
+            words[index] = ALL  # what it samples is dropped
+    return words, failed
+
+
+def _put_off_end(mask: np.ndarray, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
+    """Where `min_tokens` or `ignore_eos` forbid the end, it comes only if the grammar allows nothing else. mask: [W]."""
+    ends = set(eos_token_ids) if row.params.ignore_eos else set()
+    if row.num_output_tokens < row.params.min_tokens:
+        ends |= {*eos_token_ids, *row.params.stop_token_ids}
+    kept = mask.copy()
+    for token in ends:
+        kept.view(np.uint32)[token >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (token & 31)))
+    if kept.any():
+        mask[:] = kept
 
 
 def _num_top(asked: Sequence[int | None]) -> tuple[int, ...]:

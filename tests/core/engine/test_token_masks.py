@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from enginery.contracts.grammars import Grammar, GrammarKind
 from enginery.contracts.request import SamplingParams
 from enginery.contracts.step import SamplingInput
-from enginery.engine.sampling_input import SamplingRow, sampling_input
-from enginery.engine.token_masks import fill_masks
+from enginery.engine.sampling_input import SamplingRow, fill_masks, sampling_input
 from enginery.errors import RequestError
 from enginery.nn.reference_ops import reference_ops
 from enginery.worker import sampling

@@ -113,8 +113,8 @@ def test_clients_take_turns() -> None:
     lane, order = Lane(1, "test"), list[str]()
 
     def put(name: str, client: str, *, wanted: bool = True) -> None:
-        job = CompileJob(grammar=regex(name), client=client, work=lambda: order.append(name) or Compiled(), num_waiting=int(wanted))
-        lane.put(job, client)
+        work = lambda: order.append(name) or Compiled()  # noqa: E731
+        lane.put(CompileJob(grammar=regex(name), client=client, work=work, lane=lane, num_waiting=int(wanted)), client)
 
     for number in range(3):
         put(f"a{number}", "a")

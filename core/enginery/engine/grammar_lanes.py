@@ -22,20 +22,22 @@ _Work = Callable[[], CompiledGrammar | UnfinishedGrammar]
 class CompileJob:
     """A grammar on its way, or what came of it (outcome).
 
-    client: whose request was the first. work: what is to be done next. since_s: when that was queued or, once there is a `future`,
-    begun. num_waiting: requests that want it; a job that nobody wants is not begun.
+    client: whose request was the first. work: what is to be done next, in this lane. since_s: when that was queued or, once there
+    is a `future`, begun. num_waiting: requests that want it; a job that nobody wants is not begun.
     """
 
     grammar: Grammar
     client: str
     work: _Work
+    lane: Lane
     since_s: float = field(default_factory=time.monotonic)
     future: Future[CompiledGrammar | UnfinishedGrammar] | None = None
     outcome: CompiledGrammar | RequestError | None = None
     num_waiting: int = 0
 
-    def go_on(self, work: _Work) -> None:
-        self.work, self.future, self.since_s = work, None, time.monotonic()
+    def go_on(self, work: _Work, lane: Lane) -> None:
+        self.work, self.lane, self.future, self.since_s = work, lane, None, time.monotonic()
+        lane.put(self, self.client)
 
 
 class Lane:

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import torch
 
-from enginery.attention.socket import LayerCall
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import FULL
 from enginery.contracts.step import Run, StepInput
@@ -85,7 +84,7 @@ class Replica:
         self._runner = build_runner(dataclasses.replace(parts, graphs=None, pieces=None, draft_model=None, draft_graphs=None))
         self._calls: list[Wrote] = []
         self.socket = parts.socket
-        self.socket.on_written = self._noted
+        self.socket.on_written = lambda call: self._calls.append(Wrote(call.layer.global_id, call.out.clone()))
 
     @torch.inference_mode()
     def run(self, recorded: RecordedStep) -> Ran:
@@ -117,9 +116,6 @@ class Replica:
         right = torch.tensor([len(found) - 1 for found in told], device=device)
         self._runner.keep_accepted(launched, right, path)
         return path
-
-    def _noted(self, call: LayerCall) -> None:
-        self._calls.append(Wrote(call.layer.global_id, call.out.clone()))
 
 
 def replay_options(

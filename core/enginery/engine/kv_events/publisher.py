@@ -168,15 +168,13 @@ class _Publisher:
                     continue
                 if taken is None:
                     return
-                self._publish(*taken)
-
-    def _publish(self, at_s: float, changes: Sequence[Change]) -> None:
-        if events := [event for change in changes for event in change(self._blocks)]:
-            batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
-            number = self._next.to_bytes(8, "big")
-            self._events.send_multipart((self._topic, number, batch))
-            self._kept.append((number, batch))
-            self._next += 1
+                at_s, changes = taken
+                if events := [event for change in changes for event in change(self._blocks)]:
+                    batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
+                    number = self._next.to_bytes(8, "big")
+                    self._events.send_multipart((self._topic, number, batch))
+                    self._kept.append((number, batch))
+                    self._next += 1
 
     def _answer(self, frames: list[bytes]) -> None:
         """To a request [who, empty, number]: what is kept from this number on, a message each, and the end."""

@@ -85,7 +85,6 @@ class Composite(ABC):
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
-        """Cut the batch and have each part planned by its child."""
         parts = [self.plan_part(part, capture=capture) for part in self.cut(batch, capture=capture)]
         return CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
 

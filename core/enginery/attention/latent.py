@@ -4,22 +4,23 @@ S rows, L tokens of a piece; H, R, N, P as in `contracts/attention.py`, V value 
 
 Absorbed, a row costs 2 R + P multiply-adds per key and head; over keys and values made from the latents it costs N + P + V, after
 R (N + V) once for each of the request's tokens. So long prefills are ragged, and short ones over a long prefix are absorbed.
-The strategy is chosen when the batch is planned, and what the backend denies is not begun.
+The strategy is chosen when the batch is planned, and what the backend denies is not begun. Log-sum-exps are natural in here; from a
+backend they come in the base that its capabilities state.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
 
 from enginery.attention.axes import cut_by_phase
 from enginery.attention.composite import Composite, CompositePlan, Part
-from enginery.attention.lse import fold, to_natural_log
 from enginery.attention.prefill_strategy import cut_pieces, strategies_to_try
 from enginery.attention.relay import CHUNKS, BackendRelay
 from enginery.contracts.attention import Capabilities, KVGeometry, LayerSpec
@@ -201,6 +202,23 @@ class LatentAttention(Composite):
         torch.bmm(each, from_value, out=values.transpose(0, 1))
         keys[..., facts.nope_dim :] = latents[:, None, facts.rank :]
         return keys, values
+
+
+def to_natural_log(lse: torch.Tensor, base: Literal["e", "2"]) -> torch.Tensor:
+    """[S, H] float32, converted in place where it is in base 2."""
+    return lse.mul_(math.log(2.0)) if base == "2" else lse
+
+
+def fold(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
+    """Softmax attention over two disjoint sets of keys from that over each (the merge of split-KV kernels, arXiv:2311.01282).
+
+    out: [S, H, V] float32, overwritten with that over both; more: [S, H, V], of any dtype; lse, more_lse: [S, H] float32, natural,
+    -inf for rows that saw nothing, whose outputs must be 0. Returns the log-sum-exp over both sets, [S, H].
+    """
+    whole = torch.logaddexp(lse, more_lse)
+    share = torch.where(more_lse == float("-inf"), 0.0, (more_lse - whole).exp())
+    out.lerp_(more.to(out.dtype), share[..., None])
+    return whole
 
 
 def _projection(layer: LayerSpec) -> torch.Tensor:

@@ -38,7 +38,6 @@ class LayerKinds(Composite):
         self._nested = tuple(_holds_kinds(child) for child in self.children)
 
     def serving_layer(self, layer: LayerSpec) -> Sequence[int]:
-        """By what the layer keeps."""
         return self._places.get(layer.kind, ())
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:

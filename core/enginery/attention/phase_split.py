@@ -24,7 +24,6 @@ class PhaseSplit(Composite):
         super().__init__(prefill, decode)
 
     def serving_phase(self, phase: Phase) -> Sequence[int]:
-        """Both have their part in a mixed batch."""
         if phase is Phase.MIXED:
             return (_PREFILL, _DECODE)
         return (_PREFILL,) if phase is Phase.PREFILL else (_DECODE,)

@@ -162,17 +162,16 @@ class BackendRelay:
         def refuse(*given: object) -> None:
             raise Unsupported(f"{self.backend_id} has no {name}, and a layer was given to it")
 
+        if method is None or watch is None:
+            return method or refuse
+
         def watched(*given: Any) -> None:
             *rows, layer, batch, plan, out = given
-            assert method is not None
-            assert watch is not None
             watch.before(batch, plan, out)
             self.needs_none(method(*rows, layer, batch, plan, out))
             watch.after(rows, batch, out, self.backend_id)
 
-        if method is None:
-            return refuse
-        return method if watch is None else functools.update_wrapper(watched, method)
+        return functools.update_wrapper(watched, method)
 
     def _checked(self, plan: object, batch: ForwardBatch, hook: str, *, capture: bool) -> ForwardPlan:
         if not isinstance(plan, ForwardPlan):

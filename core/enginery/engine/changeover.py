@@ -90,7 +90,6 @@ class Changeover:
         return KernelState(compiling=self._names, failure=self._failure, seconds=until - self._began_s)
 
     def stop(self) -> None:
-        """End the process that compiles, if it still runs."""
         self._process.stop()
 
     def _run(self) -> None:

@@ -77,7 +77,6 @@ class PromptEncoder:
         return _token_ids(prompt)
 
     def close(self) -> None:
-        """End the process that renders chat templates."""
         if self.text is not None:
             self.text.template.close()
 

@@ -143,7 +143,6 @@ class Registry:
         return named(self.schedule_policies, "fcfs" if name == "auto" else name, "schedule policy", self.records)
 
     def checkpoint(self, name: str) -> Offer[CheckpointSpec] | None:
-        """The installed checkpoint of that name, if there is one."""
         return next((offer for offer in self.checkpoints if offer.name == name), None)
 
     def default_checkpoint(self) -> Offer[CheckpointSpec]:
@@ -158,7 +157,6 @@ class Registry:
         return self.options.get(name)
 
     def implementing(self, hook: str) -> list[PluginRecord]:
-        """The live plugins that implement `hook`."""
         return [record for record in self.records if record.is_live and self.manager.implements(record.name, hook)]
 
     def register_routes(

@@ -210,7 +210,6 @@ def _until_mark(text: str, content: object, mark: str) -> Rendered:
 
 
 def main() -> None:
-    """Read frames and answer them until stdin ends."""
     source, answers = sys.stdin.buffer, sys.stdout.buffer
 
     def frame() -> bytes | None:

@@ -219,7 +219,7 @@ def test_nothing_is_left_of_requests_that_went_away(queue: GrammarQueue, compile
     for number in range(3):
         queue.drop(f"evil {number}")
     settle(queue, lambda _: not queue._jobs)
-    assert queue._lane_of == {}
+    assert queue._jobs == {}
 
 
 def test_json_objects_never_wait(queue: GrammarQueue, compilers: Compilers) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 
 from enginery.contracts.grammars import GrammarState
@@ -75,7 +76,20 @@ class LaneScheduler:
         """Queue it where the least work is left for it. Raises as `Scheduler.submit` does."""
         if self._lane_of(asked.request_id) is not None:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
-        place = _lane_for(asked, self._lanes, self._num_sent)
+        tokens, reuses = prompt_tokens(asked), asked.params.prompt_logprobs is None
+        standings = [
+            Standing(
+                serves=True,
+                is_silent=False,
+                is_full=False,
+                waiting=lane.table.num_ahead,
+                cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0,
+                num_sent=sent,
+            )
+            for lane, sent in zip(self._lanes, self._num_sent, strict=True)
+        ]
+        place = choose(len(tokens), standings)
+        assert place is not None, "every lane serves"
         elsewhere = sum(lane.num_waiting for number, lane in enumerate(self._lanes) if number != place)
         self._lanes[place].submit(asked, held=held, num_elsewhere=elsewhere)
         self._num_sent[place] += 1
@@ -131,35 +145,14 @@ class LaneScheduler:
 AnyScheduler: TypeAlias = Scheduler | LaneScheduler
 
 
-def _lane_for(asked: GenerationRequest, lanes: Sequence[Scheduler], num_sent: Sequence[int]) -> int:
-    """The place of the lane with the fewest tokens to compute, those of the prompt that it has not cached with them."""
-    tokens, reuses = prompt_tokens(asked), asked.params.prompt_logprobs is None
-    standings = [
-        Standing(
-            serves=True,
-            is_silent=False,
-            is_full=False,
-            waiting=lane.table.num_ahead,
-            cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0,
-            num_sent=sent,
-        )
-        for lane, sent in zip(lanes, num_sent, strict=True)
-    ]
-    place = choose(len(tokens), standings)
-    assert place is not None, "every lane serves"
-    return place
-
-
 def _part(output: StepOutput, at: Sequence[int]) -> StepOutput:
-    return StepOutput(
-        number=output.number,
+    return msgspec.structs.replace(
+        output,
         token_ids=[output.token_ids[place] for place in at],
         logprobs=_of(output.logprobs, at),
         prompt_logprobs=_of(output.prompt_logprobs, at),
         embeddings=_of(output.embeddings, at),
         failed=_of(output.failed, at),
-        captured=output.captured,
-        times=output.times,
     )
 
 

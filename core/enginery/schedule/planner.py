@@ -56,7 +56,9 @@ class BatchPlanner:
         prompts = self._schedule_verifications() if self._drafts else self._schedule_decodes()
         self._step.num_decode = num_decode = len(self._step.requests)
         if num_decode:
-            self._budget = self._prefill_budget(prompts, num_decode)
+            waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
+            wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
+            self._budget = min(self._budget, -(-(wanted + num_decode) // TILE_ROWS) * TILE_ROWS - num_decode)
         for request in prompts:
             self._schedule_chunk(request)
         if not self.preempted:
@@ -143,11 +145,6 @@ class BatchPlanner:
             else:
                 self._step.add(request, 1)
         return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
-
-    def _prefill_budget(self, prompts: list[Request], num_decode: int) -> int:
-        waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
-        wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
-        return min(self._budget, -(-(wanted + num_decode) // TILE_ROWS) * TILE_ROWS - num_decode)
 
     def _schedule_chunk(self, request: Request) -> None:
         if not self._budget or request.status is not RequestStatus.RUNNING:

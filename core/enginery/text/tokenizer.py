@@ -6,8 +6,8 @@ Chat templates are in `template`, decoding of a growing output in `detokenize`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeGuard
 
@@ -23,6 +23,7 @@ _CLEANED: Final = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m")),
     *((" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
 )
+_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token that spells a byte
 _NO_TEXT: Final = "the text holds half a surrogate pair, which is no Unicode text"
 
 
@@ -103,7 +104,7 @@ class Tokenizer:
 
     def is_byte(self, token_id: int) -> bool:
         """Whether `token_id` is one byte of a character that is spelt in bytes."""
-        return self.is_byte_fallback and _fallback_byte(self._backend.id_to_token(token_id) or "") is not None
+        return self.is_byte_fallback and _BYTE.fullmatch(self._backend.id_to_token(token_id) or "") is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text, were it in the middle of it."""
@@ -112,9 +113,8 @@ class Tokenizer:
             return token.encode()
         if self._byte_of is not None and all(char in self._byte_of for char in token):
             return bytes(self._byte_of[char] for char in token)
-        byte = _fallback_byte(token) if self.is_byte_fallback else None
-        if byte is not None:
-            return bytes([byte])
+        if self.is_byte_fallback and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
         return (token.replace(self._space, " ") if self._space else token).encode()
 
     def token_text(self, token_id: int) -> str:
@@ -172,14 +172,6 @@ def _is_token(value: object) -> TypeGuard[str | Mapping[str, object]]:
 
 def _content(value: str | Mapping[str, object]) -> str:
     return value if isinstance(value, str) else str(value["content"])
-
-
-def _fallback_byte(token: str) -> int | None:
-    """The byte that `<0xE2>` spells."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        with suppress(ValueError):
-            return int(token[3:5], 16)
-    return None
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from enginery.contracts.attention import (
     AttnBackend,
@@ -37,12 +36,11 @@ from enginery.plugin.manifest import Manifest
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.options import parse_options
 from enginery.plugin.records import Offer, PluginRecord, SpecT, absent_plugins, not_found
-from enginery.plugin.selection import Selection, choose_family, ranked, refusals, select
+from enginery.plugin.selection import Selection, ranked, refusals, select
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-BuiltT = TypeVar("BuiltT")
 _log = logging.getLogger(__name__)
 
 
@@ -100,9 +98,8 @@ class Registry:
     def create_attn_backend(self, name: str, context: BackendContext) -> AttnBackend:
         """Build the backend `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
         offer = named(self.attn_backends, name, "attention backend", self.records)
-        hook = self.manager.only(offer.plugin, "create_attn_backend")
-        build: Callable[[], AttnBackend | None] = functools.partial(hook, name=name, context=context)
-        return _built(offer, hook.name, build)
+        backend: AttnBackend = self._created(offer, "create_attn_backend", name=name, context=context)
+        return backend
 
     def sparse_coordinator(self, name: str) -> Offer[SparseCoordinatorSpec]:
         """The coordinator of that name. Raises `PluginError` with the near matches."""
@@ -111,9 +108,18 @@ class Registry:
     def create_sparse_coordinator(self, name: str, context: CoordinatorContext) -> SparseCoordinator:
         """Build the coordinator `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
         offer = self.sparse_coordinator(name)
-        hook = self.manager.only(offer.plugin, "create_sparse_coordinator")
-        build: Callable[[], SparseCoordinator | None] = functools.partial(hook, context=context)
-        return checked(offer, _built(offer, hook.name, build), SparseCoordinator)
+        coordinator: SparseCoordinator = self._created(offer, "create_sparse_coordinator", context=context)
+        return checked(offer, coordinator, SparseCoordinator)
+
+    def _created(self, offer: Offer[object], hook: str, **given: object) -> Any:
+        try:
+            created = self.manager.only(offer.plugin, hook)(**given)
+        except Exception as error:
+            raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
+        if created is None:
+            why = f"registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there"
+            raise PluginError(f"{offer.source} {why}")
+        return created
 
     def find_model(self, config: Mapping[str, Any]) -> tuple[Offer[ModelSpec], str]:
         """The family for a config.json, and why it is that one: of its `architectures` the first that any serves.
@@ -125,10 +131,14 @@ class Registry:
         lines = []
         for architecture in filter(known.__contains__, architectures):
             families = ranked(offer for offer in self.models if architecture in offer.spec.architectures)
-            chosen, refused = choose_family(families, config, architecture)
-            if chosen is not None:
-                return chosen
-            lines += refused
+            for chosen in families:
+                if not (reasons := refusals(chosen, config)):
+                    others = [
+                        f"{each.name} (priority {each.spec.priority}, {each.source})" for each in families if each is not chosen
+                    ]
+                    instead = f" with priority {chosen.spec.priority}, before or instead of {', '.join(others)}" if others else ""
+                    return chosen, f"serves {architecture}{instead}"
+                lines += [f"{chosen.name} refuses {architecture}: {reason.text}" for reason in reasons]
         shown = " or ".join(architectures)
         lines = lines or [f"no plugin serves the architecture {shown}{did_you_mean(shown, known) or '.'}"]
         lines += [f"Served are: {', '.join(sorted(known)) or 'none'}.", *absent_plugins(self.records)]
@@ -204,16 +214,6 @@ def raised_in(error: BaseException, registry: Registry) -> str:
             if f"{frame.f_globals['__name__']}.".startswith(package):
                 return f" in {record}, {frame.f_code.co_name} ({frame.f_code.co_filename}, line {frame.f_lineno})"
     return ""
-
-
-def _built(offer: Offer[object], hook: str, build: Callable[[], BuiltT | None]) -> BuiltT:
-    try:
-        built = build()
-    except Exception as error:
-        raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
-    if built is None:
-        raise PluginError(f"{offer.source} registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there")
-    return built
 
 
 def _of(loaded: Loaded, kind: type[SpecT]) -> tuple[Offer[SpecT], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -95,21 +95,6 @@ def weigh_ops(needs: OpNeeds, offers: Iterable[Offer[OpSpec]]) -> list[str]:
         )
         lines.append(f"{offer.name} (priority {offer.spec.priority}): {verdict}")
     return lines
-
-
-def choose_family(
-    families: Sequence[Offer[ModelSpec]], config: Mapping[str, object], architecture: str
-) -> tuple[tuple[Offer[ModelSpec], str] | None, list[str]]:
-    """The first that refuses nothing, with why it is that one; or None, and why each refuses. families: of it, ranked."""
-    lines = []
-    for chosen in families:
-        reasons = refusals(chosen, config)
-        if not reasons:
-            others = [f"{offer.name} (priority {offer.spec.priority}, {offer.source})" for offer in families if offer is not chosen]
-            instead = f" with priority {chosen.spec.priority}, before or instead of {', '.join(others)}" if others else ""
-            return (chosen, f"serves {architecture}{instead}"), []
-        lines += [f"{chosen.name} refuses {architecture}: {reason.text}" for reason in reasons]
-    return None, lines
 
 
 def weigh(needs: AttnNeeds, offers: Iterable[Offer[AttnBackendSpec]], *, wanted: str = "auto") -> tuple[Candidate, ...]:

@@ -130,12 +130,6 @@ class Rank:
         self._reports.send(messages.encode(message))
 
 
-def _read_boots(boots: queue.SimpleQueue[messages.Boot]) -> None:
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        boots.put(msgspec.msgpack.decode(frame, type=messages.Boot))
-    os._exit(0)
-
-
 def main() -> int:
     """One engine after the other, as the parent boots them, until one fails."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -144,7 +138,13 @@ def main() -> int:
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     boots: queue.SimpleQueue[messages.Boot] = queue.SimpleQueue()
-    threading.Thread(target=_read_boots, args=(boots,), name="parent-watch", daemon=True).start()
+
+    def read_boots() -> None:
+        while (frame := read_frame(sys.stdin.buffer)) is not None:
+            boots.put(msgspec.msgpack.decode(frame, type=messages.Boot))
+        os._exit(0)
+
+    threading.Thread(target=read_boots, name="parent-watch", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     while True:
         boot = boots.get()

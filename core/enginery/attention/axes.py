@@ -192,29 +192,23 @@ def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, geometry: KV
         return renewed(batch)
     length = batch.decode_len if more_tokens == more_requests * batch.decode_len else 0
     more = {Axis.TOKEN: more_tokens, Axis.REQUEST: more_requests}
-    fixed = {Fill.ZERO: 0, Fill.LENGTH: length, Fill.SCRATCH_SEAT: geometry.num_seats}
 
     def grown(values: MaybeT, axis: Axis, fill: Fill | None, kind: MemoryKind = "") -> MaybeT:
-        """What is None, or does not grow, stays as it is. kind: of memory that it is about, if any."""
         if values is None or fill is None or not (count := more.get(axis, 0)):
             return values
-        if (value := fixed.get(fill)) is None:
-            page = geometry.scratch_page(kind)
-            value = page * geometry.page_size if fill is Fill.SCRATCH_SLOT else page
+        value = _fill_value(fill, kind, length=length, geometry=geometry)
         return torch.constant_pad_nd(values, [0, 0] * (values.dim() - 1) + [0, count], value)
 
     def named(tensors: Mapping[str, Named]) -> dict[str, Named]:
         return {name: Named(grown(values, stated.axis, stated.fill), stated) for name, (values, stated) in tensors.items()}
 
-    views: dict[MemoryKind, AnyView] = {}
-    for kind, view in batch.views.items():
-        changed = {name: grown(READ[name](view), stated.axis, stated.fill, kind) for name, stated in _OF_VIEW[type(view)]}
-        views[kind] = _like(view, changed)
-    own: dict[str, Any] = {name: grown(READ[name](batch), stated.axis, stated.fill) for name, stated in _GROWING}
     padded = renewed(
         batch,
-        **own,
-        views=views,
+        **{name: grown(READ[name](batch), stated.axis, stated.fill) for name, stated in _GROWING},
+        views={
+            kind: _like(view, {name: grown(READ[name](view), each.axis, each.fill, kind) for name, each in _OF_VIEW[type(view)]})
+            for kind, view in batch.views.items()
+        },
         inputs=named(batch.inputs),
         outputs=named(batch.outputs),
         num_requests=num_requests,
@@ -223,3 +217,14 @@ def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, geometry: KV
     )
     vars(padded).pop("num_decode_requests", None)  # as far as it was counted: of fewer requests
     return padded
+
+
+def _fill_value(fill: Fill, kind: MemoryKind, *, length: int, geometry: KVGeometry) -> int:
+    if fill is Fill.ZERO:
+        return 0
+    if fill is Fill.LENGTH:
+        return length
+    if fill is Fill.SCRATCH_SEAT:
+        return geometry.num_seats
+    page = geometry.scratch_page(kind)
+    return page * geometry.page_size if fill is Fill.SCRATCH_SLOT else page

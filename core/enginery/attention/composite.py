@@ -48,6 +48,11 @@ class Part:
         """A step has a dozen parts, so the fields are set at once."""
         vars(self).update(child=child, rows=rows, batch=batch, requests=requests, plan=plan)
 
+    @property
+    def has_trees(self) -> bool:
+        """Whether it is planned, and drafts of its requests branch."""
+        return self.plan is not None and self.batch.trees and self.batch.num_decode_requests > 0
+
     def planned(self, plan: ForwardPlan) -> Part:
         same = object.__new__(type(self))
         vars(same).update(vars(self), plan=plan)
@@ -185,7 +190,7 @@ class Composite(ABC):
         cuts = self.cut(batch, capture=plan.key.capture) if isinstance(batch, ForwardBatch) and replayed else plan.parts
         answers = []
         for part, cut in zip(plan.parts, cuts, strict=True):
-            if part.plan is not None and (not trees or (part.batch.trees and part.batch.num_decode_requests > 0)):
+            if part.has_trees if trees else part.plan is not None:
                 asked = {name: _of_part(value, part, cut) for name, value in arguments.items()}
                 answers.append((part, self.children[part.child].ask(hook, **asked)))
         return answers

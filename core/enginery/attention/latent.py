@@ -168,14 +168,14 @@ class LatentAttention(Composite):
             raise StalePlan(f"the pieces were planned for {part.chunk_plan.key}, and batch {part.batch.identity} is to run")
         attend = part.chunk_plan.attend
         if len(part.pieces) == 1:
-            attend(q, *self._keys_values(layer, self._latents(k, layer, part.slots[0])), layer, part.pieces[0], out, None)
+            attend(q, *self._keys_values(k, layer, part.slots[0]), layer, part.pieces[0], out, None)
             return
         base = self.capabilities.lse_base
         assert base is not None
         whole, whole_lse = out, torch.empty(q.shape[:2], device=q.device)  # [S, H]
         for piece, slots in zip(part.pieces, part.slots, strict=True):
             lse = torch.empty_like(whole_lse)
-            attend(q, *self._keys_values(layer, self._latents(k, layer, slots)), layer, piece, out, lse)
+            attend(q, *self._keys_values(k, layer, slots), layer, piece, out, lse)
             lse = to_natural_log(lse, base)
             if whole is out:  # the first piece
                 whole, whole_lse = out.to(torch.float32, copy=True), lse
@@ -183,15 +183,12 @@ class LatentAttention(Composite):
                 whole_lse = fold(whole, whole_lse, out, lse)
         out.copy_(whole)
 
-    def _latents(self, k: torch.Tensor, layer: LayerSpec, slots: torch.Tensor | None) -> torch.Tensor:
-        """Of a piece's tokens: [L, R + P]."""
-        if slots is None:
-            return k[:, 0]
-        pages = self.pool.layer(layer.local_id).k
-        return pages.view(-1, pages.shape[-1]).index_select(0, slots)
-
-    def _keys_values(self, layer: LayerSpec, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [L, H, N + P] and values [L, H, V], made from latents."""
+    def _keys_values(self, k: torch.Tensor, layer: LayerSpec, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [L, H, N + P] and values [L, H, V] of a piece's tokens, made from latents: from `k`, or from those in `slots`."""
+        latents = k[:, 0]  # [L, R + P]
+        if slots is not None:
+            pages = self.pool.layer(layer.local_id).k
+            latents = pages.view(-1, pages.shape[-1]).index_select(0, slots)
         facts, kv_b = self.facts, _projection(layer)
         heads, length = len(kv_b), len(latents)
         keys = latents.new_empty((length, heads, facts.nope_dim + facts.rope_dim))

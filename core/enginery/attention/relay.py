@@ -71,12 +71,7 @@ class BackendRelay:
                 f"{source}: {type(backend).__name__} has no @hookimpl {PLANNING}(batch, capture); every backend plans"
             )
         self._bound = {hook: _bind(implementation) for hook, implementation in hooks.items()}
-        planning, bound = hooks[PLANNING], self._bound[PLANNING]
-        # Planning is called itself where it takes both arguments, which halves what the hook costs.
-        is_plain = tuple(planning.argnames) == ("batch", "capture")
-        self._planning: Callable[[ForwardBatch, bool], object] = (
-            planning.function if is_plain else lambda batch, capture: bound({"batch": batch, "capture": capture})
-        )
+        self._planning = _bind_planning(hooks[PLANNING])
         self._refreshed: weakref.WeakSet[ForwardPlan] = weakref.WeakSet()
 
     def ask(self, hook: str, **arguments: object) -> Any:
@@ -218,3 +213,12 @@ def _bind(implementation: pluggy.HookImpl) -> Callable[[Mapping[str, object]], o
         return lambda arguments: function(*[arguments[name] for name in names])
     in_order = operator.itemgetter(*names)
     return lambda arguments: function(*in_order(arguments))
+
+
+def _bind_planning(implementation: pluggy.HookImpl) -> Callable[[ForwardBatch, bool], object]:
+    """The same for planning: the implementation itself where it takes both arguments, which halves what the hook costs."""
+    if tuple(implementation.argnames) == ("batch", "capture"):
+        function: Callable[[ForwardBatch, bool], object] = implementation.function
+        return function
+    bound = _bind(implementation)
+    return lambda batch, capture: bound({"batch": batch, "capture": capture})

@@ -73,12 +73,7 @@ def _scanned(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> Mapping[
     """stamps: of all that is read, a key and no more."""
     stored: dict[str, StoredTensor] = {}
     index = folder / "model.safetensors.index.json"
-    weight_map: dict[str, str] = {}
-    if index.exists():
-        stated = read_json(index).get("weight_map")
-        if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
-            raise CheckpointError(f'{index} has no "weight_map" from tensors to files, which is all it is for; fetch it again')
-        weight_map = stated
+    weight_map = _weight_map(index) if index.exists() else {}
     files = sorted({folder / name for name in weight_map.values()}) or [folder / "model.safetensors"]
     for file in files:
         if not file.exists():
@@ -88,6 +83,13 @@ def _scanned(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> Mapping[
         if name not in stored or stored[name].file.name != file_name:
             raise CheckpointError(f"{index} says that tensor {name!r} is in {file_name}, but it is not; fetch that file again")
     return MappingProxyType(stored)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    stated = read_json(index).get("weight_map")
+    if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
+        raise CheckpointError(f'{index} has no "weight_map" from tensors to files, which is all it is for; fetch it again')
+    return stated
 
 
 def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str, ...]]) -> Mapping[str, StoredTensor]:

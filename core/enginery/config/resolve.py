@@ -121,14 +121,15 @@ def _check(asked: EngineOptions) -> None:
     if asked.mla_prefill not in ("auto", *PrefillStrategy):
         raise ConfigError(f"mla_prefill is {asked.mla_prefill!r}, but must be one of auto, {', '.join(PrefillStrategy)}")
     _check_drafts(asked)
-    _check_ranks(asked)
+    _check_stages(asked)
+    _check_placing(asked)
     _check_lanes(asked)
     _check_events(asked)
     if asked.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {asked.load_format!r}, but must be 'auto' (safetensors) or 'dummy' (random weights)")
 
 
-def _check_ranks(asked: EngineOptions) -> None:
+def _check_stages(asked: EngineOptions) -> None:
     sizes = None if asked.pp_layers is None else asked.pp_layers.split(",")
     if sizes is not None and not (len(sizes) == asked.pp and all(size.isdecimal() and int(size) for size in sizes)):
         raise ConfigError(
@@ -136,6 +137,9 @@ def _check_ranks(asked: EngineOptions) -> None:
         )
     if asked.pp > 1 and asked.overlap:
         raise ConfigError(f"overlap is on, but with --pp {asked.pp} as many steps are on their way anyway; leave it out")
+
+
+def _check_placing(asked: EngineOptions) -> None:
     if asked.ep and asked.tp * asked.dp_attention == 1:
         raise ConfigError(
             "--ep divides experts among the ranks of a stage, but there is one; give --tp or --dp-attention, or leave it out"

@@ -284,7 +284,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
 
 def backend_bytes(choice: Choice) -> int:
     """What the attention backends' workspaces take, and all else that is kept beside a step's own tensors."""
-    facts, settings, itemsize = choice.facts, choice.settings, choice.dtype.itemsize
+    facts, settings = choice.facts, choice.settings
     chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
     found = sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
     if choice.drafter is not None:
@@ -297,12 +297,15 @@ def backend_bytes(choice: Choice) -> int:
     if choice.device.type == "cpu":
         # Recordings of decoding steps keep for each size logits, and of every layer twice what is alive at once.
         rows = choice.parallel.num_lanes * sum(recorded_sizes(settings.max_graph_requests))
-        found += rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * itemsize
-    elif choice.parallel.num_ranks > 1:
-        # Exchanges take NCCL's buffers, and memory that ranks reach of each other.
-        peers = (offer.spec.peer_ops for offer in choice.ops)
-        found += NCCL_BYTES + max((ops.num_bytes for ops in peers if ops is not None), default=0)
-    return found
+        return found + rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
+    return found + exchange_bytes(choice)
+
+
+def exchange_bytes(choice: Choice) -> int:
+    """What exchanges with other ranks take on a GPU: NCCL's buffers, and memory that ranks reach of each other."""
+    if choice.parallel.num_ranks == 1:
+        return 0
+    return NCCL_BYTES + max((offer.spec.peer_ops.num_bytes for offer in choice.ops if offer.spec.peer_ops is not None), default=0)
 
 
 def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:

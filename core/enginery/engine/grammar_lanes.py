@@ -62,12 +62,7 @@ class Lane:
     def start(self) -> None:
         """Begin what there are threads for."""
         self._running = [(future, client) for future, client in self._running if not future.done()]
-        most = max(1, self._num_threads - 1)  # of one client
-        while len(self._running) < self._num_threads:
-            busy = [client for _, client in self._running]
-            client = next((each for each in self._queues if busy.count(each) < most), None)
-            if client is None:
-                return
+        while len(self._running) < self._num_threads and (client := self._next_client()) is not None:
             job = self._queues[client].popleft()
             self._queues.move_to_end(client)
             if not self._queues[client]:
@@ -79,3 +74,8 @@ class Lane:
                 finally:
                     threading.stack_size(usual)
                 self._running.append((job.future, client))
+
+    def _next_client(self) -> str | None:
+        busy = [client for _, client in self._running]
+        most = max(1, self._num_threads - 1)
+        return next((client for client in self._queues if busy.count(client) < most), None)

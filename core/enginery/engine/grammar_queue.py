@@ -174,14 +174,19 @@ class GrammarQueue:
         if not (self._jobs or self._waiting):
             return
         self._take_in()
-        if idle and self._waiting and all(job.outcome is None for job, _ in self._waiting.values()):
-            wait([job.future for job in self._jobs.values() if job.future], timeout=_IDLE_S, return_when=FIRST_COMPLETED)
-            self._take_in()
+        if idle:
+            self._wait_a_moment()
         for request_id, (job, since_s) in list(self._waiting.items()):
             found = _late(job, since_s) if job.outcome is None else job.outcome
             if found is not None:
                 self.drop(request_id)
                 yield request_id, found if isinstance(found, RequestError) else _begun(found)
+
+    def _wait_a_moment(self) -> None:
+        """Let the threads work, if requests wait and nothing of theirs is done yet."""
+        if self._waiting and all(job.outcome is None for job, _ in self._waiting.values()):
+            wait([job.future for job in self._jobs.values() if job.future], timeout=_IDLE_S, return_when=FIRST_COMPLETED)
+            self._take_in()
 
     def _wanted(self, grammar: Grammar, client: str) -> CompileJob:
         for cache in (self._kept, self._refused):

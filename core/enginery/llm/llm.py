@@ -145,10 +145,7 @@ class LLM(AbstractContextManager["LLM"]):
             with Progress(disable=not shown, transient=True) as bar:
                 task = bar.add_task("generating", total=total)
                 while left:
-                    grown = requests.step()
-                    if failed := next((part.error for part in grown if part in left and part.error is not None), None):
-                        raise failed
-                    left -= {part for part in grown if part.is_over}
+                    left -= {part for part in requests.step() if _has_ended(part, left)}
                     bar.update(task, completed=total - len(left))
         finally:
             requests.abort(itertools.chain.from_iterable(growing))
@@ -174,3 +171,10 @@ class LLM(AbstractContextManager["LLM"]):
             with self._turn:
                 if self._requests is not None:
                     self._requests.abort(parts)
+
+
+def _has_ended(part: GrowingCompletion, group: set[GrowingCompletion]) -> bool:
+    """Whether nothing more comes of `part`. Raises the error of a part of this group that failed."""
+    if part in group and part.error is not None:
+        raise part.error
+    return part.is_over

@@ -205,7 +205,7 @@ def _parameter_problems(name: str, parameter: inspect.Parameter, impl: _Signatur
     if name not in spec.parameters:
         free = [other for other in spec.parameters if other not in impl.parameters]
         hint = did_you_mean(name, free) or f"; it can ask for {', '.join(spec.parameters) or 'nothing'}"
-        default = f" and would keep its default {parameter.default!r} for ever" if has_default else ""
+        default = f" and would keep its default {parameter.default!r} for ever" * has_default
         return [f"parameter {name!r} is not in the hook's specification{default}{hint}"]
     problems = []
     if has_default:
@@ -218,11 +218,10 @@ def _parameter_problems(name: str, parameter: inspect.Parameter, impl: _Signatur
 
 def _fits(*, given: object, wanted: object) -> bool:
     """Whether a value annotated `given` may go where `wanted` stands. What cannot be decided fits."""
-    if given in _UNKNOWN or wanted in _UNKNOWN or _is_protocol(wanted):
+    if given in _UNKNOWN or _is_any(wanted):
         return True
     if isinstance(given, str) or isinstance(wanted, str):  # it could not be resolved: an object fits, and an equal name does
-        is_any = not isinstance(wanted, str) and any(_is_protocol(each) or each in _UNKNOWN for each in alternatives(wanted))
-        return is_any or _text(given) == _text(wanted)
+        return _text(given) == _text(wanted) or any(_is_any(each) for each in alternatives(wanted))
     given_options, wanted_options = alternatives(given), alternatives(wanted)
     if len(given_options) == len(wanted_options) == 1:
         return _fits_alone(given, wanted)
@@ -244,8 +243,8 @@ def alternatives(annotation: object) -> tuple[object, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _is_protocol(annotation: object) -> bool:
-    return inspect.isclass(annotation) and Protocol in annotation.__bases__
+def _is_any(annotation: object) -> bool:
+    return annotation in _UNKNOWN or (inspect.isclass(annotation) and Protocol in annotation.__bases__)
 
 
 def _text(annotation: object) -> str:

@@ -122,9 +122,7 @@ def _installed() -> Iterable[Found]:
     yield from (found for name, found in others.items() if name not in copies)
     for same in copies.values():
         used = _used(same)
-        for metadata in same:
-            if metadata is used or metadata.version != used.version:
-                yield from _offered(metadata, used)
+        yield from (found for metadata in same for found in _offered(metadata, used))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +166,11 @@ def _offered(metadata: _Metadata, used: _Metadata) -> Iterable[Found]:
     """Of the copy that is used, or of a stale one, which is told all the same."""
     status, why = (Status.INCOMPATIBLE, metadata.refusal) if metadata.refusal else (Status.AVAILABLE, "")
     if metadata is not used:
-        status, why = (
-            Status.CONFLICT,
-            (
-                f"stale metadata, not used: {metadata.name} {metadata.version} in {metadata.place} besides {used.version} in "
-                f"{used.place}; uninstall the distribution until pip finds no more of it, then install it again"
-            ),
-        )
+        if metadata.version == used.version:
+            return
+        status, old_place = Status.CONFLICT, f"{metadata.name} {metadata.version} in {metadata.place}"
+        advice = "uninstall the distribution until pip finds no more of it, then install it again"
+        why = f"stale metadata, not used: {old_place} besides {used.version} in {used.place}; {advice}"
     elif metadata.problem:
         why = f"its metadata in {metadata.place} cannot be read: {metadata.problem}; install it again"
         yield Found(record=_record(metadata.name, metadata, Status.BROKEN, why))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Protocol
 
@@ -71,8 +71,7 @@ def descriptor_problems(group: HookGroup, spec: object) -> list[str]:
     problems = []
     if not (isinstance(spec.name, str) and NAME.fullmatch(spec.name)) or spec.name == "auto":
         problems.append("the name must be letters, digits, '.', '_' and '-', and not auto")
-    api: object = spec.api
-    if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):
+    if not _is_version(spec.api):
         problems.append(f"api is {spec.api!r}, but must be two numbers, for instance {CONTRACT_VERSIONS[group]}")
     problems += _type_problems(vars(spec))
     if (options := options_type(spec)) is not None:
@@ -94,21 +93,33 @@ def _own_problems(spec: Descriptor) -> list[str]:
         case ParserSpec() if spec.kind not in ("tools", "reasoning") or spec.name == "none":
             return [f"kind is {spec.kind!r}, but must be tools or reasoning, and none is no name for a parser"]
         case OpSpec():
-            known = {field.name for field in fields(OpTable)}
-            return _names_problems("provides", spec.provides) or [
-                f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(spec.provides) - known
-            ]
+            return _operation_problems(spec.provides)
         case DrafterSpec():
-            problems = ["off is no name for a drafter"] if spec.name == "off" else []
-            if isinstance(spec.most, bool) or not isinstance(spec.most, int) or spec.most < 1:
-                problems.append(f"most is {spec.most!r}, but must be a whole number from 1 on")
-            return problems
+            return _draft_problems(spec)
     return []
 
 
 def _names_problems(field: str, names: object) -> list[str]:
     is_tuple = isinstance(names, tuple | list) and len(names) > 0
     return [] if is_tuple else [f"{field} is {names!r}, but must be a tuple of at least one name"]
+
+
+def _draft_problems(spec: DrafterSpec) -> list[str]:
+    problems = ["off is no name for a drafter"] if spec.name == "off" else []
+    if isinstance(spec.most, bool) or not isinstance(spec.most, int) or spec.most < 1:
+        problems.append(f"most is {spec.most!r}, but must be a whole number from 1 on")
+    return problems
+
+
+def _operation_problems(provided: Iterable[str]) -> list[str]:
+    known = {field.name for field in fields(OpTable)}
+    return _names_problems("provides", provided) or [
+        f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(provided) - known
+    ]
+
+
+def _is_version(api: object) -> bool:
+    return isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)
 
 
 def version_refusal(group: HookGroup, spec: Descriptor) -> str:

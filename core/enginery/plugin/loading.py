@@ -54,9 +54,8 @@ def load(wanted: Wanted) -> Loaded:
     record = PluginRecord(name=CORE, distribution="enginery", version=__version__, status=Status.LOADED)
     core = _collect(Plugin(record=record, module=own_parts))
     plugins = settle_conflicts([core, *(_import(found) for found in discover(wanted))])
-    if wanted.strict and (failures := [plugin.record for plugin in plugins if plugin.record.status in FAILED]):
-        lines = [f"{failure} is {failure.status}: {failure.reason}" for failure in failures]
-        raise PluginError("\n  - ".join(["ENGINERY_STRICT_PLUGINS is set, and not every plugin is sound:", *lines]))
+    if wanted.strict:
+        _refuse_failures(plugins)
     manager = StrictPluginManager(EngineHooks)
     for plugin in plugins:
         if plugin.module is not None:
@@ -64,6 +63,13 @@ def load(wanted: Wanted) -> Loaded:
     manager.freeze()
     offers = sorted((offer for plugin in plugins for offer in plugin.offers), key=lambda offer: offer.name)
     return Loaded(manager=manager, records=tuple(plugin.record for plugin in plugins), offers=tuple(offers))
+
+
+def _refuse_failures(plugins: Sequence[Plugin]) -> None:
+    failures = [plugin.record for plugin in plugins if plugin.record.status in FAILED]
+    if failures:
+        lines = [f"{failure} is {failure.status}: {failure.reason}" for failure in failures]
+        raise PluginError("\n  - ".join(["ENGINERY_STRICT_PLUGINS is set, and not every plugin is sound:", *lines]))
 
 
 def settle_conflicts(plugins: Sequence[Plugin]) -> list[Plugin]:
@@ -121,9 +127,13 @@ def _checked(plugin: Plugin) -> Plugin:
         raise PluginError("\n  - ".join([f"{plugin.record} registers what cannot be used:", *problems]))
     if refusals := [refusal for offer in offers if (refusal := version_refusal(offer.group, offer.spec))]:
         return plugin.failed(Status.INCOMPATIBLE, "; ".join(refusals))
-    other = [shown for shown, hook in _OTHER_OFFERS.items() if manager.implements(name, hook)]
-    record = replace(plugin.record, offers=tuple(sorted([*(f"{offer.group}:{offer.name}" for offer in offers), *other])))
+    record = replace(plugin.record, offers=_shown(offers, manager, name))
     return _without_device(replace(plugin, offers=tuple(offers), record=record))
+
+
+def _shown(offers: Sequence[Offer[Descriptor]], manager: StrictPluginManager, name: str) -> tuple[str, ...]:
+    other = [shown for shown, hook in _OTHER_OFFERS.items() if manager.implements(name, hook)]
+    return tuple(sorted([*(f"{offer.group}:{offer.name}" for offer in offers), *other]))
 
 
 def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -> list[Offer[Descriptor]]:
@@ -147,15 +157,21 @@ def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -
 def _plugin_problems(manager: StrictPluginManager, offers: Sequence[Offer[Descriptor]], name: str) -> list[str]:
     counted = Counter(claim for offer in offers for claim in claims(offer.group, offer.spec))
     problems = [f"{claim} is registered {count} times" for claim, count in sorted(counted.items()) if count > 1]
-    for group, stated in GROUPS.items():
-        offered = [offer.name for offer in offers if offer.group is group]
-        if offered and stated.create is not None and not manager.implements(name, stated.create):
-            problems.append(f"{stated.register} offers {', '.join(offered)}, but there is no {stated.create} to build it")
-        if group is HookGroup.SPARSE_COORDINATOR and len(offered) > 1:
-            shown = f"{stated.register} offers {', '.join(offered)}"
-            problems.append(f"{shown}, but {stated.create} is not told which: one per plugin")
+    for group in GROUPS:
+        problems += _create_problems(manager, group, [offer.name for offer in offers if offer.group is group], name)
     if not manager.get_hookcallers(manager.get_plugin(name)):
         problems.append("it implements no hook; mark functions with enginery.api.hookimpl")
+    return problems
+
+
+def _create_problems(manager: StrictPluginManager, group: HookGroup, offered: Sequence[str], name: str) -> list[str]:
+    """What is wrong with a group whose descriptors a hook builds. offered: names of the plugin's descriptors."""
+    create, shown = GROUPS[group].create, f"{GROUPS[group].register} offers {', '.join(offered)}"
+    if create is None or not offered:
+        return []
+    problems = [] if manager.implements(name, create) else [f"{shown}, but there is no {create} to build it"]
+    if group is HookGroup.SPARSE_COORDINATOR and len(offered) > 1:
+        problems.append(f"{shown}, but {create} is not told which: one per plugin")
     return problems
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from operator import attrgetter
 from typing import Final
 
 _WORD: Final = re.compile(r"[^\W_]+")
@@ -33,7 +34,7 @@ def _edits(name: str, known: str) -> int | None:
         return None
     letters, given, meant = len(name) + len(known), _plain(name), _plain(known)
     words, meant_words = set(_WORD.findall(given)), set(_WORD.findall(meant))
-    alike = sum(block.size for block in SequenceMatcher(None, given, meant, autojunk=False).get_matching_blocks())
+    alike = sum(map(attrgetter("size"), SequenceMatcher(None, given, meant, autojunk=False).get_matching_blocks()))
     edits = letters - 2 * alike
     is_part = len(name) >= _BEGINNING and (meant.startswith(given) or words < meant_words)
     has_more = set() < meant_words < words or (given.startswith(meant) and 2 * len(name) <= 3 * len(known))

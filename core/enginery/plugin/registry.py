@@ -36,7 +36,7 @@ from enginery.plugin.manifest import Manifest
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.options import parse_options
 from enginery.plugin.records import Offer, PluginRecord, SpecT, absent_plugins, not_found
-from enginery.plugin.selection import Selection, ranked, refusals, select
+from enginery.plugin.selection import Selection, choose_family, ranked, refusals, select
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -131,14 +131,10 @@ class Registry:
         lines = []
         for architecture in filter(known.__contains__, architectures):
             families = ranked(offer for offer in self.models if architecture in offer.spec.architectures)
-            for chosen in families:
-                if not (reasons := refusals(chosen, config)):
-                    others = [
-                        f"{each.name} (priority {each.spec.priority}, {each.source})" for each in families if each is not chosen
-                    ]
-                    instead = f" with priority {chosen.spec.priority}, before or instead of {', '.join(others)}" if others else ""
-                    return chosen, f"serves {architecture}{instead}"
-                lines += [f"{chosen.name} refuses {architecture}: {reason.text}" for reason in reasons]
+            chosen, refused = choose_family(families, config, architecture)
+            if chosen is not None:
+                return chosen
+            lines += refused
         shown = " or ".join(architectures)
         lines = lines or [f"no plugin serves the architecture {shown}{did_you_mean(shown, known) or '.'}"]
         lines += [f"Served are: {', '.join(sorted(known)) or 'none'}.", *absent_plugins(self.records)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -97,6 +97,21 @@ def weigh_ops(needs: OpNeeds, offers: Iterable[Offer[OpSpec]]) -> list[str]:
     return lines
 
 
+def choose_family(
+    families: Sequence[Offer[ModelSpec]], config: Mapping[str, object], architecture: str
+) -> tuple[tuple[Offer[ModelSpec], str] | None, list[str]]:
+    """The first that refuses nothing, with why it is that one; or None, and why each refuses. families: of it, ranked."""
+    lines = []
+    for chosen in families:
+        reasons = refusals(chosen, config)
+        if not reasons:
+            others = [f"{offer.name} (priority {offer.spec.priority}, {offer.source})" for offer in families if offer is not chosen]
+            instead = f" with priority {chosen.spec.priority}, before or instead of {', '.join(others)}" if others else ""
+            return (chosen, f"serves {architecture}{instead}"), []
+        lines += [f"{chosen.name} refuses {architecture}: {reason.text}" for reason in reasons]
+    return None, lines
+
+
 def weigh(needs: AttnNeeds, offers: Iterable[Offer[AttnBackendSpec]], *, wanted: str = "auto") -> tuple[Candidate, ...]:
     """Every backend with what speaks against it, the likeliest first; at most one is chosen."""
     by_rank = sorted(offers, key=lambda offer: (-offer.spec.priority_for(needs), offer.name))
@@ -126,11 +141,15 @@ def select(wanted: str, needs: AttnNeeds, offers: Sequence[Offer[AttnBackendSpec
             return Selection(winner=by_name[candidate.name], candidates=candidates)
     if wanted != "auto":
         reasons = next(candidate.reasons for candidate in candidates if candidate.name == wanted)
-        lines = [f"attention backend {wanted!r}, from {by_name[wanted].source}, refuses:", *(reason.text for reason in reasons)]
-        raise Unsupported("\n  - ".join(lines) + "\nName another with --attention-backend, or leave the choice with auto.")
+        raise _refused(by_name[wanted], reasons)
     lines = ["no attention backend serves this model on this device:", *map(str, candidates)]
     advice = absent_plugins(records) or ["Install a plugin that does; engine list-backends --why MODEL shows each one's reasons."]
     raise Unsupported("\n  - ".join(lines) + "\n" + "\n".join(advice))
+
+
+def _refused(offer: Offer[AttnBackendSpec], reasons: Iterable[Reason]) -> Unsupported:
+    lines = [f"attention backend {offer.name!r}, from {offer.source}, refuses:", *(reason.text for reason in reasons)]
+    return Unsupported("\n  - ".join(lines) + "\nName another with --attention-backend, or leave the choice with auto.")
 
 
 def choose_parser(

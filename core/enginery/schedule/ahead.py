@@ -48,9 +48,9 @@ class Ahead:
         """
         if not self._goes_on():
             return None
-        scheduler, (before, _) = self._scheduler, self._scheduler.in_flight[0]
-        counts = self._drafting.coming(scheduler.table.running, before.draft_len)
-        built = None if counts is None else BatchPlanner(scheduler.table, scheduler.settings).fill_ahead(counts)
+        scheduler, table, (before, _) = self._scheduler, self._scheduler.table, self._scheduler.in_flight[0]
+        counts = self._drafting.coming(table.running, before.draft_len)
+        built = None if counts is None else BatchPlanner(table, scheduler.settings).fill_ahead(counts)
         if built is None:
             return None
         built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)

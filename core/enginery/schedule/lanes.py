@@ -10,6 +10,7 @@ runs too, and all agree on the way and on the padding before anything is planned
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
@@ -114,7 +115,7 @@ class LaneScheduler:
             self.requests = ()
             return self._lanes[0].begin(built[0], way)
         step = together([lane.begin(each, way, even_idle=True) for lane, each in zip(self._lanes, built, strict=True)])
-        of_lanes = [request for each in built for request in each.requests]
+        of_lanes = list(itertools.chain.from_iterable(each.requests for each in built))
         self.requests = [of_lanes[place] for place in np.argsort(np.concatenate(step.lane_places)).tolist()]
         return step
 

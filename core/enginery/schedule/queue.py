@@ -12,7 +12,7 @@ from enginery.contracts.ops import LEAST_TEMPERATURE
 from enginery.contracts.request import GenerationRequest
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
 from enginery.contracts.step import pack_params
-from enginery.errors import QueueFull, RequestError
+from enginery.errors import RequestError
 from enginery.kv.manager import SequenceKV
 from enginery.kv.prefix import TOKEN_TYPECODE
 from enginery.schedule.request import NEVER, Request
@@ -66,14 +66,6 @@ class WaitingQueue:
             packed_params=pack_params(params),
             kv=SequenceKV(token_ids=token_ids, salt=asked.cache_salt),
         )
-
-    def check_room(self, *, num_held: int = 0) -> None:
-        """Raise `QueueFull` if a new request may not join, as others may that are held. Preempted ones always may."""
-        most = self._settings.max_queued_requests
-        if (waiting := len(self) + num_held) >= most:
-            raise QueueFull(
-                f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); retry in a few seconds"
-            )
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_order)

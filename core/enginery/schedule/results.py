@@ -47,11 +47,7 @@ def take_in(
 
 
 def _append(request: Request, index: int, told: tuple[int, ...], output: StepOutput, *, num_drafts: int) -> RequestOutput:
-    count, reason, token_id = 0, None, told[0]
-    can_end = len(request.token_ids) + len(told) >= request.limit or not request.stop_ids.isdisjoint(told)
-    if request.grammar is None and not can_end:  # as in nearly all steps: none needs a look
-        request.token_ids.extend(told)
-        count = len(told)
+    count, reason, token_id = _taken_at_once(request, told), None, told[0]
     for token_id in told[count:]:
         if request.grammar is not None and not request.grammar.accept(token_id):
             error = f"the grammar does not take the token {token_id} that was sampled under its mask; it may be too wide there"
@@ -76,6 +72,14 @@ def _append(request: Request, index: int, told: tuple[int, ...], output: StepOut
         embedding=output.embeddings.get(index),
         queued_s=request.queued_s or 0.0,
     )
+
+
+def _taken_at_once(request: Request, told: tuple[int, ...]) -> int:
+    """How many of these are appended without a look at each: all, where none can end it, as in nearly all steps; else none."""
+    if request.grammar is not None or len(request.token_ids) + len(told) >= request.limit or not request.stop_ids.isdisjoint(told):
+        return 0
+    request.token_ids.extend(told)
+    return len(told)
 
 
 def _finish_reason(request: Request, token_id: int) -> FinishReason | None:

@@ -14,7 +14,7 @@ from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.schedule import LaneCounts, PageCounts, SchedulePolicySpec
 from enginery.contracts.step import NO_SIZES, RunSizes, StepInput, StepOutput
-from enginery.errors import RequestError
+from enginery.errors import QueueFull, RequestError
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.manager import KVCacheManager
 from enginery.kv.pages import PageAllocator
@@ -125,7 +125,11 @@ class Scheduler:
         if asked.request_id in self.table.by_id:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
         request = self.table.waiting.accept(asked, self._clock())
-        self.table.waiting.check_room(num_held=len(self.table.held) + num_elsewhere)
+        most = self.settings.max_queued_requests  # preempted ones always may join
+        if (waiting := self.num_waiting + num_elsewhere) >= most:
+            raise QueueFull(
+                f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); retry in a few seconds"
+            )
         self.table.enlist(request)
         if not held:
             self.table.release(request)

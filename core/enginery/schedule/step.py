@@ -157,24 +157,34 @@ class StepBuilder:
 
 
 def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
-    """How a step of these lanes runs, those without work too, and what each is padded to: requests and tokens of the largest.
-
-    Lists, not generators: this takes microseconds of every step.
-    """
-    length = max([built.decode_len for built in lanes])  # rows of a request that verifies drafts
-    if length > 1:
-        most = 0 if not sizes.combs and True in [built.branches for built in lanes] else sizes.verified_rows
-        sizes = RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
-    elif not sizes.followed and any(built.draft_len for built in lanes):
-        sizes = RunSizes(pieces=sizes.pieces)
-    phase = lanes[0].phase if len(lanes) == 1 else phase_of([built.phase for built in lanes])
+    """How a step of these lanes runs, those without work too, and what each is padded to: requests and tokens of the largest."""
+    length = max([built.decode_len for built in lanes])
+    if length > 1 or not sizes.followed:
+        sizes = _with_drafts(lanes, length, sizes)
     num_requests, num_tokens = max([len(built.requests) for built in lanes]), max([built.num_tokens for built in lanes])
+    run = _run(lanes, num_requests, num_tokens, sizes=sizes)
+    if run.way is Way.GRAPH:
+        return run, (run.size, run.size * length)
+    return run, (num_requests, run.size if run.way is Way.PIECES else num_tokens)
+
+
+def _with_drafts(lanes: Sequence[StepBuilder], length: int, sizes: RunSizes) -> RunSizes:
+    """Of a step that verifies drafts, `length` rows of a request, or that may be followed by a draft model."""
+    if length == 1:
+        return RunSizes(pieces=sizes.pieces) if any(built.draft_len for built in lanes) else sizes
+    eagerly = any(built.branches for built in lanes) and not sizes.combs
+    most = 0 if eagerly else sizes.verified_rows
+    return RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
+
+
+def _run(lanes: Sequence[StepBuilder], num_requests: int, num_tokens: int, *, sizes: RunSizes) -> Run:
+    """Lists, not generators: this takes microseconds of every step."""
+    phase = lanes[0].phase if len(lanes) == 1 else phase_of([built.phase for built in lanes])
     greedy = False not in [built.greedy for built in lanes]
     tokens_only = greedy and True not in [request.reports_logprobs for built in lanes for request in built.requests]
     embeds = True in [bool(built.embedding) for built in lanes]
     way, size = choose_way(phase, num_requests, num_tokens, sizes=sizes, embeds=embeds)
-    padded = (size, size * length) if way is Way.GRAPH else (num_requests, size if way is Way.PIECES else num_tokens)
-    return Run(way, size, greedy, tokens_only), padded
+    return Run(way, size, greedy, tokens_only)
 
 
 def choose_way(phase: Phase, num_requests: int, num_tokens: int, *, sizes: RunSizes, embeds: bool) -> tuple[Way, int]:

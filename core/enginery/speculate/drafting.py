@@ -116,15 +116,18 @@ class Drafting:
     def published(self, step: StepInput, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
         """The step has been told: learn how often guesses are right, and how long such steps take."""
         if self._length.fixed is None and step.verifies:
-            followed = {request.request_id for request in requests if _is_followed(request)}
-            for output in outputs:
-                if output.num_drafted and output.request_id in followed:
-                    self._length.told(min(output.num_drafted, self._depth), output.num_accepted)
+            self._learn(requests, outputs)
         before, self._before = self._before, None
         if step.num_decode == step.num_items:
             self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock())
             if before is not None and before[:3] == now[:3] and now.verified == num_verified(now.made, self._siblings):
                 self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
+
+    def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
+        followed = {request.request_id for request in requests if _is_followed(request)}
+        for output in outputs:
+            if output.num_drafted and output.request_id in followed:
+                self._length.told(min(output.num_drafted, self._depth), output.num_accepted)
 
     def stop(self, requests: Iterable[Request]) -> None:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""

@@ -42,7 +42,7 @@ class CompletionText:
         stop_token_id: the token that ended the output; as the last of `token_ids` it counts but adds no text, unless the request
         includes its stops. After a delta with `stopped_by` nothing may be fed.
         """
-        hides_last = stop_token_id is not None and not self._include_stop and tuple(token_ids[-1:]) == (stop_token_id,)
+        hides_last = not self._include_stop and tuple(token_ids[-1:]) == (stop_token_id,)
         texts = []
         for place, token_id in enumerate(token_ids):
             is_last = place == len(token_ids) - 1
@@ -83,9 +83,7 @@ class StopStrings:
         if found and may_stop:
             end, minus_length, stop = min(found)
             return self._held[: end if self._include_stop else end + minus_length], stop
-        first = max(0, len(self._held) - self._longest + 1)
-        may_begin = (place for place in range(first, len(self._held)) if self._may_begin(self._held[place:]))
-        start = next(may_begin, len(self._held))
+        start = self._first_that_may_stop()
         final, self._held = self._held[:start], self._held[start:]
         return final, None
 
@@ -93,6 +91,12 @@ class StopStrings:
         """What was held back and did not become a stop string."""
         final, self._held = self._held, ""
         return final
+
+    def _first_that_may_stop(self) -> int:
+        """Where in the held text a stop string may have begun; its length if nowhere."""
+        first = max(0, len(self._held) - self._longest + 1)
+        candidates = (place for place in range(first, len(self._held)) if self._may_begin(self._held[place:]))
+        return next(candidates, len(self._held))
 
     def _may_begin(self, text: str) -> bool:
         return any(stop.startswith(text) and stop != text for stop in self._stops)
@@ -129,17 +133,19 @@ class _Pieces:
         text = self._decode(self._ids)
         if text.startswith(self._base) and not text.endswith(_INCOMPLETE):
             return self._advance(text, len(self._ids))
-        # A token boundary is let go of that what follows does not change. A character has four bytes at the most.
-        ends = range(len(self._ids) - 4, self._read, -1) if num_pending >= _HELD_TOKENS else ()
-        for end in ends:
-            part = self._decode(self._ids[:end])
-            if text.startswith(part) and part.startswith(self._base):
-                return self._advance(part, end)
-        return ""
+        return self._advance_in_part(text) if num_pending >= _HELD_TOKENS else ""
 
     def rest(self) -> str:
         text = self._decode(self._ids)
         return self._advance(text, len(self._ids))
+
+    def _advance_in_part(self, text: str) -> str:
+        """Let go of a token boundary that what follows does not change. A character has four bytes at the most."""
+        for end in range(len(self._ids) - 4, self._read, -1):
+            part = self._decode(self._ids[:end])
+            if text.startswith(part) and part.startswith(self._base):
+                return self._advance(part, end)
+        return ""
 
     def _advance(self, text: str, end: int) -> str:
         new = text[len(self._base) :]

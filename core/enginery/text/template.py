@@ -99,18 +99,11 @@ class ChatTemplate:
         where the content of the final message does. variables: of the template, which must use them. switches: variables for the
         templates that use them; needs_switch: it must use one. template: instead of the model's.
         """
-        source = self.source if template is None else template
-        if source is None:
-            raise RequestError(
-                "this model has no chat template; send the whole prompt to /v1/completions, start with --chat-template FILE, "
-                "or put the template into its folder as chat_template.jinja",
-                param="messages",
-            )
+        source = self._source(template)
         if continue_final_message:
             _check_final(messages, add_generation_prompt=add_generation_prompt)
-        keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
         rendering = Rendering(
-            messages=[{key: value for key, value in each.items() if value is not None or key in keeps} for each in messages],
+            messages=_told(messages, source),
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -124,6 +117,17 @@ class ChatTemplate:
             whose = "the model's" if template is None else "the request's"
             raise RequestError(f"{whose} chat template {rendered.error}", param=rendered.param)
         return rendered.text
+
+    def _source(self, template: str | None) -> str:
+        """The request's template, or else the model's. Raises `RequestError` if there is none."""
+        source = self.source if template is None else template
+        if source is None:
+            raise RequestError(
+                "this model has no chat template; send the whole prompt to /v1/completions, start with --chat-template FILE, "
+                "or put the template into its folder as chat_template.jinja",
+                param="messages",
+            )
+        return source
 
     def answers(self, within_s: float) -> bool:
         """Whether the process does, which is started if there is none. One that does not is ended. Blocks."""
@@ -188,6 +192,12 @@ class ChatTemplate:
         renderer, self._renderer = self._renderer, None
         if renderer is not None:
             renderer.close()
+
+
+def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[str, object]]:
+    """The messages without fields that are None, except a content for which the template asks whether it is none."""
+    keeps = {"content"} if _TESTS_FOR_NONE.search(source) else set[str]()
+    return [{key: value for key, value in message.items() if value is not None or key in keeps} for message in messages]
 
 
 def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool | None) -> None:

@@ -129,22 +129,30 @@ class Tokenizer:
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
     """Add what tokenizer_config.json has and tokenizer.json has not, in transformers' order."""
     known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict):
-        raise _malformed("added_tokens_decoder", listed)
-    in_order = (_added(listed[number]) for number in sorted(listed, key=int))
-    wanted = [token for token in in_order if repr(token) not in known]
+    wanted = [token for token in _listed(config) if repr(token) not in known]
     names = {token.content for token in (*backend.get_added_tokens_decoder().values(), *wanted)}
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    if not isinstance(extra, list | tuple | dict):
-        raise _malformed("the list of special tokens", extra)
-    unnamed = extra.values() if isinstance(extra, dict) else extra  # a list, or by name in transformers 5
-    for value in filter(_is_token, (*map(config.get, NAMED_TOKENS), *unnamed)):
+    for value in filter(_is_token, (*map(config.get, NAMED_TOKENS), *_extra(config))):
         if _content(value) not in names:
             names.add(_content(value))
             wanted.append(_added(value, special=True))
     if wanted:
         backend.add_tokens(wanted)
+
+
+def _listed(config: Mapping[str, object]) -> list[AddedToken]:
+    """The tokens of `added_tokens_decoder`, in the order of their ids."""
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise _malformed("added_tokens_decoder", listed)
+    return [_added(listed[number]) for number in sorted(listed, key=int)]
+
+
+def _extra(config: Mapping[str, object]) -> Iterable[object]:
+    """Special tokens without a name of their own: a list, or by name in transformers 5."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    if not isinstance(extra, list | tuple | dict):
+        raise _malformed("the list of special tokens", extra)
+    return extra.values() if isinstance(extra, dict) else extra
 
 
 def _malformed(what: str, found: object) -> CheckpointError:

@@ -66,7 +66,7 @@ class Blocks:
         yield self._told(FULL, made, root, tokens, salt)
 
     def removed(self, pages: Sequence[int]) -> Iterator[Event]:
-        """Pages left it."""
+        """Pages left the tree."""
         yield from self._gone(FULL, [self._hashes.pop(page) for page in reversed(pages) if page in self._hashes])
 
     def resumable(

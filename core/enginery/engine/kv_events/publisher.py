@@ -62,7 +62,11 @@ class KVEvents:
         replay = self._context.socket(zmq.ROUTER)
         events.linger = replay.linger = int(1000 * _END_S)
         try:
-            _open(events, address_of(asked.kv_events or "", rank))
+            address = address_of(asked.kv_events or "", rank)
+            if any(sign in address for sign in ("*", "::", "0.0.0.0")) or address.startswith("ipc://"):
+                events.bind(address)  # of this host alone, as vLLM does
+            else:
+                events.connect(address)  # to a subscriber that has bound
             if asked.kv_events_replay is not None:
                 replay.bind(address_of(asked.kv_events_replay, rank))
         except zmq.ZMQError as error:
@@ -198,14 +202,6 @@ def address_of(address: str, rank: int) -> str:
     if not port.isdecimal():
         raise ConfigError(f"{address} has no port that number {rank} could count from; write tcp://*:5557")
     return f"{head}:{int(port) + rank}"
-
-
-def _open(events: zmq.Socket[bytes], address: str) -> None:
-    """Bind where the address is of this host alone, as vLLM does; else connect, to a subscriber that has bound."""
-    if any(sign in address for sign in ("*", "::", "0.0.0.0")) or address.startswith("ipc://"):
-        events.bind(address)
-    else:
-        events.connect(address)
 
 
 def _empty(waiting: _Waiting, but: int = 0) -> None:

@@ -103,7 +103,25 @@ class StepMeter:
         """The scheduler has taken the step's tokens in."""
         times, num_tokens = output.times, step.num_tokens
         if self._registry.observers:
-            self._registry.observers.report(self._report(step, output, at))
+            scheduler, pages = self._scheduler, self._scheduler.pages
+            report = StepReport(
+                step=self.num_steps,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_tokens=num_tokens,
+                num_prefill_tokens=num_tokens - int(step.columns().num_tokens[: step.num_decode].sum()),
+                num_preempted=at.num_preempted,
+                free_pages=sum(counts.free for counts in pages.values()),
+                cached_pages=sum(counts.cached for counts in pages.values()),
+                total_pages=sum(counts.total for counts in pages.values()),
+                pages=pages,
+                attn_backend=self._attn_backend,
+                captured=output.captured,
+                schedule_s=at.scheduled_s - at.began_s,
+                plan_s=times.planned_s - at.scheduled_s,
+                run_s=times.arrived_s - times.planned_s,
+            )
+            self._registry.observers.report(report)
         self.num_steps += 1
         self._failed_in_a_row = 0
         self._steps_by_backend[self._attn_backend] += 1
@@ -179,24 +197,3 @@ class StepMeter:
         """Trace what the host does in the next steps, instead of what is being traced. Returns the file it will be in."""
         self._trace = StepTrace(num_steps, self._trace_file)
         return str(self._trace_file)
-
-    def _report(self, step: StepInput, output: StepOutput, at: SteppedAt) -> StepReport:
-        scheduler, times, num_tokens = self._scheduler, output.times, step.num_tokens
-        pages = scheduler.pages
-        return StepReport(
-            step=self.num_steps,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_tokens=num_tokens,
-            num_prefill_tokens=num_tokens - int(step.columns().num_tokens[: step.num_decode].sum()),
-            num_preempted=at.num_preempted,
-            free_pages=sum(counts.free for counts in pages.values()),
-            cached_pages=sum(counts.cached for counts in pages.values()),
-            total_pages=sum(counts.total for counts in pages.values()),
-            pages=pages,
-            attn_backend=self._attn_backend,
-            captured=output.captured,
-            schedule_s=at.scheduled_s - at.began_s,
-            plan_s=times.planned_s - at.scheduled_s,
-            run_s=times.arrived_s - times.planned_s,
-        )

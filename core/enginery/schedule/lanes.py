@@ -125,7 +125,15 @@ class LaneScheduler:
         outputs: list[RequestOutput] = []
         for lane, own, places in zip(self._lanes, step.lanes, step.lane_places, strict=True):
             at = places.tolist()
-            outputs += lane.complete(own, _part(output, at), _of(refused, at))
+            part = msgspec.structs.replace(
+                output,
+                token_ids=[output.token_ids[place] for place in at],
+                logprobs=_of(output.logprobs, at),
+                prompt_logprobs=_of(output.prompt_logprobs, at),
+                embeddings=_of(output.embeddings, at),
+                failed=_of(output.failed, at),
+            )
+            outputs += lane.complete(own, part, _of(refused, at))
         return outputs
 
     def fail(self, failed: StepInput | Iterable[str]) -> list[Request]:
@@ -146,16 +154,6 @@ class LaneScheduler:
 AnyScheduler: TypeAlias = Scheduler | LaneScheduler
 
 
-def _part(output: StepOutput, at: Sequence[int]) -> StepOutput:
-    return msgspec.structs.replace(
-        output,
-        token_ids=[output.token_ids[place] for place in at],
-        logprobs=_of(output.logprobs, at),
-        prompt_logprobs=_of(output.prompt_logprobs, at),
-        embeddings=_of(output.embeddings, at),
-        failed=_of(output.failed, at),
-    )
-
-
 def _of(by_place: Mapping[int, ValueT], at: Sequence[int]) -> dict[int, ValueT]:
+    """What is said of the items at these places, counted from 0."""
     return {own: by_place[place] for own, place in enumerate(at) if place in by_place}

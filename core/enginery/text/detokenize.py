@@ -95,11 +95,9 @@ class StopStrings:
     def _first_that_may_stop(self) -> int:
         """Where in the held text a stop string may have begun; its length if nowhere."""
         first = max(0, len(self._held) - self._longest + 1)
-        candidates = (place for place in range(first, len(self._held)) if self._may_begin(self._held[place:]))
-        return next(candidates, len(self._held))
-
-    def _may_begin(self, text: str) -> bool:
-        return any(stop.startswith(text) and stop != text for stop in self._stops)
+        endings = ((place, self._held[place:]) for place in range(first, len(self._held)))
+        may_begin = (place for place, text in endings for stop in self._stops if stop.startswith(text) and stop != text)
+        return next(may_begin, len(self._held))
 
 
 class _Pieces:

@@ -55,11 +55,13 @@ class Rank:
             assert self._groups is not None, "a rank has met the others"
             self._groups.close()
         except Exception as error:  # the boundary of the process
-            failed = self._failure(error)
-            if not (failed.is_ours or failed.is_lost):
+            is_ours, is_lost = isinstance(error, EnginError), isinstance(error, LostRank)
+            message = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
+            code = error.exit_code if isinstance(error, EnginError) else 1
+            if not (is_ours or is_lost):
                 traceback.print_exc()
-            self._tell(failed)
-            return failed.exit_code
+            self._tell(messages.Failed(rank=self._rank, message=message, exit_code=code, is_ours=is_ours, is_lost=is_lost))
+            return code
         finally:
             self._ended.set()
             self._beating.join()
@@ -100,12 +102,6 @@ class Rank:
 
     def _report(self, progress: BuildProgress) -> None:
         self._standing.phase = f"start: {progress.phase} {progress.done_bytes or ''}".strip()
-
-    def _failure(self, error: Exception) -> messages.Failed:
-        is_ours, is_lost = isinstance(error, EnginError), isinstance(error, LostRank)
-        message = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
-        code = error.exit_code if isinstance(error, EnginError) else 1
-        return messages.Failed(rank=self._rank, message=message, exit_code=code, is_ours=is_ours, is_lost=is_lost)
 
     def _beat(self) -> None:
         link, standing, ended = self._connect(zmq.PUSH, self._boot.reports), self._standing, False

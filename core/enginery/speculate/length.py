@@ -87,13 +87,10 @@ class DraftLength:
     ) -> None:
         self.fixed, self._first, self._most_rows, self._siblings = fixed, FIRST_ON[device], most_rows, siblings
         self._lengths = [length for length in LENGTHS if length <= most] if fixed is None else [fixed]
+        self.most = self._lengths[-1]
         self._accepted = [_ACCEPTED_AT_FIRST] * max(self._lengths)
         self._num_guesses = [_GUESSES_AT_FIRST] * len(self._accepted)
         self._loads: dict[int, _Load] = {}
-
-    @property
-    def most(self) -> int:
-        return self._lengths[-1]
 
     def of(self, num_requests: int) -> int:
         """For the next step of so many requests."""

@@ -90,6 +90,9 @@ def capture_steps(
 def _capture_on_ranks(phases: _Enters, choice: Choice, parts: StepParts) -> CapturedSteps:
     """On GPUs: all sizes, as each rank takes part in the exchanges of every capture; nothing where anything guesses."""
     if choice.drafter is not None:
+        log.warning(
+            "all steps run eagerly, which makes decoding slow: with several ranks none are captured where a drafter guesses"
+        )
         return CapturedSteps()
     capture = CudaCapture(choice.device)
     with phases("graphs"):

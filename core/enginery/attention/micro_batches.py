@@ -8,7 +8,7 @@ import numpy as np
 
 from enginery.attention.axes import cut_at
 from enginery.attention.composite import Composite, Part
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import ForwardBatch, Phase
 
 
 class MicroBatches(Composite):
@@ -21,10 +21,16 @@ class MicroBatches(Composite):
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """Both parts go to the one child: it keeps no plan, so it can hold two."""
-        if batch.num_requests < 2 or capture:
+        count = batch.num_requests
+        if count < 2 or capture:
             yield Part(child=0, rows=None, batch=batch)
             return
-        ends = batch.q_lens_cpu.numpy().cumsum()  # [B]
-        middle = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())
-        for cut in cut_at(batch, middle, int(ends[middle - 1]), (batch.phase, batch.phase)):
+        if batch.phase is Phase.DECODE:  # lengths are equal; to look for the middle takes 18 us of the 90 of planning
+            middle = count // 2
+            first_tokens = middle * batch.decode_len
+        else:
+            ends = batch.q_lens_cpu.numpy().cumsum()  # [B]
+            middle = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())
+            first_tokens = int(ends[middle - 1])
+        for cut in cut_at(batch, middle, first_tokens, (batch.phase, batch.phase)):
             yield Part(child=0, rows=cut.rows, requests=cut.requests, batch=cut.batch)

@@ -34,11 +34,10 @@ from enginery.schedule.request import Request
 from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
-from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.drafts.guesses import Guesses
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.decode_graphs import finds_starts
 from enginery.worker.paths.path import Launched
-from enginery.worker.paths.running_step import RunningStep
+from enginery.worker.paths.running_step import Guesses, RunningStep
 
 MAX_FAILED_STEPS: Final = 3
 

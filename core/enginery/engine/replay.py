@@ -19,7 +19,7 @@ import torch
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import FULL
 from enginery.contracts.step import Run, StepInput
-from enginery.engine.build import BuiltParts, build_parts, build_runner
+from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.recording import RecordedStep, Recording
 from enginery.errors import ConfigError
 from enginery.plugin.registry import Registry
@@ -27,7 +27,9 @@ from enginery.schedule.one_lane import num_pages
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.trees import depths_of, parents_of
 from enginery.worker.layout import begins_of, sampled_seats
+from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.path import Launched
+from enginery.worker.runner import Captured, Runner
 
 TOLERANCES: Final = {"float32": 1e-3}  # of attention and logits, as a part of the largest value
 ROUNDED: Final = 0.1  # where activations have 8 or 11 bits, whose rounding adds up over the layers
@@ -81,7 +83,7 @@ class Replica:
     def __init__(self, parts: BuiltParts) -> None:
         self.name = parts.choice.attention.name
         self.dtype = parts.choice.settings.dtype
-        self._runner = build_runner(dataclasses.replace(parts, graphs=None, pieces=None, draft_model=None, draft_graphs=None))
+        self._runner = Runner(parts.step, tables=PageTables(parts.geometry), captured=Captured())
         self._calls: list[Wrote] = []
         self.socket = parts.socket
         self.socket.on_written = lambda call: self._calls.append(Wrote(call.layer.global_id, call.out.clone()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeGuard
+from typing import SupportsIndex, TypeGuard, cast
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
@@ -38,7 +38,6 @@ class PromptEncoder:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None if it has no tokenizer.json."""
         return None if self.text is None else self.text.tokenizer
 
     def encode(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -73,10 +72,11 @@ class PromptEncoder:
         """The tokens of one prompt: text, token ids, or the messages of a chat. Raises `RequestError`."""
         if isinstance(prompt, str):
             return self.encode(prompt)
-        return self.encode_chat(prompt) if _is_chat(prompt) else _token_ids(prompt)
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return self.encode_chat(cast("Messages", prompt))
+        return _token_ids(prompt)
 
     def close(self) -> None:
-        """End the process that renders chat templates."""
         if self.text is not None:
             self.text.template.close()
 
@@ -107,12 +107,7 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
     return params or SamplingParams()
 
 
-def _is_chat(prompt: object) -> TypeGuard[Messages]:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
 def _token_ids(prompt: object) -> tuple[int, ...]:
-    """A prompt of whole numbers of any kind, as ints. Raises `RequestError`."""
     ids = tuple(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else (None,)
     if set(map(type, ids)) <= {int}:  # looking at each in Python takes ten times as long
         return ids

@@ -84,7 +84,7 @@ def told_of(engine: Engine, batches: list[list[GenerationRequest]], **more: obje
 
 @in_turn(
     ("mesh", MESHES),
-    ("family", ["llama", "qwen3_next", "deepseek-v2-lite-experts", "gpt-oss", "gemma2", "mamba2"]),
+    ("family", ["llama", "lfm2", "deepseek-v2-lite-experts", "gpt-oss", "gemma2", "mamba2"]),
     ("changes", [{}, {"micro_batches": True}, {"check_attention": True}, {"prefix_cache": False}, {"overlap": False}]),
 )
 def test_every_request_is_told_what_a_cpu_tells(
@@ -102,13 +102,13 @@ def test_every_request_is_told_what_a_cpu_tells(
         captures = engine._runner.graphs is not None
         while engine.prepare():
             pass
-        found += told_of(engine, batches)
+        found += told_of(engine, batches[1:])
         assert captures == (mesh in ("one", "tp") and "check_attention" not in changes)
         assert (engine.meter.stats().num_graph_steps > 20) == captures
         assert (engine._runner.pieces is not None) == captures
         if "check_attention" not in changes:
             assert not any(device.waits for device in devices), "the host waits for results alone"
-    for each, wanted in zip(found, expected * 2, strict=True):
+    for each, wanted in zip(found, expected + expected[1:], strict=True):
         assert_equal(each, wanted, within=1e-4)
 
 

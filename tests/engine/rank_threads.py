@@ -1,6 +1,7 @@
-"""Engines of several tensor ranks whose others are threads of this process: a start takes no longer than theirs together.
+"""Engines of several ranks whose others are threads of this process: a start takes no longer than theirs together.
 
-What ranks exchange is compared: all have to be in the same exchange, or both raise.
+What ranks exchange is compared: all have to be in the same exchange, or both raise. Tensor ranks, lanes and stages, also on devices
+that are simulated.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from cuda_on_host import launched
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.step import StepInput, StepOutput, pack, unpack
-from enginery.engine.build import BuiltParts, Place, build_parts, build_runner
+from enginery.engine.build import BuiltParts, Place, build_parts
 from enginery.engine.engine import Engine
+from enginery.engine.ranks.process import follower_of
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import Meeting
 from enginery.worker.choice import Choice
+from enginery.worker.device import devices_of_ranks, torch_device
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks import groups
 from enginery.worker.ranks.gloo import Standing
@@ -35,16 +40,24 @@ class Meetings:
 
     def __init__(self) -> None:
         self._lock, self._found = threading.Lock(), dict[str, Meeting]()
+        self._ways = dict[tuple[object, ...], queue.SimpleQueue[Any]]()
 
     def of(self, name: str, size: int) -> Meeting:
         with self._lock:
             return self._found.setdefault(name, Meeting(size))
+
+    def way(self, *ends: object) -> queue.SimpleQueue[Any]:
+        """Of what one rank of a group sends to another."""
+        with self._lock:
+            return self._ways.setdefault(ends, queue.SimpleQueue())
 
     def abort(self) -> None:
         """Nobody waits any more."""
         with self._lock:
             for meeting in self._found.values():
                 meeting.abort()
+            for way in self._ways.values():
+                way.put(None)
 
 
 class ThreadGroup:
@@ -54,7 +67,7 @@ class ThreadGroup:
 
     def __init__(self, store: Meetings, name: str, *, rank: int, size: int, standing: Standing, host: str) -> None:
         self.rank, self.size = rank, size
-        self._meeting = store.of(name, size)
+        self._store, self._name, self._meeting = store, name, store.of(name, size)
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
         found = self._meeting.exchange(self.rank, (what, value))
@@ -64,6 +77,10 @@ class ThreadGroup:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         parts = self._exchange("sum", x.clone())
         return torch.stack(parts).sum(0)
+
+    def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._exchange("own part of the sum", x.clone())
+        return torch.stack(parts).sum(0).chunk(self.size)[self.rank]
 
     def smallest(self, values: Sequence[int]) -> list[int]:
         return [min(each) for each in zip(*self._exchange("smallest", values), strict=True)]
@@ -80,6 +97,57 @@ class ThreadGroup:
 
     def texts(self, text: str) -> list[str]:
         return self._exchange("texts", text)
+
+    def send(self, x: torch.Tensor, rank: int) -> tuple[torch.Tensor, Sent]:
+        self._store.way(self._name, self.rank, rank).put(x.clone())
+        return x, Sent()
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        found: torch.Tensor | None = self._store.way(self._name, rank, self.rank).get(timeout=50)
+        if found is None:
+            raise threading.BrokenBarrierError
+        assert (found.shape, found.dtype) == (tuple(shape), dtype), "what is sent is what is waited for"
+        return found
+
+
+class Sent:
+    """In place of the work of a group of torch's."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class DeviceThreadGroup:
+    """In place of `enginery.worker.ranks.nccl.DeviceGroup`, of devices that are simulated: graphs exchange anew."""
+
+    def __init__(self, store: Meetings, name: str, *, rank: int, size: int, standing: Standing, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._hosts = ThreadGroup(store, f"{name} on devices", rank=rank, size=size, standing=standing, host="")
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return launched(lambda out: out.copy_(self._hosts.sum(out)), x, writes=True)
+
+    def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return launched(self._hosts.own_part_sum, x)
+
+    def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return launched(self._hosts.of_all, x)
+
+    def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return launched(self._hosts.at_first, x, writes=True)
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        return launched(self._hosts.from_first, x, writes=True)
+
+    def send(self, x: torch.Tensor, rank: int) -> tuple[torch.Tensor, Sent]:
+        launched(lambda sent: self._hosts.send(sent, rank)[0], x, writes=True)
+        return x, Sent()
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        out = torch.empty(*shape, dtype=dtype, device=self.device)
+        return launched(lambda there: there.copy_(self._hosts.receive(shape, dtype, rank)), out, writes=True)
+
+    def close(self) -> None: ...
 
 
 Guesses = list[list[list[int]]]
@@ -104,26 +172,38 @@ class ThreadRanks:
     """Implements `Ranks`. guesses: of each rank. others: options that all but the first have of their own."""
 
     def __init__(self, asked: EngineOptions, registry: Registry, others: Mapping[str, Any]) -> None:
+        """The first rank's thread is the one that makes this."""
         self._others = others
-        self.options = dataclasses.replace(asked, overlap=bool(asked.overlap), graphs=False)  # threads tell no exchanges
+        self._devices = devices_of_ranks(asked)
+        on_host = torch_device(self._devices[0]).type == "cpu"
+        overlap = not on_host and asked.pp == 1 if asked.overlap is None else asked.overlap
+        graphs = asked.graphs and not on_host  # threads of a host tell no exchanges
+        self.options = dataclasses.replace(asked, overlap=overlap, graphs=graphs, wait_for_kernels=True)
         self._registry, self._meetings = registry, Meetings()
-        self._mesh = ParallelFacts(tensor_size=asked.tp)
+        self._mesh = ParallelFacts(tensor_size=asked.tp, num_lanes=asked.dp_attention, num_stages=asked.pp, cuts_experts=asked.ep)
+        count = self._mesh.num_ranks
         self._groups: dict[int, RankGroups] = {}
         self._errors: list[BaseException] = []
-        self._steps = [queue.SimpleQueue[bytes | None]() for _ in range(1, asked.tp)]
-        self.guesses: list[Guesses] = [[] for _ in range(asked.tp)]
-        self._threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(1, asked.tp)]
+        self._steps = [queue.SimpleQueue[bytes | None]() for _ in range(1, count)]
+        self.guesses: list[Guesses] = [[] for _ in range(count)]
+        self._threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(1, count)]
         for thread in self._threads:
             thread.start()
 
     def build(self, rank: int = 0) -> BuiltParts:
-        options = dataclasses.replace(self.options, **self._others) if rank else self.options
+        options = dataclasses.replace(self.options, device=self._devices[rank], **self._others if rank else {})
         return build_parts(options, self._registry, place=Place(self._mesh.of_rank(rank), self._meeting(rank)))
 
     def _meeting(self, rank: int) -> Callable[[Choice], RankGroups]:
         def meet(choice: Choice) -> RankGroups:
             refuse_for_ranks(choice)
-            self._groups[rank] = RankGroups(self._meetings, self._mesh.of_rank(rank), host="", standing=Standing())  # type: ignore[arg-type]
+            self._groups[rank] = RankGroups(
+                self._meetings,  # type: ignore[arg-type]
+                choice.parallel.of_rank(rank),
+                host="",
+                standing=Standing(),
+                device=choice.device,
+            )
             self._groups[rank].compare(choice)
             return self._groups[rank]
 
@@ -131,9 +211,11 @@ class ThreadRanks:
 
     def _run(self, rank: int) -> None:
         try:
-            runner = build_runner(self.build(rank))
-            self.guesses[rank] = noted(runner)
-            follower = Follower(runner, self._groups[rank].tensor, tells_tokens=bool(self.options.overlap))
+            if (device := torch_device(self._devices[rank])).type != "cpu":
+                torch.cuda.set_device(device)
+            follower = follower_of(self.build(rank), self._groups[rank])
+            if isinstance(follower, Follower):
+                self.guesses[rank] = noted(follower._runner)
             while (frame := self._steps[rank - 1].get()) is not None:
                 follower.run(unpack(frame))
         except BaseException as error:
@@ -147,7 +229,7 @@ class ThreadRanks:
 
     def share(self, running: RunningStep) -> None:
         if self.options.overlap:
-            share_tokens(self._groups[0].tensor, running.step, running.sampled)
+            share_tokens(self._groups[0].everyone, running.step, running.marked)
 
     def wait(self, running: RunningStep) -> StepOutput:
         return running.wait()
@@ -173,22 +255,21 @@ class ThreadRanks:
 
 @contextlib.contextmanager
 def on_threads(asked: EngineOptions, registry: Registry, **others: object) -> Iterator[tuple[Engine, ThreadRanks]]:
-    """An engine of so many ranks as are asked for. At the end all ranks have made the same guesses."""
-    plain = groups.Group
-    groups.Group = ThreadGroup  # type: ignore[assignment,misc]
-    ranks = ThreadRanks(asked, registry, others)
-    try:
+    """An engine of so many ranks as are asked for. At the end all tensor ranks have made the same guesses."""
+    with patch.multiple(groups, Group=ThreadGroup, DeviceGroup=DeviceThreadGroup):
+        ranks = ThreadRanks(asked, registry, others)
         try:
-            engine = Engine(ranks.build(), registry, asked, ranks=ranks)
-            ranks.guesses[0] = noted(engine._runner)
-        except BaseException as error:
-            ranks.failed(error)
-            raise
-        yield engine, ranks
-        engine.close()
-    finally:
-        groups.Group = plain  # type: ignore[misc]
-        ranks._meetings.abort()
-        ranks.end()
+            try:
+                engine = Engine(ranks.build(), registry, asked, ranks=ranks)
+                ranks.guesses[0] = noted(engine._runner)
+            except BaseException as error:
+                ranks.failed(error)
+                raise
+            yield engine, ranks
+            engine.close()
+        finally:
+            ranks._meetings.abort()
+            ranks.end()
     ranks.check()
-    assert all(guesses == ranks.guesses[0] for guesses in ranks.guesses)
+    if asked.pp == 1:
+        assert all(guesses == ranks.guesses[0] for guesses in ranks.guesses)

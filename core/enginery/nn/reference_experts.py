@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from enginery.contracts.ops import ExpertBiases, ExpertsFn, Routed, Routing
 from enginery.contracts.weights import ExpertsShape, StoredWeight
+from enginery.errors import Unsupported
 from enginery.nn.activation import gated
 from enginery.nn.stored import one_expert, widen
 
@@ -42,12 +43,19 @@ def bind_experts(
     shape: ExpertsShape,
     biases: ExpertBiases | None = None,
 ) -> ExpertsFn:
-    """Stored weights are widened when an expert is used. A weight of zero adds nothing, and takes no time."""
+    """Stored weights are widened when an expert is used. A weight of zero adds nothing, and takes no time.
+
+    The host reads which experts are used, so on a device the function raises `Unsupported` while a graph is captured.
+    """
 
     def weight(of: torch.Tensor | StoredWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:
         return of[expert] if isinstance(of, torch.Tensor) else widen(one_expert(of, expert), dtype)
 
     def experts(x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        if routed.ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                "experts in plain torch wait for the device, which no graph can; no chosen operations have kernels for them"
+            )
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         for expert in torch.unique(routed.ids).tolist():
             token, place = ((routed.ids == expert) & (routed.weights != 0)).nonzero(as_tuple=True)

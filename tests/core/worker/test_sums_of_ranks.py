@@ -6,6 +6,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.versions import HookGroup
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.records import Offer
+from enginery.worker.ranks import groups
 from enginery.worker.ranks.collectives import HeadColumns, RankCollectives
 from enginery.worker.ranks.gloo import Standing
 from enginery.worker.ranks.peers import CountedStore, Peers, bind_peer_ops
@@ -90,6 +92,35 @@ def test_without_a_kernel_the_group_sums() -> None:
     group = Doubling()
     collectives(group).add_rms_norm(torch.randn(1, 64), torch.zeros(1, 64), torch.ones(64), 1e-5)
     assert group.calls == ["sum"]
+
+
+def test_one_rank_sums_nothing() -> None:
+    """As of stages, and of lanes, whose layers nobody else has a part of."""
+    group, across, partial = Doubling(size=1), Doubling(), torch.randn(4, 64)
+    alone = collectives(group)
+    assert alone.sum(partial) is partial
+    normed = alone.add_rms_norm(partial, torch.zeros(4, 64), torch.ones(64), 1e-5)
+    assert torch.equal(normed, reference_ops().add_rms_norm(partial, torch.zeros(4, 64), torch.ones(64), 1e-5))
+    assert torch.equal(collectives(group, across=across).own_rows_sum(partial), 2 * partial[:2])
+    assert (group.calls, across.calls) == ([], ["own part"])
+
+
+@pytest.mark.parametrize(("place", "wanted"), [(ParallelFacts(), False), (ParallelFacts(tensor_size=2), True)])
+def test_one_rank_reaches_no_memory_of_peers(monkeypatch: pytest.MonkeyPatch, place: ParallelFacts, wanted: bool) -> None:
+    class OnGpu(Doubling):
+        device = torch.device("cuda", 0)
+
+        def __init__(self, *given: object, rank: int, size: int, **named: object) -> None:
+            super().__init__(rank, size)
+
+    bound = Kernel()
+    monkeypatch.setattr(groups, "Group", OnGpu)
+    monkeypatch.setattr(groups, "DeviceGroup", OnGpu)
+    monkeypatch.setattr(groups, "bind_peer_ops", lambda *given: bound)
+    made = groups.RankGroups(
+        torch.distributed.HashStore(), place, host=groups.LOOPBACK, standing=Standing(), device=OnGpu.device
+    ).collectives(reference_ops(), cast("Any", SimpleNamespace(ops=(), facts=SimpleNamespace(vocab_size=7))))
+    assert made.peer_ops is (bound if wanted else None)
 
 
 @pytest.mark.parametrize(("rows", "by_kernel"), [(1, True), (100, False)])

@@ -21,7 +21,7 @@ import zmq
 
 from enginery.contracts.engine import BuildProgress
 from enginery.contracts.step import unpack
-from enginery.engine.build import Place, build_parts, build_runner
+from enginery.engine.build import BuiltParts, Place, build_parts, build_runner
 from enginery.engine.child_process import die_with_parent, read_frame
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.keys import RankKey
@@ -75,10 +75,7 @@ class Rank:
         parts = build_parts(boot.options, registry, self._report, place=Place(boot.parallel, self._meet))
         groups = self._groups
         assert groups is not None, "a rank has met the others"
-        if not groups.parallel.is_last_stage:
-            tables, lanes = PageTables(parts.geometry), groups.lanes(parts.geometry)
-            return EarlyStage(parts.step, tables=tables, lanes=lanes)
-        return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)
+        return follower_of(parts, groups)
 
     def _follow(self, follower: Follower | EarlyStage) -> None:
         steps = self._connect(zmq.PAIR, self._boot.steps)
@@ -123,6 +120,13 @@ class Rank:
 
     def _tell(self, message: messages.FromRank) -> None:
         self._reports.send(messages.encode(message))
+
+
+def follower_of(parts: BuiltParts, groups: RankGroups) -> Follower | EarlyStage:
+    """What runs this rank's part of each step."""
+    if not groups.parallel.is_last_stage:
+        return EarlyStage(parts.step, tables=PageTables(parts.geometry), lanes=groups.lanes(parts.geometry))
+    return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import FULL
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.ops import OpSpec
+from enginery.errors import Unsupported
 from enginery.plugin.records import Offer
 from enginery.plugin.selection import op_winners
 from enginery.worker.choice import Choice
@@ -44,13 +45,23 @@ Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  
 def capture_steps(
     phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> Captured:
-    """A draft model whose steps cannot be captured runs eagerly behind the target's that are."""
+    """A draft model whose steps cannot be captured runs eagerly behind the target's that are; all do where an operation cannot."""
     if not choice.settings.max_graph_requests:
         return Captured()
     if choice.device.type == "cpu":
         return Captured(_recorded_steps(choice, parts, guesses=draft_model is not None))
-    if choice.parallel.num_ranks > 1:
-        return _capture_on_ranks(phases, choice, parts)
+    try:
+        several = choice.parallel.num_ranks > 1
+        return _capture_on_ranks(phases, choice, parts) if several else _capture_alone(phases, choice, parts, draft, draft_model)
+    except Unsupported as error:  # the same on all ranks
+        log.warning("all steps run eagerly, which makes decoding slow: %s", error)
+        return Captured()
+
+
+def _capture_alone(
+    phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+) -> Captured:
+    """On a GPU: the others when they are needed, or in idle moments."""
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)

@@ -88,7 +88,7 @@ class RankCollectives:
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, C], in place."""
-        return self.group.sum(partial)
+        return self.group.sum(partial) if self.group.size > 1 else partial
 
     def all_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The lanes have as many rows each."""
@@ -96,7 +96,7 @@ class RankCollectives:
 
     def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
         """[L N, C] of L lanes -> [N, C]: first over the lanes, as each has rows of its own, then within this one."""
-        return self.group.sum(partial if self.across is None else self.across.own_part_sum(partial))
+        return self.sum(partial if self.across is None else self.across.own_part_sum(partial))
 
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
@@ -104,7 +104,7 @@ class RankCollectives:
         """In one kernel where one takes so much, or the sum, then the operation."""
         if self.peer_ops is not None and self.peer_ops.takes_sum(partial, residual, weight):
             return self.peer_ops.add_rms_norm(partial, residual, weight, eps)
-        total = self.own_rows_sum(partial) if of_all_lanes else self.group.sum(partial)
+        total = self.own_rows_sum(partial) if of_all_lanes else self.sum(partial)
         return self.ops.add_rms_norm(total, residual, weight, eps)
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ class RankGroups(Met):
     def collectives(self, ops: OpTable, choice: Choice) -> RankCollectives:
         """Among the ranks of the stage. On GPUs of one host that reach each other's memory, with sums in the norms behind them."""
         peer_ops = None
-        if self._is_one_host and self.tensor.device.type != "cpu" and self.parallel.num_lanes == 1:
+        if self._is_one_host and self.tensor.device.type != "cpu" and self.parallel.num_lanes == 1 < self.tensor.size:
             peers = Peers(self._store, self.world, self.parallel, self.tensor.device)
             peer_ops = bind_peer_ops(choice.ops, peers, self._standing)
         head = HeadColumns(self.everyone, choice.facts.vocab_size, peer_ops)

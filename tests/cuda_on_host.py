@@ -1,0 +1,400 @@
+"""A CUDA device that is simulated in host memory, so that what an engine does on one alone is run where there is none.
+
+    tensor     of a device: its values are on the host, and an operation may have no other tensor than those of its device
+    copy       to the host: what was there is lost at once, and what was copied comes when the device was waited for (`Event`)
+    graph      the calls of torch that were made while it was captured, done again in the same memory; of what was there before,
+               it keeps nothing alive
+
+What a device refuses during a capture raises here too: waiting for it, copies from and to the host. Kernels of Triton and CUDA do
+not run. `simulated` replaces functions of torch for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+COUNT: Final = 8  # devices
+_FREE_BYTES: Final = 1 << 30
+_MADE: Final = ("empty", "zeros", "ones", "full", "tensor", "arange", "as_tensor", "rand", "randn", "empty_like", "zeros_like")
+_WAIT: Final = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "equal")
+_ALIKE: Final = ("contiguous", "reshape", "to", "float", "flatten", "expand_as", "type_as", "long", "int")  # at times no copy
+_OF_TENSOR: Final = {
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.storage_offset),
+    *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__len__, torch.Tensor.is_floating_point),
+    *(torch.Tensor.is_contiguous, torch.Tensor.element_size, torch.Tensor.__hash__, torch.Tensor.is_inference),
+}
+_quietly: Final = torch._C.DisableTorchFunctionSubclass  # operations inside are the host's own
+
+
+class _Here(threading.local):
+    """Of a thread."""
+
+    index = 0
+    capturing: Graph | None = None
+
+
+here: Final = _Here()
+
+
+class Device:
+    """Copies to the host that have not come. waits: how often the host waited for it but at events."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self.num_sent = self.num_come = self.waits = 0
+
+    def send(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        self._coming.append((out, values.clone()))
+        out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min if out.dtype != torch.bool else 1)
+        self.num_sent += 1
+
+    def wait(self, until: int | None = None) -> None:
+        with _quietly(), torch.inference_mode():
+            while self.num_come < (self.num_sent if until is None else until):
+                out, values = self._coming.popleft()
+                out.copy_(values)
+                self.num_come += 1
+
+
+DEVICES: list[Device] = []
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of one of the devices; each has a class of its own."""
+
+    index = -1
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: torch.device("cuda", self.index))  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if func in _OF_TENSOR or name == "__get__":
+            with _quietly():
+                found = func(*args, **kwargs)
+                return found.as_subclass(type(args[0])) if isinstance(found, torch.Tensor) else found
+        if name == "copy_":
+            return _copied(*args, **kwargs)
+        if name in ("numpy", "__array__", "pin_memory", "cuda"):
+            raise TypeError(f"{name} of a tensor of cuda:{cls.index}")
+        if name in ("to", "cpu"):
+            return _moved(func, name, *args, **kwargs)
+        if name in _WAIT:
+            _may_wait(name)
+            DEVICES[_of(args).index].waits += 1
+        if (asked := kwargs.get("device")) is not None:
+            assert torch.device(asked).type == "cuda", "made on the host like one of a device"
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+        return launched(func, *args, **kwargs)
+
+
+CLASSES: Final = [type(f"OnDevice{index}", (OnDevice,), {"index": index}) for index in range(COUNT)]
+
+
+def _of(args: Any) -> type[OnDevice]:
+    """The class of the tensors of a device. Raises AssertionError where there are others beside them."""
+    found: type[OnDevice] | None = None
+    for each in tree_leaves(args):
+        if isinstance(each, OnDevice):
+            assert found in (None, type(each)), f"tensors of cuda:{found.index} and cuda:{each.index}"  # type: ignore[union-attr]
+            found = type(each)
+        elif isinstance(each, torch.Tensor):
+            assert each.dim() == 0, f"a tensor {list(each.shape)} of the host beside those of a device"
+    assert found is not None, "there is a tensor of a device"
+    return found
+
+
+def launched(func: Callable[..., Any], *args: Any, writes: bool = False, **kwargs: Any) -> Any:
+    """What a function gives of tensors of a device, to which it belongs too; done again by the graph that is captured.
+
+    writes: it does more than to give it.
+    """
+    own = _of((args, kwargs))
+    with _quietly():
+        leaves, spec = tree_flatten(func(*args, **kwargs))
+        leaves = [
+            each.as_subclass(own) if isinstance(each, torch.Tensor) and not isinstance(each, OnDevice) else each for each in leaves
+        ]
+    result = tree_unflatten(leaves, spec)
+    if here.capturing is not None:
+        here.capturing.add(func, args, kwargs, leaves, writes=writes)
+    return result
+
+
+def _may_wait(what: str) -> None:
+    if here.capturing is not None:
+        raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+
+
+def _copied(out: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if isinstance(out, OnDevice) and isinstance(values, OnDevice):
+        return launched(torch.Tensor.copy_, out, values)
+    _may_wait("a copy from or to the host")
+    with _quietly():
+        if isinstance(out, OnDevice):
+            return out.copy_(values)
+        assert isinstance(values, OnDevice)
+        device = DEVICES[values.index]
+        device.send(values.as_subclass(torch.Tensor), out)
+    if not non_blocking:
+        device.waits += 1
+        device.wait()
+    return out
+
+
+def _moved(func: Any, name: str, values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`to` and `cpu` of a tensor of a device."""
+    asked = [torch.device(each) for each in (*args, kwargs.get("device")) if isinstance(each, str | torch.device)]
+    if name == "cpu":
+        asked = [torch.device("cpu")]
+    if not asked or asked[0].type == "cuda":
+        args = tuple(each for each in args if not isinstance(each, str | torch.device))
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
+        return launched(func, values, *args, **kwargs) if args or kwargs else values
+    _may_wait(name)
+    dtype = next((each for each in (*args, kwargs.get("dtype")) if isinstance(each, torch.dtype)), values.dtype)
+    with _quietly():
+        converted = values.as_subclass(torch.Tensor).to(dtype)
+        out = torch.empty_like(converted)
+        DEVICES[values.index].send(converted, out)  # type: ignore[attr-defined]
+        if not kwargs.get("non_blocking"):
+            DEVICES[values.index].waits += 1
+            DEVICES[values.index].wait()
+    return out
+
+
+class _Call(NamedTuple):
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    results: list[Any]
+
+
+class Graph:
+    """In place of `torch.cuda.CUDAGraph`. What is computed while it is captured is lost: no kernel runs then."""
+
+    def __init__(self, *args: object) -> None:
+        self._calls: list[_Call] = []
+        self._outer: list[StorageWeakRef] = []
+        self._own: dict[int, torch.UntypedStorage] = {}  # by address
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        assert here.capturing is None, "another graph is captured"
+        here.capturing = self
+
+    def capture_end(self) -> None:
+        assert here.capturing is self, "it is captured"
+        here.capturing = None
+        with _quietly(), torch.inference_mode():
+            for storage in self._own.values():
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
+            self._calls = [call._replace(args=self._lent(call.args), kwargs=self._lent(call.kwargs)) for call in self._calls]
+
+    def add(self, func: Callable[..., Any], args: Any, kwargs: Any, results: list[Any], *, writes: bool = False) -> None:
+        """A call. writes: whatever its name is."""
+        with _quietly():
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            places = {each.untyped_storage().data_ptr() for each in given}
+            name, made = func.__name__, [each for each in results if isinstance(each, torch.Tensor)]
+            fresh = [each for each in made if each.untyped_storage().data_ptr() not in places]
+            writes |= (name.endswith("_") and not name.startswith("__")) or name == "__setitem__" or name.startswith("__i")
+            if not (fresh or writes or "out" in kwargs):
+                return  # another view of what there is
+            self._own |= {each.untyped_storage().data_ptr(): each.untyped_storage() for each in fresh}
+        self._calls.append(_Call(func, args, kwargs, fresh and results))
+
+    def _lent(self, values: Any) -> Any:
+        leaves, spec = tree_flatten(values)
+        return tree_unflatten([self._address(each) if isinstance(each, torch.Tensor) else each for each in leaves], spec)
+
+    def _address(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, which is not kept: what the graph has not made itself, somebody else has to hold."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._own or not storage.nbytes():
+            return tensor
+        if isinstance(tensor, OnDevice) and storage.data_ptr() not in _LENT:
+            self._outer.append(StorageWeakRef(storage))
+        return _at(storage.data_ptr(), storage.nbytes(), tensor).as_subclass(type(tensor))
+
+    def replay(self) -> None:
+        assert here.capturing is None, "a graph is captured"
+        for each in self._outer:
+            assert not each.expired(), "the graph reads or writes memory that nobody holds any more"
+        with _quietly(), torch.inference_mode():
+            for func, args, kwargs, results in self._calls:
+                again = tree_leaves(func(*args, **kwargs))
+                for there, value in zip(results, again, strict=bool(results)):
+                    if isinstance(there, torch.Tensor) and there is not value:
+                        there.copy_(value)
+
+
+_LENT: set[int] = set()  # addresses of memory that graphs hold
+
+
+def _at(address: int, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    found = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=like.dtype).set_(found, like.storage_offset(), like.size(), like.stride())
+
+
+class Event:
+    """In place of `torch.cuda.Event`."""
+
+    def __init__(self, **named: object) -> None:
+        self._mark: tuple[Device, int] | None = None
+
+    def record(self, stream: object = None) -> None:
+        _may_wait("an event")
+        device = DEVICES[here.index]
+        self._mark = device, device.num_sent
+
+    def synchronize(self) -> None:
+        assert self._mark is not None, "it is recorded"
+        self._mark[0].wait(self._mark[1])
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+
+class Stream:
+    """In place of `torch.cuda.Stream`: there is one order of things."""
+
+    def __init__(self, device: object = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def synchronize(self) -> None:
+        DEVICES[here.index].wait()
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record()
+        return event
+
+
+class _Runtime:
+    def cudaHostRegister(self, *given: int) -> int:  # CUDA's names
+        return 0
+
+    def cudaHostUnregister(self, *given: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _graph(graph: Graph, **named: object) -> Iterator[None]:
+    graph.capture_begin()
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
+@contextlib.contextmanager
+def _on(device: torch.device | int) -> Iterator[None]:
+    before, here.index = here.index, device if isinstance(device, int) else device.index or 0
+    try:
+        yield
+    finally:
+        here.index = before
+
+
+def _set_device(device: torch.device) -> None:
+    here.index = device.index
+
+
+def _synchronize(device: object = None) -> None:
+    _may_wait("synchronize")
+    DEVICES[here.index if device is None else torch.device(device).index or 0].wait()  # type: ignore[arg-type]
+
+
+def _making(func: Callable[..., Any]) -> Callable[..., Any]:
+    """With `device`, a tensor there."""
+
+    @functools.wraps(func)
+    def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return func(*args, **({} if device is None else {"device": device}), **kwargs)
+        own = CLASSES[here.index if (index := torch.device(device).index) is None else index]
+        facts = getattr(args[0], "__cuda_array_interface__", None) if args else None
+        if facts is not None:  # memory that a graph has
+            dtype = {"|u1": torch.uint8, "<i2": torch.int16, "<i4": torch.int32}[facts["typestr"]]
+            size = dtype.itemsize
+            strides, address = [stride // size for stride in facts["strides"]], facts["data"][0]
+            reach = size * (1 + sum((count - 1) * stride for count, stride in zip(facts["shape"], strides, strict=True)))
+            _LENT.add(address)
+            with _quietly():
+                like = torch.empty_strided(facts["shape"], strides, dtype=dtype, device="meta")
+                return _at(address, reach, like).as_subclass(own)
+        with _quietly():
+            values = func(*args, **kwargs).as_subclass(own)
+        if here.capturing is not None:
+            here.capturing.add(func, args, kwargs, [values])
+        return values
+
+    return made
+
+
+def _moving(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`to` and the like of tensors of the host."""
+
+    @functools.wraps(func)
+    def moved(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked = [torch.device(each) for each in (*args, kwargs.get("device")) if isinstance(each, str | torch.device)]
+        if isinstance(values, OnDevice) or not asked or asked[0].type != "cuda":
+            return func(values, *args, **kwargs)
+        _may_wait("a copy from the host")
+        args = tuple(each for each in args if not isinstance(each, str | torch.device))
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
+        found = func(values, *args, **kwargs) if args or kwargs else values
+        return found.clone().as_subclass(CLASSES[here.index if asked[0].index is None else asked[0].index])
+
+    return moved
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[list[Device]]:
+    """So many devices, which are new."""
+    DEVICES[:] = [Device() for _ in range(COUNT)]
+    _LENT.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _MADE:
+            patch.setattr(torch, name, _making(vars(torch)[name]))
+        patch.setattr(torch.Tensor, "to", _moving(torch.Tensor.to))
+        patch.setattr(torch.Tensor, "pin_memory", lambda values: values.clone())
+        generator = torch.Generator
+        patch.setattr(torch, "Generator", lambda device=None: generator())
+        for name, stands_in in {
+            "is_available": lambda: True,
+            "device_count": lambda: COUNT,
+            "mem_get_info": lambda index=0: (_FREE_BYTES, _FREE_BYTES),
+            "get_device_name": lambda index=0: "simulated",
+            "get_device_capability": lambda index=0: (9, 0),
+            "set_device": _set_device,
+            "device": _on,
+            "synchronize": _synchronize,
+            "empty_cache": lambda: None,
+            "cudart": _Runtime,
+            "check_error": lambda code: None,
+            "Event": Event,
+            "Stream": Stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "current_stream": lambda device=None: Stream(device),
+            "is_current_stream_capturing": lambda: here.capturing is not None,
+            "CUDAGraph": Graph,
+            "graph": _graph,
+            "graph_pool_handle": lambda: (0, 0),
+        }.items():
+            patch.setattr(torch.cuda, name, stands_in)
+        yield DEVICES

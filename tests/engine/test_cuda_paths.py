@@ -1,0 +1,229 @@
+"""What an engine does on CUDA devices alone: warming up, graphs, overlap, exchanges. Devices are simulated (`cuda_on_host`).
+
+Tokens are those of one rank on the CPU, whatever is asked for; ranks are threads. What is simulated is torch: no kernel of a plugin
+runs, and attention is `engine.captured_backends`'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import noise
+import pytest
+from cuda_on_host import Device, simulated
+from engine.captured_backends import EXPERTS, captured
+from engine.rank_pair import Told, request, serve
+from engine.rank_threads import on_threads
+from engine.test_draft_models import SAID, embedded, prompt_of
+from engine.test_rank_processes import ASKED, PROMPTS, assert_equal, folder_of
+from engine.test_ranks import RECURRENT
+from pairwise import in_turn
+
+from enginery.config.schema import EngineOptions
+from enginery.contracts.ops import OpSpec
+from enginery.contracts.request import GenerationRequest
+from enginery.engine import build as build_module
+from enginery.engine import changeover as changeover_module
+from enginery.engine.engine import Engine
+from enginery.engine.recording import read_recording
+from enginery.engine.replay import build_replica, compare_tokens, replay_options
+from enginery.plugin.records import Offer
+from enginery.plugin.registry import Registry
+
+MESHES: Mapping[str, Mapping[str, object]] = {
+    "one": {},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "lanes": {"dp_attention": 2},
+    "tp pp": {"tp": 2, "pp": 2},
+    "lanes pp": {"dp_attention": 2, "pp": 2},
+}
+FEW: Mapping[str, object] = {"num_pages": 20, "max_model_len": 48, "max_batch_tokens": 16, "max_batch_requests": 6}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+def options(**changes: object) -> EngineOptions:
+    given = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "num_threads": 1, "page_size": 4, "num_pages": 128}
+    sizes = {"max_batch_requests": 6, "max_batch_tokens": 40, "max_model_len": 64}
+    return EngineOptions(**{**noise.OPTIONS, **given, **sizes, **changes})
+
+
+@contextmanager
+def on_cuda(
+    asked: EngineOptions, registry: Registry, *, ops: Sequence[Offer[OpSpec]] = (EXPERTS,)
+) -> Iterator[tuple[Engine, list[Device]]]:
+    """The same engine where there are GPUs, of so many ranks as are asked for. ops: instead of the references."""
+    with simulated() as devices:
+        asked, registry = dataclasses.replace(asked, device="cuda"), captured(registry, ops)
+        if asked.num_ranks > 1:
+            with on_threads(asked, registry) as (engine, _):
+                yield engine, devices
+        else:
+            engine = Engine.build(asked, registry)
+            yield engine, devices
+            engine.close()
+
+
+def every_kind() -> list[GenerationRequest]:
+    """Some begin alike; each is in one batch with the others."""
+    return [request(f"{way} {place}", PROMPTS[place % 4], **ASKED[way]) for place, way in enumerate((*ASKED, "greedy"))]
+
+
+def told_of(engine: Engine, batches: list[list[GenerationRequest]], **more: object) -> list[dict[str, Told]]:
+    return [serve(engine, batch, **more) for batch in batches]  # type: ignore[arg-type]
+
+
+@in_turn(
+    ("mesh", MESHES),
+    ("family", ["llama", "lfm2", "deepseek-v2-lite-experts", "gpt-oss", "gemma2", "mamba2"]),
+    ("changes", [{}, {"micro_batches": True}, {"check_attention": True}, {"prefix_cache": False}, {"overlap": False}]),
+)
+def test_every_request_is_told_what_a_cpu_tells(
+    registry: Registry, tmp_path: Path, *, mesh: str, family: str, changes: dict[str, object]
+) -> None:
+    """Alone, together, and again, when all that can be captured is."""
+    several = {**MESHES[mesh], "ep": "experts" in family and ("tp" in mesh or "lanes" in mesh)}
+    if "lanes" in mesh or "pp" in mesh:
+        changes = {name: value for name, value in changes.items() if name not in ("micro_batches", "overlap")}
+    recurrent = {"linear_attention_backend": "linear"} if family in RECURRENT else {}
+    asked, batches = options(model=folder_of(tmp_path, family), **recurrent), [every_kind()[:1], every_kind()]
+    expected = told_of(Engine.build(asked, registry), batches)
+    with on_cuda(dataclasses.replace(asked, **changes, **several), registry) as (engine, devices):
+        found = told_of(engine, batches)
+        captures = engine._runner.graphs is not None
+        while engine.prepare():
+            pass
+        found += told_of(engine, batches[1:])
+        assert captures == (mesh in ("one", "tp") and "check_attention" not in changes)
+        assert (engine.meter.stats().num_graph_steps > 20) == captures
+        assert (engine._runner.pieces is not None) == captures
+        if "check_attention" not in changes:
+            assert not any(device.waits for device in devices), "the host waits for results alone"
+    for each, wanted in zip(found, expected + expected[1:], strict=True):
+        assert_equal(each, wanted, within=1e-4)
+
+
+@in_turn(("mesh", ["one", "tp", "lanes pp"]), ("kv_dtype", ["auto", "fp8"]))
+def test_preemption_and_aborts(registry: Registry, mesh: str, kv_dtype: str) -> None:
+    asked = options(**FEW, kv_dtype=kv_dtype)
+    requests = [request(str(index), [index, *prompt[:7]], max_tokens=40) for index, prompt in enumerate(PROMPTS)]
+    expected = serve(Engine.build(asked, registry), requests, aborts=["3"])
+    with on_cuda(dataclasses.replace(asked, **MESHES[mesh]), registry) as (engine, _):
+        assert_equal(serve(engine, requests, aborts=["3"]), expected)
+        assert engine.meter.stats().num_preempted > 0
+        engine._scheduler.check_idle()
+
+
+def by_itself(**changes: object) -> EngineOptions:
+    """A model that drafts for itself: all guesses are right of tokens that are the likeliest, or drawn."""
+    asked = options(**changes)
+    return dataclasses.replace(asked, drafter="standalone", draft_model=asked.model)
+
+
+@in_turn(("mesh", ["one", "tp"]), ("length", ["2", "3"]), ("changes", [{}, FEW, {"graphs": False, "overlap": False}]))
+def test_as_many_guesses_are_right_as_on_a_cpu(registry: Registry, *, mesh: str, length: str, changes: dict[str, object]) -> None:
+    """Where the host knows lengths, and what is guessed, before the next step is scheduled."""
+    requests = [each for each in every_kind() if "logprobs" not in each.request_id and not each.embed]
+    requests = [dataclasses.replace(each, prompt_token_ids=each.prompt_token_ids[:20]) for each in requests]
+    asked = dataclasses.replace(by_itself(**changes), draft_length=length)
+    here = Engine.build(asked, registry)
+    expected, wanted = serve(here, requests), here.meter.stats().drafts
+    assert wanted.accepted > 5
+    with on_cuda(dataclasses.replace(asked, **MESHES[mesh]), registry) as (engine, devices):
+        assert_equal(serve(engine, requests), expected)
+        assert engine.meter.stats().drafts == wanted
+        assert (engine._runner._draft_graphs is not None) == (mesh == "one" and "graphs" not in changes)
+        assert not any(device.waits for device in devices)
+
+
+def test_a_drafter_that_takes_hidden_states_changes_no_token(registry: Registry) -> None:
+    sizes = {"max_model_len": 128, "max_batch_requests": 4, "max_batch_tokens": 64, "num_pages": 100}
+    asked = embedded(attention_backend="torch", dtype="float32", **sizes)
+    requests = [request(said, prompt_of(said), max_tokens=10) for said in SAID[:2]]
+    expected = serve(Engine.build(asked, registry), requests)
+    with on_cuda(dataclasses.replace(asked, drafter="eagle", draft_length="2"), registry) as (engine, _):
+        assert_equal(serve(engine, requests), expected)
+        assert engine._runner._draft_graphs is not None
+        assert engine.meter.stats().drafts.accepted > 0
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_changeover_amid_requests(registry: Registry, monkeypatch: pytest.MonkeyPatch, drafts: bool) -> None:
+    """What was captured of the first backends is captured anew of the others."""
+    go_on, choose = threading.Event(), build_module.choose
+
+    class Compiling:
+        def __init__(self, *given: object) -> None: ...
+
+        def wait(self) -> None:
+            go_on.wait()
+
+        def stop(self) -> None:
+            go_on.set()
+
+    def chosen(*given: object, **named: object) -> object:
+        choice = choose(*given, **named)  # type: ignore[arg-type]
+        return dataclasses.replace(choice, first_attention=choice.attention)
+
+    asked, requests = options(), every_kind()
+    expected = serve(Engine.build(asked, registry), requests)
+    monkeypatch.setattr(changeover_module, "CompileProcess", Compiling)
+    monkeypatch.setattr(build_module, "choose", chosen)
+    with on_cuda(dataclasses.replace(by_itself(), draft_length="2") if drafts else asked, registry) as (engine, _):
+        changeover, step, turns = engine._changeover, engine.step, iter(range(1000))
+        assert changeover is not None
+
+        def stepping() -> object:
+            if next(turns) == 5:
+                go_on.set()
+                until_s = time.monotonic() + 20
+                while not changeover.is_ready:
+                    assert time.monotonic() < until_s, changeover.state
+                    time.sleep(0.01)
+            return step()
+
+        monkeypatch.setattr(engine, "step", stepping)
+        first, relay = serve(engine, requests), engine._runner.relay
+        assert relay is engine._runner.graphs.relay
+        assert not changeover.is_ready, "it was changed over"
+        while engine.prepare():
+            pass
+        for found in (first, serve(engine, requests)):
+            assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("mesh", ["tp", "lanes pp"])
+def test_recorded_steps_are_the_same_on_one_device_and_on_a_cpu(registry: Registry, tmp_path: Path, mesh: str) -> None:
+    """Of captured steps, too, and of those that were launched before the one in front of them was told."""
+    asked = options(record_steps=(9, str(tmp_path / "steps")), **MESHES[mesh])
+    with on_cuda(asked, registry) as (engine, _):
+        serve(engine, every_kind())
+    made = read_recording(tmp_path / "steps")
+    assert len(made.steps) == 9
+    with simulated():
+        there = build_replica(replay_options(made, None), captured(registry), made)
+        assert compare_tokens(made, there, tolerance=1e-4).parting is None
+    here = build_replica(replay_options(made, None, device="cpu"), registry, made)
+    assert compare_tokens(made, here, tolerance=1e-4).parting is None
+
+
+@pytest.mark.parametrize("mesh", ["one", "tp"])
+def test_experts_in_plain_torch_run_eagerly(
+    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture, mesh: str
+) -> None:
+    """They ask the device which experts are used, which ends a capture; as where no kernels take the experts' weights."""
+    asked, requests = options(model=folder_of(tmp_path, "qwen3-moe")), every_kind()[:2]
+    expected = serve(Engine.build(asked, registry), requests)
+    with on_cuda(dataclasses.replace(asked, **MESHES[mesh]), registry, ops=()) as (engine, _):
+        assert_equal(serve(engine, requests), expected)
+        assert engine.meter.stats().num_graph_steps == 0
+    assert "all steps run eagerly, which makes decoding slow: experts in plain torch wait for the device" in caplog.text

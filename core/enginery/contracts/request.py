@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -194,6 +194,12 @@ def choices_of(request: GenerationRequest, *, first: int = 0) -> list[Generation
         )
         for index, seed in enumerate(seeds)
     ]
+
+
+def of_length_one(vector: Sequence[float]) -> tuple[float, ...]:
+    """An embedding divided by its Euclidean length; zeros stay as they are."""
+    length = math.hypot(*vector) or 1.0
+    return tuple(value / length for value in vector)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from enginery.checkpoint.folder import read_json
+from enginery.errors import RequestError
 from enginery.text.generation_defaults import GenerationDefaults
 from enginery.text.template import ChatTemplate
 from enginery.text.tokenizer import Tokenizer
@@ -22,6 +23,12 @@ class TextSide:
     template: ChatTemplate
     defaults: GenerationDefaults
     pooling: str | None = None
+
+    def check_pooling(self) -> None:
+        """Raises `RequestError` for a checkpoint whose embeddings are not the hidden state of the last token."""
+        if self.pooling not in (None, "lasttoken"):
+            asks = f"1_Pooling/config.json of this checkpoint asks for {self.pooling}"
+            raise RequestError(f"{asks}, but only the last token's hidden state is given", param="model")
 
     @classmethod
     def load(

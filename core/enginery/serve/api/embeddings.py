@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import math
 from array import array
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -12,6 +11,7 @@ from typing import Final, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.contracts.request import of_length_one
 from enginery.errors import RequestError
 from enginery.serve.api.served_model import Job
 from enginery.serve.api.service import Heading, Service, json_answer, read_request
@@ -39,9 +39,7 @@ async def embed(service: Service, http: Request) -> Response:
     model = service.model()
     asked = await read_request(http, EmbeddingsRequest)
     name = model.check_name(asked.model)
-    if model.text.pooling not in (None, "lasttoken"):
-        asks = f"1_Pooling/config.json of this checkpoint asks for {model.text.pooling}"
-        raise RequestError(f"{asks}, but only the last token's hidden state is given", param="model")
+    model.text.check_pooling()
     prompts = await model.prompts(asked.input, add_special_tokens=asked.add_special_tokens is not False, field="input")
     try:
         one = CompletionRequest(prompt="", max_tokens=1, temperature=0.0, cache_salt=asked.cache_salt)
@@ -51,7 +49,7 @@ async def embed(service: Service, http: Request) -> Response:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
     found = await unless_disconnected(http.receive, _embeddings(service.engine, jobs))
-    vectors = found if asked.normalize is False else [_normalized(vector) for vector in found]
+    vectors = found if asked.normalize is False else list(map(of_length_one, found))
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     reply = {
         "object": "list",
@@ -74,11 +72,6 @@ async def _embeddings(engine: Replicas, jobs: Sequence[Job]) -> list[Sequence[fl
             if output.embedding is not None:
                 found[output.request_id] = output.embedding
     return [found[job.request.request_id] for job in jobs]
-
-
-def _normalized(vector: Sequence[float]) -> Sequence[float]:
-    length = math.hypot(*vector) or 1.0
-    return [value / length for value in vector]
 
 
 def _written(vector: Sequence[float], encoding: str | None) -> object:

@@ -31,7 +31,7 @@ class Conversation:
 async def open_conversation(service: Service, asked: ChatRequest, prefix: str) -> Conversation:
     """Check a conversation and make the requests of its answers. prefix: of the answer's id. Raises `EnginError`."""
     model = service.model()
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     ready = await _ready(model, asked)
     prompt, how = ready.prompt, ready.how

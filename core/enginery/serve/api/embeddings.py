@@ -24,12 +24,13 @@ _NAMES: Final = {"prompt": "input", "max_tokens": "input"}
 
 
 class EmbeddingsRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of /v1/embeddings. normalize: whether vectors get the length 1; true if left out."""
+    """Body of /v1/embeddings. normalize: whether vectors get the length 1; true if left out. dimensions: the model's own number."""
 
     input: str | list[str | Int | list[Int]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
+    dimensions: Int | None = None
     add_special_tokens: bool | None = None
     cache_salt: Id | None = None
 
@@ -49,6 +50,9 @@ async def embed(service: Service, http: Request) -> Response:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
     found = await unless_disconnected(http.receive, _embeddings(service.engine, jobs))
+    if asked.dimensions not in (None, len(found[0])):
+        why = f"dimensions is {asked.dimensions}, but embeddings of this model have {len(found[0])}, which are not cut"
+        raise RequestError(why, param="dimensions")
     vectors = found if asked.normalize is False else list(map(of_length_one, found))
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     reply = {

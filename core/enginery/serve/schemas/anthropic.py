@@ -9,7 +9,7 @@ import msgspec
 
 from enginery.contracts.request import MAX_STOP_STRINGS
 from enginery.serve.schemas import chat
-from enginery.serve.schemas.completions import MAX_MESSAGES, Id, Int, NamedSchema, ResponseFormat, StopString
+from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, Id, Int, NamedSchema, ResponseFormat, StopString
 
 NAMES: Final = {
     "max_completion_tokens": "max_tokens",
@@ -18,13 +18,6 @@ NAMES: Final = {
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice",
 }  # of fields that errors name as /v1/chat/completions does
-
-
-class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Without effect: prefixes are cached wherever they are the same."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
 
 
 class Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

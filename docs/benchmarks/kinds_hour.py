@@ -52,7 +52,7 @@ from enginery.kv.resume import ResumePoint
 from enginery.kv.states import state_bytes
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
-from enginery.worker.geometry import no_pages
+from enginery.worker.memory_plan import no_pages
 
 VOCABULARY, PAGE, IDLE = 512, 16, 0.3
 NARROW = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from enginery.worker.weights.pieces import Piece, Slice
+from enginery.worker.weights.store import Piece, Slice
 
 
 def piece(names: str | Sequence[str], shapes: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> Piece:

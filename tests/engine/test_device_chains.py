@@ -22,7 +22,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.tails import _Kept
 from enginery.worker.runner import Guesses
 

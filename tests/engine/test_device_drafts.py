@@ -31,8 +31,8 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.paths.captured_step import Combs
+from enginery.worker.drafts.draws import ForcedAcceptance
+from enginery.worker.paths.captured_step import takes_graphs
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
@@ -91,30 +91,19 @@ def captured(
     facts, drafts = parts.choice.facts, None
     state = torch.zeros(MOST_ROWS, facts.hidden_size)
     if parts.draft_model is not None and parts.draft_model.can_be_captured:
-        drafts = DraftGraphs.build(
+        assert takes_graphs(parts.draft_model.relay, len(state), what="the draft model")
+        drafts = DraftGraphs(
             parts.draft_model,
-            ops=parts.ops,
-            geometry=geometry,
+            parts.step,
             capture=capture,
             state=state,
             siblings=parts.choice.draft_siblings,
         )
-        assert drafts is not None
-    combs = Combs(parts.pool, siblings) if (siblings := parts.choice.draft_siblings) else None
     logits, hidden = torch.empty(MOST_ROWS, facts.vocab_size), torch.empty(MOST_ROWS, facts.hidden_size)
     has_others = any(geometry.kind_of(layer) != FULL for layer in geometry.layers)
     most_positions = 0 if told_first or has_others or drafts is None else parts.choice.settings.max_model_len
-    buffers = GraphBuffers(logits, hidden, combs=combs, most_positions=most_positions)
-    graphs = DecodeGraphs.build(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        feed=parts.feed,
-        geometry=geometry,
-        capture=capture,
-        buffers=buffers,
-        results=parts.choice.results,
-    )
+    buffers = GraphBuffers(logits, hidden, siblings=parts.choice.draft_siblings, most_positions=most_positions)
+    graphs = DecodeGraphs.build(parts.step, buffers, capture=capture)
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
     for step in (step for step in graphs.steps if step.followed and drafts is not None):

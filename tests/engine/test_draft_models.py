@@ -35,8 +35,8 @@ from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import verifying_drafts
 from enginery.worker.choice import Choice, choose
 from enginery.worker.drafts.choice import ChosenDrafter
-from enginery.worker.drafts.model_choice import choose_draft_model
-from enginery.worker.needs import attn_needs, by_phase
+from enginery.worker.drafts.parts import choose_draft_model
+from enginery.worker.needs import LayerNeeds, by_phase
 from enginery.worker.weights.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS, FOLDER
 
@@ -415,12 +415,12 @@ def test_on_a_gpu_a_model_that_reads_has_the_target_attend_by_lengths_of_the_dev
     assert target.drafter is not None
     spec = dataclasses.replace(target.drafter.spec, reads=lambda config, facts: (0,))
     drafters = [ChosenDrafter(dataclasses.replace(target.drafter, spec=each), 3, "") for each in (spec, target.drafter.spec)]
-    needs = attn_needs(target.facts.layers, target.settings, on_a_gpu(asked, registry).device_facts)
-    reader, writer = (verifying_drafts((needs, needs), drafter)[0] for drafter in drafters)
+    needs = LayerNeeds.of(target.facts.layers, target.settings, on_a_gpu(asked, registry).device_facts).softmax
+    reader, writer = (verifying_drafts(LayerNeeds(needs, needs), drafter)[0] for drafter in drafters)
     assert (reader.device_lengths, writer.device_lengths) == (True, False)
     assert {role: each.device_lengths for role, each in by_phase(reader).items()} == {"prefill": False, "decode": True}
-    on_a_cpu = attn_needs(target.facts.layers, target.settings, target.device_facts)
-    assert not verifying_drafts((on_a_cpu, on_a_cpu), drafters[0])[0].device_lengths
+    on_a_cpu = LayerNeeds.of(target.facts.layers, target.settings, target.device_facts).softmax
+    assert not verifying_drafts(LayerNeeds(on_a_cpu, on_a_cpu), drafters[0])[0].device_lengths
 
 
 def test_auto_guesses_nothing_where_attention_would_have_to_change(registry: Registry) -> None:

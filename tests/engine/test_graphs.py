@@ -76,17 +76,7 @@ def with_graphs(
     parts: BuiltParts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed)
     capture = AgainAndAgain()
     logits = torch.empty(MAX_REQUESTS, parts.choice.facts.vocab_size)
-    pool = parts.relay.backend.pool
-    graphs = DecodeGraphs.build(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        feed=parts.feed,
-        geometry=pool.geometry,
-        capture=capture,
-        buffers=GraphBuffers(logits),
-        results=parts.choice.results,
-    )
+    graphs = DecodeGraphs.build(parts.step, GraphBuffers(logits), capture=capture)
     assert graphs is not None
     return Engine(dataclasses.replace(parts, graphs=graphs), registry, asked), capture
 
@@ -134,16 +124,8 @@ def test_a_backend_without_graphs_runs_eagerly_and_says_so(
     parts = build_parts(options(llama, attention_backend="torch"), registry)
     relay: BackendRelay = parts.relay
     with caplog.at_level("INFO"):
-        graphs = DecodeGraphs.build(
-            parts.model,
-            relay,
-            ops=parts.ops,
-            feed=parts.feed,
-            geometry=parts.relay.backend.pool.geometry,
-            capture=AgainAndAgain(),
-            buffers=GraphBuffers(torch.empty(4, 256)),
-            results=parts.choice.results,
-        )
+        buffers = GraphBuffers(torch.empty(4, 256))
+        graphs = DecodeGraphs.build(parts.step._replace(relay=relay), buffers, capture=AgainAndAgain())
     assert graphs is None
     assert re.search(r"decoding runs eagerly: target/0/softmax/torch#\d+ has no init_graph_state", caplog.text)
 

@@ -52,16 +52,7 @@ def with_graphs(asked: Any, registry: Registry, **given: Any) -> BuiltParts:
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed, **given)
     capture: Callable[[Callable[[], None]], Replayable] = Again
     width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.choice.facts.vocab_size
-    graphs = DecodeGraphs.build(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        feed=parts.feed,
-        geometry=parts.geometry,
-        capture=capture,
-        buffers=GraphBuffers(torch.empty(MOST, width)),
-        results=parts.choice.results,
-    )
+    graphs = DecodeGraphs.build(parts.step, GraphBuffers(torch.empty(MOST, width)), capture=capture)
     assert graphs is not None
     for key in reversed(graphs.waiting):
         graphs.capture(key)

@@ -66,13 +66,4 @@ def test_on_a_device_it_is_refused_at_the_start(registry: Registry, method: str,
     pool = parts.relay.backend.pool
     assert isinstance(pool, PagedKVPool)
     with pytest.raises(PluginError, match=said):
-        warm_up(
-            ChangedModel(parts, method, change),
-            parts.relay,
-            ops=parts.ops,
-            geometry=pool.geometry,
-            device=torch.device("cpu"),
-            longest=32,
-            results=parts.choice.results,
-            named=parts.feed.named,
-        )
+        warm_up(parts.step._replace(model=ChangedModel(parts, method, change)), longest=32)

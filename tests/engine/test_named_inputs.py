@@ -179,14 +179,5 @@ def test_ranks_of_the_kit_have_them_too(shifted: Oracle) -> None:
 def test_steps_of_nobody_s_requests_have_them_too(shifted: Oracle, registry: Registry) -> None:
     """On a device, before the engine is ready."""
     parts = build_parts(options(shifted, attention_backend="torch"), registry)
-    warm_up(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        geometry=parts.relay.backend.pool.geometry,
-        device=torch.device("cpu"),
-        longest=32,
-        results=parts.choice.results,
-        named=parts.feed.named,
-    )
+    warm_up(parts.step, longest=32)
     assert parts.relay.backend.pool.layer(LocalLayerId(0)).k[-1].any()

@@ -36,15 +36,9 @@ llm.close()
 print(*sorted(name for name in sys.modules if name.startswith(("enginery.engine.ranks.", "enginery.worker.ranks.", *ABSENT))))
 """
 CHEAP = {
-    *("enginery.engine.ranks.ranks", "enginery.worker.ranks.met"),
-    # the head of several ranks, which the runner looks for, and paths of its steps
-    *(
-        "enginery.worker.ranks.collectives",
-        "enginery.worker.ranks.lanes",
-        "enginery.worker.ranks.path",
-        "enginery.worker.ranks.recorded",
-    ),
-    "enginery.worker.ranks.agreement",  # and what they agree on
+    "enginery.engine.ranks.ranks",
+    # the head of several ranks, which the runner looks for, what they agree on, and paths of its steps
+    *("enginery.worker.ranks.collectives", "enginery.worker.ranks.lanes", "enginery.worker.ranks.path"),
 }
 
 

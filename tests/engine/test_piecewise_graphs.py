@@ -87,18 +87,8 @@ def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[En
     wanted = options(oracle, num_pages=200, attention_backend="torch", **asked)
     parts: BuiltParts = build_parts(wanted, registry)
     capture = Pausing()
-    geometry = parts.relay.backend.pool.geometry
     hidden = torch.empty(MAX_TOKENS, parts.choice.facts.hidden_size)
-    pieces = PiecewiseGraphs(
-        parts.model,
-        parts.relay,
-        parts.socket,
-        feed=parts.feed,
-        geometry=geometry,
-        capture=capture,
-        hidden=hidden,
-        results=parts.choice.results,
-    )
+    pieces = PiecewiseGraphs(parts.step, hidden, capture=capture)
     return Engine(dataclasses.replace(parts, pieces=pieces), registry, wanted), capture
 
 

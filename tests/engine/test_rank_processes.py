@@ -227,21 +227,23 @@ def test_requests_come_and_go_while_steps_are_on_their_way(name: str, tmp_path: 
 
 def test_the_pipe_is_full(registry: Registry, kept: KeptRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams decode in turns, and one prompt's chunks follow each other without waiting."""
-    most, sizes = [], []
+    most, unread, sizes = [], [], []
     with running(options(pp=2, max_batch_tokens=16), registry, kept) as engine:
         launch = engine._runner.launch
 
         def noted(step: StepInput) -> object:
             most.append(len(engine._sent))
+            unread.append(len(engine._in_flight))
             sizes.append((step.phase, step.num_items))
             return launch(step)
 
         monkeypatch.setattr(engine._runner, "launch", noted)
         serve(engine, [request("long", [7] * 96, max_tokens=1)])
         assert most[:-1] == [2] * (len(most) - 1)
-        assert len(most) == 6
-        del most[:], sizes[:]
+        assert unread == [0, 1, 1, 1, 1, 1], "a step amid a prompt is not waited for before the next one is launched"
+        del most[:], unread[:], sizes[:]
         serve(engine, [request(name, [3, 4, 5], max_tokens=12) for name in "abcd"])
+    assert not any(unread)
     decodes = [count for phase, count in sizes if phase is Phase.DECODE]
     assert decodes.count(2) > 0.7 * len(decodes)
     assert most.count(2) > 0.7 * len(most)

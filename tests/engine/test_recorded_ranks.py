@@ -13,7 +13,7 @@ from pairwise import EVERYTHING
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.ranks.recorded import RecordedForwards
+from enginery.worker.ranks.path import RecordedForwards
 
 compiled = pytest.importorskip("enginery_attn_cpu.native_part", reason="the plugin is not installed").kernels
 pytestmark = pytest.mark.skipif(compiled is None, reason="its compiled part was not built")

@@ -28,17 +28,7 @@ from enginery.worker.warm_up import dummy_batch, warm_up
 
 
 def warm(parts: BuiltParts, *, longest: int) -> None:
-    geometry = parts.relay.backend.pool.geometry
-    warm_up(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        geometry=geometry,
-        device=torch.device("cpu"),
-        longest=longest,
-        results=parts.choice.results,
-        named=parts.feed.named,
-    )
+    warm_up(parts.step, longest=longest)
 
 
 def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page_is_written(
@@ -80,7 +70,7 @@ def test_stages_run_the_same_steps_and_pass_on_what_these_need(write_oracle: Cal
             return RankGroups(store, place, host=LOOPBACK, standing=Standing())
 
         parts = build_parts(asked, registry, place=Place(place, meet))
-        run_once(parts.choice, parts.relay, ops=parts.ops, model=parts.model, geometry=parts.geometry, named=parts.feed.named)
+        run_once(parts.choice, parts.step)
         return parts  # with what it sends, until that has arrived
 
     with ThreadPoolExecutor(3) as pool:
@@ -168,16 +158,8 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
             parts.ops.greedy(values)
             parts.ops.sample_rows(values, SamplingTensors(table=table, most_kept=9, cut=False))
         assert not launches.variants - known, (batch.phase, batch.q_lens_cpu, batch.kv_lens_cpu)
-    graphs = DecodeGraphs.build(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        feed=parts.feed,
-        geometry=parts.relay.backend.pool.geometry,
-        capture=AgainAndAgain(),
-        buffers=GraphBuffers(torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16)),
-        results=parts.choice.results,
-    )
+    buffers = GraphBuffers(torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16))
+    graphs = DecodeGraphs.build(parts.step, buffers, capture=AgainAndAgain())
     assert graphs is not None
     for size in graphs.sizes:
         graphs.capture(GraphKey(size, 1, followed=False))

@@ -25,9 +25,8 @@ from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
 from enginery.worker.weights.load import load, random_weights
 from enginery.worker.weights.matrices import Matrices, RankSetting
-from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.rank import RankWeights
-from enginery.worker.weights.store import PieceStore, WeightRecord, check
+from enginery.worker.weights.store import Piece, PieceStore, Slice, WeightRecord, check
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CORE = Path(__file__).parents[2] / "core" / "enginery"
-OF_STEPS = [CORE / "worker" / f"{name}.py" for name in ("runner", "sampling", "token_feed", "page_tables", "logprobs", "layout")]
+OF_STEPS = [CORE / "worker" / f"{name}.py" for name in ("runner", "sampling", "token_feed", "page_tables", "layout")]
 FILES = [*OF_STEPS, *sorted((CORE / "attention").glob("*.py"))]
 MAKERS = {"tensor", "as_tensor", "from_numpy"}  # of host values
 

@@ -26,7 +26,7 @@ from enginery.plugin.loading import present_devices
 from enginery.plugin.records import Offer, Status
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import Candidate, ranked, weigh, weigh_ops
-from enginery.worker.needs import attn_needs, by_phase
+from enginery.worker.needs import LayerNeeds, by_phase
 
 _KINDS: Final = {
     "softmax": "softmax attention layers",
@@ -92,8 +92,7 @@ def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
     capability = _compute_capability() if device == "cuda" else None
     where = DeviceFacts(kind=device, name=device, available_bytes=0, num_threads=1, compute_capability=capability)
     settings = resolve(asked, where, facts, config=config)
-    kinds = {"softmax": False, "recurrent": True}
-    needs = {kind: attn_needs(facts.layers, settings, where, recurrent=recurrent) for kind, recurrent in kinds.items()}
+    needs = LayerNeeds.of(facts.layers, settings, where)._asdict()
     return _Asking(
         layers={kind: each for kind, each in needs.items() if each.layers},
         ops=OpNeeds(device=device, dtype=settings.dtype, compute_capability=capability),

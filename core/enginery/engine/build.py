@@ -31,30 +31,38 @@ from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.changeover import Changeover
 from enginery.engine.kv_events.off import NoEvents, PrefixEvents
 from enginery.errors import CheckpointError
-from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool, page_bytes
-from enginery.kv.states import RecurrentStatePool, state_bytes
+from enginery.kv.states import state_bytes
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Checkpoint, Choice, choose
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.drafts.parts import Beside, DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
-from enginery.worker.geometry import largest_window, no_pages, with_pages
+from enginery.worker.drafts.draws import ForcedAcceptance
+from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
 from enginery.worker.loading import NeededWeights, build_model, check_weights, load_weights, rank_setting
-from enginery.worker.memory_plan import NCCL_BYTES, SAMPLING_COPIES, MemoryPlan, OtherKinds, plan_memory, workspace_bytes
-from enginery.worker.named_tensors import NamedTensors
+from enginery.worker.memory_plan import (
+    NCCL_BYTES,
+    SAMPLING_COPIES,
+    MemoryPlan,
+    OtherKinds,
+    largest_window,
+    no_pages,
+    plan_memory,
+    with_pages,
+    workspace_bytes,
+)
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.capture import StepParts, capture_steps
+from enginery.worker.paths.capture import capture_steps
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
-from enginery.worker.ranks.met import Alone, Met
+from enginery.worker.paths.results import StepParts
+from enginery.worker.ranks.collectives import Met
 from enginery.worker.runner import Captured, Runner, Speculation
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.token_feed import NamedTensors, TokenFeed
 from enginery.worker.warm_up import warm_up
 
 log = logging.getLogger(__name__)
@@ -89,6 +97,11 @@ class BuiltParts:
         """Of the model's memory."""
         return self.pool.geometry
 
+    @property
+    def step(self) -> StepParts:
+        """What its steps run with."""
+        return StepParts(self.model, self.relay, self.ops, self.socket, self.feed, self.pool, self.choice.results)
+
     def facts(self) -> EngineFacts:
         """What the engine says of itself."""
         choice, memory = self.choice, self.memory
@@ -119,7 +132,7 @@ class Place(NamedTuple):
     meet: Callable[[Choice], Met]
 
 
-ALONE: Final = Place(WHOLE, lambda _: Alone())
+ALONE: Final = Place(WHOLE, lambda _: Met())
 
 
 class Phases:
@@ -163,23 +176,23 @@ def build_parts(
     with phases("weights"):
         weights = load_weights(asked, choice, needed, report)
     with phases("pool"):
-        geometry = with_pages(no_pages(choice), memory, max_requests=choice.num_seats, asked=pages)
-        pool, states = PagedKVPool(geometry, choice.device), RecurrentStatePool(geometry, choice.device)
+        pool = PagedKVPool(with_pages(no_pages(choice), memory, max_requests=choice.num_seats, asked=pages), choice.device)
     with phases("attention"):
-        attention = attention_parts(asked, choice, registry, pool=pool, states=states)
+        attention = AttentionParts.of(asked, choice, registry, pool=pool, coordinator=build_coordinator(choice, registry, pool))
         relay = build_backend(attention, choice.first_attention or choice.attention, micro_batches=asked.micro_batches)
-        changeover = begin_changeover(asked, attention, socket := LayerSocket(relay))
+        socket, changeover = LayerSocket(relay), begin_changeover(asked, attention)
     with phases("model"):
         comm = met.collectives(ops, choice)
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
-        draft_model = build_draft_model(asked, registry, draft, target=choice, beside=Beside(model, ops, pool, socket, comm))
-        model = met.joined(model, choice, geometry, comm)
-    feed = TokenFeed(geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
+        drafter = build_draft_model(asked, registry, draft, target=choice, model=model, setting=setting, pool=pool, socket=socket)
+        model = met.joined(model, choice, pool.geometry, comm)
+    feed = TokenFeed(pool.geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
+    step = StepParts(model, relay, ops, socket, feed, pool, choice.results)
     with phases("warm up"):
         if choice.device.type == "cuda":
-            run_once(choice, relay, ops=ops, model=model, geometry=geometry, named=feed.named)
-    captured = capture_steps(phases, choice, StepParts(model, relay, ops, socket, feed, geometry, pool), draft, draft_model)
+            run_once(choice, step)
+    captured = capture_steps(phases, choice, step, draft, drafter)
     return BuiltParts(
         choice=choice,
         memory=memory,
@@ -193,7 +206,7 @@ def build_parts(
         graphs=captured.graphs,
         pieces=captured.pieces,
         changeover=changeover,
-        draft_model=draft_model,
+        draft_model=drafter,
         draft_graphs=captured.drafts,
         phases_s={phase: seconds for phase, seconds in phases.seconds.items() if seconds > 0.001},
     )
@@ -206,14 +219,10 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
         graphs.buffers = graphs.buffers._replace(forced=forced)
         graphs = graphs.over(parts.relay)
     return Runner(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        tables=PageTables.of_geometry(parts.geometry),
-        feed=parts.feed,
-        captured=Captured(graphs, parts.pieces),
-        results=parts.choice.results,
-        speculation=Speculation(parts.draft_model, parts.draft_graphs, forced, parts.pool, parts.choice.draft_siblings),
+        parts.step,
+        tables=PageTables(parts.geometry),
+        captured=Captured(graphs, parts.pieces, parts.draft_graphs),
+        speculation=Speculation(parts.draft_model, forced, parts.choice.draft_siblings),
     )
 
 
@@ -325,21 +334,6 @@ def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:
     return dataclasses.replace(choice, settings=settings, decisions=(*kept, decision))
 
 
-def attention_parts(
-    asked: EngineOptions, choice: Choice, registry: Registry, *, pool: PagedKVPool, states: RecurrentStatePool
-) -> AttentionParts:
-    """What the attention backends of this engine are built from."""
-    return AttentionParts(
-        choice=choice,
-        registry=registry,
-        pool=pool,
-        states=states,
-        coordinator=build_coordinator(choice, registry, pool),
-        arena=DeviceArena(choice.device),
-        watched=asked.check_attention,
-    )
-
-
 def build_coordinator(choice: Choice, registry: Registry, pool: PagedKVPool) -> SparseCoordinator | None:
     """None: sparse KV is configured off."""
     if choice.coordinator is None:
@@ -351,7 +345,7 @@ def build_coordinator(choice: Choice, registry: Registry, pool: PagedKVPool) -> 
     return registry.create_sparse_coordinator(name, context)
 
 
-def begin_changeover(asked: EngineOptions, attention: AttentionParts, socket: LayerSocket) -> Changeover | None:
+def begin_changeover(asked: EngineOptions, attention: AttentionParts) -> Changeover | None:
     """Compile what the chosen backends lack, beside the engine. None: the engine begins with the chosen backends."""
     choice = attention.choice
     if choice.first_attention is None:
@@ -361,22 +355,14 @@ def begin_changeover(asked: EngineOptions, attention: AttentionParts, socket: La
         with torch.cuda.device(choice.device) if choice.device.type == "cuda" else contextlib.nullcontext():
             return build_backend(attention, choice.attention, micro_batches=asked.micro_batches)
 
-    return Changeover(attention.registry, choice, build=build, socket=socket, geometry=attention.pool.geometry)
+    return Changeover(attention.registry, choice, build=build)
 
 
-def run_once(choice: Choice, relay: BackendRelay, *, ops: OpTable, model: Model, geometry: KVGeometry, named: NamedTensors) -> None:
+def run_once(choice: Choice, step: StepParts) -> None:
     """Compile the kernels of every kind of step before the engine is ready."""
-    with blaming(ops, choice.ops, choice.op_needs, choice.device):
-        warm_up(
-            model,
-            relay,
-            ops=ops,
-            geometry=geometry,
-            device=choice.device,
-            longest=min(choice.settings.max_batch_tokens, choice.settings.max_model_len),
-            results=choice.results if choice.parallel.is_last_stage else None,
-            named=named,
-        )
+    longest = min(choice.settings.max_batch_tokens, choice.settings.max_model_len)
+    with blaming(step.ops, choice.ops, choice.op_needs, choice.device):
+        warm_up(step, longest=longest, is_last_stage=choice.parallel.is_last_stage)
 
 
 def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:

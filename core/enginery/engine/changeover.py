@@ -14,8 +14,6 @@ from collections.abc import Callable
 from typing import Final
 
 from enginery.attention.relay import BackendRelay
-from enginery.attention.socket import LayerSocket
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.engine import KernelState
 from enginery.engine.compile_process import CompileProcess
 from enginery.plugin.registry import Registry
@@ -34,18 +32,8 @@ class Changeover:
     it has, and the log says why.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        choice: Choice,
-        *,
-        build: Callable[[], BackendRelay],
-        socket: LayerSocket,
-        geometry: KVGeometry,
-    ) -> None:
+    def __init__(self, registry: Registry, choice: Choice, *, build: Callable[[], BackendRelay]) -> None:
         self._build = build
-        self._socket = socket
-        self._geometry = geometry
         wishes, first = choice.to_compile, choice.first_attention
         assert first is not None, "there is something to change from"
         self.running = first.name
@@ -69,17 +57,8 @@ class Changeover:
         relay, self._built = self._built, None
         assert relay is not None, "is_ready says when"
         began = time.monotonic()
-        self._socket.relay = relay
-        warm_up(
-            runner.model,
-            relay,
-            ops=runner.ops,
-            geometry=self._geometry,
-            device=runner.device,
-            longest=_LONGEST_TRIED,
-            results=runner.results,
-            named=runner.feed.named,
-        )
+        runner.parts.socket.relay = relay
+        warm_up(runner.parts._replace(relay=relay), longest=_LONGEST_TRIED)
         runner.change_backend(relay)
         self.running = self._chosen
         self._names, self._ended_s = (), time.monotonic()

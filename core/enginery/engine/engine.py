@@ -36,11 +36,10 @@ from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
 from enginery.worker.choice import Checkpoint
-from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.drafts.guesses import Guesses
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.decode_graphs import finds_starts
 from enginery.worker.paths.path import Launched
-from enginery.worker.paths.running_step import RunningStep
+from enginery.worker.paths.running_step import Guesses, RunningStep
 
 MAX_FAILED_STEPS: Final = 3
 
@@ -183,15 +182,14 @@ class Engine:
             self._sent.append(_Sent(step, self._scheduler.requests, at))
             with self._naming(step):
                 self._ranks.send(step)
-        ahead, overlap = (self._ahead, self._overlap) if step.items else (0, 0)
-        if len(self._sent) > ahead:
+        if len(self._sent) > (self._ahead if step.items else 0):
             sent, requests, at = self._sent[0]
             with self._naming(sent):
                 if self._in_flight and reads_pending(sent, requests):
                     outputs += self._publish_first()
                 self._in_flight.append(self._sample(self._runner.launch(sent), requests, at))
                 self._sent.popleft()
-        if len(self._in_flight) > overlap:
+        if len(self._in_flight) > (_most_unread(self._in_flight, self._overlap, stages=self._ahead) if step.items else 0):
             outputs += self._publish_first()
         if not self._scheduler.has_work:
             self._scheduler.check_idle()
@@ -349,6 +347,15 @@ def _release_compiled(grammars: GrammarQueue, scheduler: AnyScheduler, *, idle: 
             scheduler.release(request_id, found)
             answers.append(RequestOutput(request_id=request_id, is_answer=True))
     return answers
+
+
+def _most_unread(in_flight: Sequence[_InFlight], overlap: int, *, stages: int) -> int:
+    """How many launched steps are not waited for before the next one. stages: before the last.
+
+    Between stages one more, where the first samples nothing: they would have nothing to run from its end until the host has made
+    another step and sent it.
+    """
+    return overlap + bool(stages and in_flight and not len(in_flight[0].step.sampling))
 
 
 def _guess(in_flight: Iterable[_InFlight]) -> bool:

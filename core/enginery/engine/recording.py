@@ -19,7 +19,7 @@ from enginery.contracts.step import STORED_VERSION, StepInput, StepOutput
 from enginery.errors import ConfigError
 from enginery.schedule.one_lane import as_one_lane
 from enginery.schedule.request import Request
-from enginery.worker.drafts.guesses import Guesses
+from enginery.worker.paths.running_step import Guesses
 
 _LENGTH_BYTES: Final = 8
 _log: Final = logging.getLogger(__name__)

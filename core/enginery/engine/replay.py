@@ -30,7 +30,7 @@ from enginery.worker.drafts.trees import depths_of, parents_of
 from enginery.worker.layout import begins_of, sampled_seats
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.path import Launched
-from enginery.worker.runner import Captured, Runner, Speculation
+from enginery.worker.runner import Captured, Runner
 
 TOLERANCES: Final = {"float32": 1e-3}  # of attention and logits, as a part of the largest value
 ROUNDED: Final = 0.1  # where activations have 8 or 11 bits, whose rounding adds up over the layers
@@ -84,16 +84,7 @@ class Replica:
     def __init__(self, parts: BuiltParts) -> None:
         self.name = parts.choice.attention.name
         self.dtype = parts.choice.settings.dtype
-        self._runner = Runner(
-            parts.model,
-            parts.relay,
-            ops=parts.ops,
-            tables=PageTables.of_geometry(parts.geometry),
-            feed=parts.feed,
-            captured=Captured(),
-            results=parts.choice.results,
-            speculation=Speculation(pool=parts.pool),
-        )
+        self._runner = Runner(parts.step, tables=PageTables(parts.geometry), captured=Captured())
         self._calls: list[Wrote] = []
         self.socket = parts.socket
         self.socket.on_written = self._noted

@@ -11,7 +11,7 @@ from enginery.engine.build import BuiltParts
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.kinds import WindowKind
 from enginery.kv.pages import PageAllocator
-from enginery.kv.prefix import NoPrefixCache, PrefixCache, PrefixWatcher, RadixPrefixCache
+from enginery.kv.prefix import NoPrefixCache, PrefixWatcher, RadixPrefixCache
 from enginery.kv.resume import ResumePoints
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.registry import Registry
@@ -24,7 +24,7 @@ class Scheduling(NamedTuple):
     """caches: the prefixes of each lane. ahead: of one lane with drafts."""
 
     scheduler: AnyScheduler
-    caches: Sequence[PrefixCache]
+    caches: Sequence[RadixPrefixCache]
     ahead: Ahead | None
 
     def flush(self) -> tuple[int, bool]:
@@ -42,7 +42,7 @@ def scheduling_of(
     drafting: Drafts | None,
 ) -> Scheduling:
     """watcher_of: of each lane's prefix cache. drafting: where there is one lane."""
-    settings, caches = parts.choice.settings, list[PrefixCache]()
+    settings, caches = parts.choice.settings, list[RadixPrefixCache]()
     policy = guarded_policy(registry.schedule_policy(asked.schedule_policy))
 
     def scheduler(lane: int) -> Scheduler:
@@ -75,7 +75,7 @@ def scheduling_of(
     return Scheduling(lanes[0], caches, None if drafting is None else Ahead(lanes[0], drafting))
 
 
-def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[PrefixCache, PageAllocator, FiniteMemory]:
+def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[RadixPrefixCache, PageAllocator, FiniteMemory]:
     """Who counts the pages of each kind that the memory plan gives, and the cache of their prefixes. watcher: of these."""
     memory, settings = parts.memory, parts.choice.settings
     allocator, window, states = PageAllocator(memory.num_pages), None, None
@@ -85,7 +85,7 @@ def page_owners(parts: BuiltParts, watcher: PrefixWatcher | None) -> tuple[Prefi
         others[WINDOW] = window.allocator
     if memory.state_pages:
         states = others[STATE] = PageAllocator(memory.state_pages)
-    cache: PrefixCache = NoPrefixCache()
+    cache: RadixPrefixCache = NoPrefixCache()
     if settings.prefix_cache:
         points = ResumePoints(others, None if watcher is None else watcher.given_up) if others else None
         cache = RadixPrefixCache(memory.page_size, allocator, points, watcher)

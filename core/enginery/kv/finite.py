@@ -18,7 +18,7 @@ from enginery.contracts.batch import STATE, WINDOW, MemoryKind
 from enginery.kv.kinds import NO_STATE, Demand, StatePages, WindowKind, WindowPages
 from enginery.kv.making import PointMaker
 from enginery.kv.pages import PageAllocator
-from enginery.kv.prefix import PrefixCache
+from enginery.kv.prefix import RadixPrefixCache
 from enginery.kv.resume import ResumePoint
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class FiniteMemory:
     def __init__(
         self,
         page_size: int,
-        cache: PrefixCache,
+        cache: RadixPrefixCache,
         *,
         window: WindowKind | None = None,
         states: PageAllocator | None = None,
@@ -139,7 +139,6 @@ class FiniteMemory:
             self.read = []
 
     def let_go(self, kv: SequenceKV) -> None:
-        """Give back its pages."""
         if self.window is not None:
             self.window.allocator.give_back(kv.window.pages)
         if self.states is not None:
@@ -174,7 +173,7 @@ class FiniteMemory:
             self.read.append(own.checkpoint)
 
 
-def _make_free(cache: PrefixCache, kind: MemoryKind, count: int) -> None:
+def _make_free(cache: RadixPrefixCache, kind: MemoryKind, count: int) -> None:
     if cache.points is not None:
         cache.points.evict(kind, count)
 

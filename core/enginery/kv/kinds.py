@@ -28,11 +28,9 @@ class Demand(NamedTuple):
     state: int = 0
 
     def plus(self, other: Demand) -> Demand:
-        """Pages for both, of each kind."""
         return Demand(self.full + other.full, self.window + other.window, self.state + other.state)
 
     def fits(self, available: Demand) -> bool:
-        """Whether there is as much of each kind."""
         return self.full <= available.full and self.window <= available.window and self.state <= available.state
 
 
@@ -85,7 +83,6 @@ class WindowPages:
 
     @property
     def stop(self) -> int:
-        """One past its last column."""
         return self.first + len(self.pages)
 
     def drop_before(self, column: int) -> list[int]:

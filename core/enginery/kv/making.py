@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from enginery.contracts.batch import STATE, WINDOW, MemoryKind
 from enginery.kv.kinds import WindowKind
-from enginery.kv.prefix import PrefixCache
-from enginery.kv.resume import ResumePoint, ResumePoints
+from enginery.kv.prefix import RadixPrefixCache
+from enginery.kv.resume import ResumePoint
 
 if TYPE_CHECKING:
     from enginery.kv.manager import SequenceKV
@@ -31,7 +31,7 @@ class PointMaker:
     """
 
     def __init__(
-        self, page_size: int, cache: PrefixCache, *, window: WindowKind | None, has_states: bool, within_items: bool
+        self, page_size: int, cache: RadixPrefixCache, *, window: WindowKind | None, has_states: bool, within_items: bool
     ) -> None:
         self.page_size = page_size
         self._cache = cache
@@ -81,8 +81,16 @@ class PointMaker:
 
     def make(self, kv: SequenceKV, start: int, stop: int, *, num_known: int) -> None:
         """The points that its next item leads to. Its pages are there."""
-        if self._cache.points is not None:
-            self._make_points(self._cache.points, kv, start, stop, num_known)
+        ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
+        marked = set[int]()
+        kept = kv.states.kept(start, stop)
+        while kv.marks and kv.marks[0] <= stop:
+            if self._point(kv, mark := kv.marks.pop(0), kept):
+                marked.add(mark)
+        if is_chunk and ends_page > start and ends_page not in marked:
+            self._point(kv, ends_page, kept, passing=True)
+        elif not is_chunk and self._has_states and (position := min(kept.keys() - marked)) % self.page_size == 0:
+            self._point(kv, position, kept, trails=True)
 
     def settle(self, kv: SequenceKV, *, leaves: bool = False) -> None:
         """Points whose step has completed go into the tree, with those pages of the prefix that are there; the others wait.
@@ -115,7 +123,7 @@ class PointMaker:
         points = self._cache.points
         if points is None:
             return
-        self._trail_window(points, kv)
+        self._trail_window(kv)
         done = {point.position: point for point in kv.points if point.trails and point.position <= kv.num_written}
         self.settle(kv, leaves=True)
         for point in kv.points:
@@ -125,29 +133,18 @@ class PointMaker:
                 if point.position < last:
                     points.supersede(point)
 
-    def _make_points(self, points: ResumePoints, kv: SequenceKV, start: int, stop: int, num_known: int) -> None:
-        ends_page, is_chunk = stop - stop % self.page_size, stop < num_known
-        marked = set[int]()
-        kept = kv.states.kept(start, stop)
-        while kv.marks and kv.marks[0] <= stop:
-            if self._point(points, kv, mark := kv.marks.pop(0), kept):
-                marked.add(mark)
-        if is_chunk and ends_page > start and ends_page not in marked:
-            self._point(points, kv, ends_page, kept, passing=True)
-        elif not is_chunk and self._has_states and (position := min(kept.keys() - marked)) % self.page_size == 0:
-            self._point(points, kv, position, kept, trails=True)
+    def _trail_window(self, kv: SequenceKV) -> None:
+        """Without states the last page's end needs no preparation: its window is still held."""
+        position = kv.num_written - kv.num_written % self.page_size
+        if not self._has_states and position and all(point.position != position for point in kv.points):
+            self._point(kv, position, {}, trails=True)
 
     def _point(
-        self,
-        points: ResumePoints,
-        kv: SequenceKV,
-        position: int,
-        kept: Mapping[int, int],
-        *,
-        passing: bool = False,
-        trails: bool = False,
+        self, kv: SequenceKV, position: int, kept: Mapping[int, int], *, passing: bool = False, trails: bool = False
     ) -> bool:
-        """Make one, if what it needs is there still. kept: which page has the state at a position."""
+        """Make one, if there is a tree and what it needs is there still. kept: which page has the state at a position."""
+        if (points := self._cache.points) is None:
+            return False
         pages: dict[MemoryKind, tuple[int, ...]] = {}
         if self._window is not None:
             in_reach = kv.window.ending_at(position // self.page_size, self._window.reach)
@@ -162,10 +159,3 @@ class PointMaker:
         if position > kv.num_shared and not (passing or trails):
             kv.superseded.append(kv.points[-1])
         return True
-
-    def _trail_window(self, points: ResumePoints, kv: SequenceKV) -> None:
-        """Without states the last page's end needs no preparation: its window is still held."""
-        position = kv.num_written - kv.num_written % self.page_size
-        if self._has_states or not position or any(point.position == position for point in kv.points):
-            return
-        self._point(points, kv, position, {}, trails=True)

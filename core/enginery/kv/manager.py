@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.kinds import Demand, StatePages, WindowPages
 from enginery.kv.pages import PageAllocator
-from enginery.kv.prefix import Announcement, CachedPrefix, PrefixCache, PrefixNode
+from enginery.kv.prefix import Announcement, CachedPrefix, PrefixNode, RadixPrefixCache
 from enginery.kv.resume import ResumePoint
 
 
@@ -57,7 +57,7 @@ class KVCacheManager:
     def __init__(
         self,
         page_size: int,
-        cache: PrefixCache,
+        cache: RadixPrefixCache,
         allocator: PageAllocator,
         *,
         seats: range,

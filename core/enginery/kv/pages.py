@@ -30,7 +30,6 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken now."""
         return len(self._free)
 
     @property
@@ -81,11 +80,9 @@ class PageAllocator:
         self._free.extend(freed)
 
     def is_taken(self, page: int) -> bool:
-        """Whether somebody owns `page`."""
         return bool(self._users[page] or self._shares[page])
 
     def users(self, page: int) -> int:
-        """How many use `page`."""
         return self._users[page]
 
     def shares(self, page: int) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -29,20 +30,18 @@ TOKEN_TYPECODE = "i"
 TOKEN_BYTES = array(TOKEN_TYPECODE).itemsize
 
 
+@dataclass(slots=True, eq=False)
 class PrefixNode:
     """One edge and the node at its end; opaque outside of this module. `branch` is its key among the parent's children."""
 
-    __slots__ = ("branch", "children", "last_used", "num_locks", "pages", "parent", "point", "tokens")
-
-    def __init__(self, parent: PrefixNode | None, branch: bytes, tokens: bytes, pages: list[int]) -> None:
-        self.parent = parent
-        self.branch = branch
-        self.tokens = tokens
-        self.pages = pages
-        self.children: dict[bytes, PrefixNode] = {}
-        self.num_locks = 0
-        self.last_used = 0
-        self.point: ResumePoint | None = None
+    parent: PrefixNode | None
+    branch: bytes
+    tokens: bytes
+    pages: list[int]
+    children: dict[bytes, PrefixNode] = field(default_factory=dict)
+    num_locks: int = 0
+    last_used: int = 0
+    point: ResumePoint | None = None
 
     def split(self, num_pages: int, page_bytes: int) -> PrefixNode:
         """Put a new node after the first `num_pages` of the edge. This one stays the lower part: locks on it keep their meaning."""
@@ -57,7 +56,6 @@ class PrefixNode:
         return upper
 
     def deepest_point(self) -> ResumePoint | None:
-        """The last resume point on the way from the root to here."""
         node: PrefixNode | None = self
         while node is not None:
             if node.point is not None and not node.point.is_dropped:
@@ -66,14 +64,12 @@ class PrefixNode:
         return None
 
     def prefix_pages(self) -> list[int]:
-        """The pages from the root to here."""
         pages, node = self.pages, self.parent
         while node is not None:
             pages, node = node.pages + pages, node.parent
         return pages
 
     def descendants(self) -> Iterator[PrefixNode]:
-        """Every node below this one."""
         stack = list(self.children.values())
         while stack:
             node = stack.pop()
@@ -184,7 +180,10 @@ class RadixPrefixCache:
             branch, new = self._branch(node, tokens, shared, salt), tokens[shared * self._page_bytes :]
             if self._watcher is not None:
                 self._watcher.stored(node.pages[-1] if shared else None, new, pages[shared:], salt)
-            node = self._add(node, branch, new, pages[shared:])
+            leaf = node.children[branch] = PrefixNode(node, branch, new, pages[shared:], last_used=next(self._ticks))
+            self._idle[leaf], node = None, leaf
+            self.num_cached += len(leaf.pages)
+            self.num_evictable += len(leaf.pages)
         if pages[:shared] == found:
             return Inserted(node, [])
         return Inserted(node, [mine for mine, cached in zip(pages, found, strict=False) if mine != cached])
@@ -243,7 +242,6 @@ class RadixPrefixCache:
         return freed_pages
 
     def pages(self) -> Iterator[int]:
-        """Every page the cache owns."""
         for node in self.root.descendants():
             yield from node.pages
 
@@ -286,14 +284,6 @@ class RadixPrefixCache:
             pages += node.pages
         return node, pages
 
-    def _add(self, parent: PrefixNode, branch: bytes, tokens: bytes, pages: list[int]) -> PrefixNode:
-        leaf = parent.children[branch] = PrefixNode(parent, branch, tokens, pages)
-        leaf.last_used = next(self._ticks)
-        self._idle[leaf] = None
-        self.num_cached += len(pages)
-        self.num_evictable += len(pages)
-        return leaf
-
     def _remove(self, leaf: PrefixNode) -> None:
         """Drop an idle leaf. A parent that is idle now takes its place, or goes to the end if it was used since."""
         parent = leaf.parent
@@ -318,43 +308,14 @@ def _num_shared_pages(edge: bytes, tokens: bytes, start: int, *, page_bytes: int
     return low
 
 
-class NoPrefixCache:
+class NoPrefixCache(RadixPrefixCache):
     """`--no-prefix-cache`: matches nothing and keeps nothing; every inserted page is called a duplicate."""
 
     def __init__(self) -> None:
-        self.num_cached = 0
-        self.num_evictable = 0
-        self.num_evicted = 0
-        self.root = PrefixNode(None, b"", b"", [])
-        self.points: ResumePoints | None = None
+        super().__init__(1, PageAllocator(0))
 
     def match(self, token_ids: array[int], salt: str) -> CachedPrefix:
         return CachedPrefix(self.root, [], next_announced=False)
 
-    def lock(self, node: PrefixNode) -> None: ...
-
-    def unlock(self, node: PrefixNode) -> None: ...
-
     def insert(self, token_ids: array[int], pages: list[int], salt: str) -> Inserted:
-        """The pages stay the caller's."""
         return Inserted(self.root, pages)
-
-    def attach(self, point: ResumePoint, token_ids: array[int], salt: str) -> bool:
-        return False
-
-    def announce(self, node: PrefixNode, token_ids: array[int], page: int, salt: str) -> Announcement:
-        return self.root, b""
-
-    def withdraw(self, announcement: Announcement) -> None: ...
-
-    def evict(self, num_pages: int) -> int:
-        return 0
-
-    def pages(self) -> Iterator[int]:
-        return iter(())
-
-    def check_integrity(self) -> None:
-        """Nothing that could be wrong."""
-
-
-PrefixCache = RadixPrefixCache | NoPrefixCache

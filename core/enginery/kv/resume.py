@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
@@ -20,6 +21,7 @@ from enginery.contracts.batch import MemoryKind
 from enginery.kv.pages import PageAllocator
 
 
+@dataclass(slots=True, eq=False)
 class ResumePoint:
     """Where a sequence can go on: `position` tokens are behind it. pages: by kind, in the order of their tokens.
 
@@ -28,14 +30,11 @@ class ResumePoint:
     is_dropped: its pages were given up.
     """
 
-    __slots__ = ("is_dropped", "pages", "passing", "position", "trails")
-
-    def __init__(self, position: int, pages: Mapping[MemoryKind, tuple[int, ...]], *, passing: bool, trails: bool) -> None:
-        self.position = position
-        self.pages = pages
-        self.passing = passing
-        self.trails = trails
-        self.is_dropped = False
+    position: int
+    pages: Mapping[MemoryKind, tuple[int, ...]]
+    passing: bool
+    trails: bool
+    is_dropped: bool = False
 
 
 class ResumePoints:

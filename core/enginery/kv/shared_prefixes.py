@@ -27,7 +27,6 @@ class SharedPrefix:
 
     @property
     def saved_pages(self) -> int:
-        """Pages that need not be read again."""
         return (self.count - 1) * self.num_pages
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from enginery.checkpoint.decoder_shape import DecoderShape, MixtureShape
 from enginery.contracts.model import ModelContext, WeightSource
-from enginery.contracts.ops import ExpertsFn, LinearFn, OpTable, Routed
+from enginery.contracts.ops import ExpertsFn, OpTable, Routed
 from enginery.contracts.weights import Activation, ExpertsShape, Linear, LinearShape
 from enginery.nn.activation import gate_function
 from enginery.nn.decoder import DecoderLayer, GatedMLP, dense_mlp, layer_attention
@@ -160,26 +160,18 @@ def _take_router(
     """The product that gives logits; with_gate: and the shared expert's gate behind them."""
     names, shape = experts.names, (experts.num_experts, context.facts.hidden_size)
     if with_gate:
-        return _bind_with_gate(weights, names.router, f"{names.shared}_gate", shape=shape, ops=context.ops)
-    if experts.wide_router:
+        taken = torch.cat(
+            (weights.take(f"{names.router}.weight", shape), weights.take(f"{names.shared}_gate.weight", (1, shape[1])))
+        )
+        return context.ops.bind_linear(F.pad(taken, (0, 0, 0, -len(taken) % 8)), None)  # rows of a whole number of 16 bytes
+    if experts.wide_router:  # x W^T in float32
         wide = weights.take(f"{names.router}.weight", shape, dtype=torch.float32)
-        return _bind_wide(wide, context.dtype, context.ops)
+        narrow = wide.to(context.dtype)
+        if wide.is_cuda and narrow.dtype.itemsize == 2 and torch.equal(narrow.float(), wide):  # which loses nothing
+            return context.ops.bind_router(narrow)
+        linear = context.ops.bind_linear(wide, None)
+        return lambda x: linear(x.float())
     return weights.linear(LinearShape(names=(names.router,), rows=shape[:1], columns=shape[1], bias=experts.router_bias))
-
-
-def _bind_with_gate(weights: WeightSource, router: str, gate: str, *, shape: tuple[int, int], ops: OpTable) -> LinearFn:
-    """The router's product with the shared expert's gate behind the logits, and zeros, for rows of a whole number of 16 bytes."""
-    taken = torch.cat((weights.take(f"{router}.weight", shape), weights.take(f"{gate}.weight", (1, shape[1]))))
-    return ops.bind_linear(F.pad(taken, (0, 0, 0, -len(taken) % 8)), None)
-
-
-def _bind_wide(weight: torch.Tensor, dtype: torch.dtype, ops: OpTable) -> LinearFn:
-    """x W^T in float32, W [E, C] float32. Where x's dtype holds W without loss, a GPU multiplies in that and adds in float32."""
-    narrow = weight.to(dtype)
-    if weight.is_cuda and dtype.itemsize == 2 and torch.equal(narrow.float(), weight):
-        return ops.bind_router(narrow)
-    linear = ops.bind_linear(weight, None)
-    return lambda x: linear(x.float())
 
 
 def layer_mlp(

@@ -143,23 +143,23 @@ def _gated_sigmoid(op: OpFn, given: Inputs, *, rows: int, size: int) -> Results:
 
 def _route(op: OpFn, given: Inputs, *, rows: int, experts: int, routing: Routing, bias: bool) -> Results:
     logits = (given.rand(rows, experts) * 8 - 4).to(given.device)
-    routed = op(logits, given.rand(experts).to(given.device) if bias else None, routing)
-    ids, order = routed.ids.sort(dim=-1)
-    return {"ids": ids, "weights": routed.weights.gather(1, order)}
+    return _routed(op(logits, given.rand(experts).to(given.device) if bias else None, routing))
 
 
 def _route_gated(op: OpFn, given: Inputs, *, rows: int, experts: int, routing: Routing, bias: bool) -> Results:
     """No two logits of a token are equal, rounded too."""
     made = given.rand(rows, experts + 1).argsort(1) / 8 - 4
     made = made.to(given.device, torch.float64 if given.wide else given.dtype)
-    routed = op(made, given.rand(experts).to(given.device) if bias else None, routing)
-    ids, order = routed.ids.sort(dim=-1)
-    return {"ids": ids, "weights": routed.weights.gather(1, order)}
+    return _routed(op(made, given.rand(experts).to(given.device) if bias else None, routing))
+
+
+def _routed(found: Routed) -> Results:
+    ids, order = found.ids.sort(dim=-1)
+    return {"ids": ids, "weights": found.weights.gather(1, order)}
 
 
 def _bind_router(op: OpFn, given: Inputs, *, rows: int, sizes: tuple[int, int]) -> Results:
-    logits = op(given.randn(sizes[1], sizes[0], scale=sizes[0] ** -0.5))(given.randn(rows, sizes[0]))
-    return {"logits": logits}
+    return {"logits": op(given.randn(sizes[1], sizes[0], scale=sizes[0] ** -0.5))(given.randn(rows, sizes[0]))}
 
 
 def _bind_experts(
@@ -215,10 +215,11 @@ def _shares(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: floa
     return kept / kept.sum()
 
 
-def _cases(call: Callable[..., Results], sizes: Sequence[Mapping[str, object]]) -> tuple[OpCase, ...]:
+def _cases(call: Callable[..., Results], names: str, *rows: Sequence[object]) -> tuple[OpCase, ...]:
+    """One of each row: what the arguments `names` of `call` are."""
+    cases = [dict(zip(names.split(), row, strict=True)) for row in rows]
     return tuple(
-        OpCase(traits={name: _text(value) for name, value in values.items()}, call=functools.partial(call, **values))
-        for values in sizes
+        OpCase(traits={name: _text(value) for name, value in case.items()}, call=functools.partial(call, **case)) for case in cases
     )
 
 
@@ -246,109 +247,74 @@ _CUTS: Final = (
 
 # The first case of each is small and usual: it alone is run when a plugin's operations are loaded.
 OP_CASES: Final[Mapping[str, tuple[OpCase, ...]]] = {
-    "embed": _cases(_embed, [dict(rows=r, size=c, num_ids=n) for r, c, n in ((40, 16, 3), (97, 768, 33), (8, 17, 1), (8, 64, 0))]),
+    "embed": _cases(_embed, "rows size num_ids", (40, 16, 3), (97, 768, 33), (8, 17, 1), (8, 64, 0)),
     "bind_linear": _cases(
         _bind_linear,
-        [
-            dict(rows=rows, sizes=sizes, bias=bias)
-            for rows, sizes, bias in (
-                (2, (32, 48), False),
-                *((1, (64, 96), True), (5, (768, 64), False), (33, (128, 256), True)),
-                *((16, (17, 9), False), (130, (256, 512), False), (0, (32, 48), False)),
-            )
-        ],
+        "rows sizes bias",
+        *((2, (32, 48), False), (1, (64, 96), True), (5, (768, 64), False), (33, (128, 256), True)),
+        *((16, (17, 9), False), (130, (256, 512), False), (0, (32, 48), False)),
     ),
     "rms_norm": _cases(
         _rms_norm,
-        [
-            dict(shape=shape, weight=weight)
-            for shape, weight in (
-                *(((2, 32), (32,)), ((1, 1024), (1024,)), ((5, 768), (768,)), ((33, 17), (17,))),
-                *(((2, 5000), (5000,)), ((3, 4, 16), (16,)), ((3, 4, 16), (4, 16)), ((0, 64), (64,))),
-            )
-        ],
+        "shape weight",
+        *(((2, 32), (32,)), ((1, 1024), (1024,)), ((5, 768), (768,)), ((33, 17), (17,))),
+        *(((2, 5000), (5000,)), ((3, 4, 16), (16,)), ((3, 4, 16), (4, 16)), ((0, 64), (64,))),
     ),
-    "add_rms_norm": _cases(
-        _add_rms_norm, [dict(rows=r, size=c) for r, c in ((2, 32), (1, 1024), (5, 768), (33, 17), (2, 5000), (0, 64))]
-    ),
+    "add_rms_norm": _cases(_add_rms_norm, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (2, 5000), (0, 64)),
     "gated_rms_norm": _cases(
         _gated_rms_norm,
-        [
-            dict(rows=rows, heads=heads, size=size, gating=gating)
-            for rows, heads, size, gating in (
-                *((2, 4, 32, "silu"), (1, 32, 128, "sigmoid"), (5, 3, 24, "silu")),
-                *((33, 9, 64, "sigmoid"), (2, 2, 300, "silu"), (0, 4, 16, "silu")),
-            )
-        ],
+        "rows heads size gating",
+        *((2, 4, 32, "silu"), (1, 32, 128, "sigmoid"), (5, 3, 24, "silu")),
+        *((33, 9, 64, "sigmoid"), (2, 2, 300, "silu"), (0, 4, 16, "silu")),
     ),
     "qk_norm_rotary": _cases(
         _qk_norm_rotary,
-        [
-            dict(rows=rows, heads=heads, dims=dims, norm=norm)
-            for rows, heads, dims, norm in (
-                (2, 3, (32, 32), True),
-                *((9, 24, (128, 128), False), (1, 3, (64, 32), True), (4, 1, (48, 12), False), (0, 5, (20, 20), True)),
-            )
-        ],
+        "rows heads dims norm",
+        *((2, 3, (32, 32), True), (9, 24, (128, 128), False), (1, 3, (64, 32), True)),
+        *((4, 1, (48, 12), False), (0, 5, (20, 20), True)),
     ),
     "qk_norm_rotary_write": _cases(
         _qk_norm_rotary_write,
-        [
-            dict(rows=rows, heads=heads, dims=dims, norm=norm)
-            for rows, heads, dims, norm in (
-                (2, (4, 2), (32, 32), True),
-                *((9, (16, 8), (128, 128), False), (3, (2, 1), (64, 32), True), (1, (3, 3), (20, 12), False)),
-                (0, (4, 2), (32, 32), False),
-            )
-        ],
+        "rows heads dims norm",
+        *((2, (4, 2), (32, 32), True), (9, (16, 8), (128, 128), False), (3, (2, 1), (64, 32), True)),
+        *((1, (3, 3), (20, 12), False), (0, (4, 2), (32, 32), False)),
     ),
     "latent_norm_rotary_write": _cases(
         _latent_norm_rotary_write,
-        [
-            dict(rows=rows, heads=heads, dims=dims)
-            for rows, heads, dims in ((2, 4, (32, 16, 32)), (9, 16, (512, 64, 128)), (1, 1, (64, 8, 24)), (0, 4, (32, 16, 32)))
-        ],
+        "rows heads dims",
+        *((2, 4, (32, 16, 32)), (9, 16, (512, 64, 128)), (1, 1, (64, 8, 24)), (0, 4, (32, 16, 32))),
     ),
-    "gated_silu": _cases(_gated_silu, [dict(rows=r, size=c) for r, c in ((2, 32), (1, 1024), (5, 768), (33, 17), (0, 64))]),
-    "gated_sigmoid": _cases(_gated_sigmoid, [dict(rows=r, size=c) for r, c in ((2, 32), (1, 4096), (33, 17), (0, 64))]),
+    "gated_silu": _cases(_gated_silu, "rows size", (2, 32), (1, 1024), (5, 768), (33, 17), (0, 64)),
+    "gated_sigmoid": _cases(_gated_sigmoid, "rows size", (2, 32), (1, 4096), (33, 17), (0, 64)),
     "route": _cases(
         _route,
-        [
-            dict(rows=rows, experts=experts, routing=routing, bias=bias)
-            for rows, experts, bias in ((3, 16, False), (17, 64, False), (5, 32, True))
-            for routing in _ROUTINGS
-        ],
+        "rows experts routing bias",
+        *((*sizes, each, bias) for *sizes, bias in ((3, 16, False), (17, 64, False), (5, 32, True)) for each in _ROUTINGS),
     ),
     "route_gated": _cases(
         _route_gated,
-        [
-            dict(rows=rows, experts=experts, routing=dataclasses.replace(routing, num_shared=shared), bias=bias)
+        "rows experts routing bias",
+        *(
+            (rows, experts, dataclasses.replace(routing, num_shared=shared), bias)
             for rows, experts, shared, bias in ((3, 16, 1, False), (17, 64, 4, False), (5, 32, 2, True))
             for routing in (_ROUTINGS[0], *_ROUTINGS[2:])
-        ],
+        ),
     ),
     "bind_router": _cases(
-        _bind_router,
-        [dict(rows=r, sizes=sizes) for r, sizes in ((2, (32, 16)), (1, (2304, 256)), (9, (64, 60)), (70, (128, 8)), (0, (32, 16)))],
+        _bind_router, "rows sizes", (2, (32, 16)), (1, (2304, 256)), (9, (64, 60)), (70, (128, 8)), (0, (32, 16))
     ),
     "bind_experts": _cases(
         _bind_experts,
-        [
-            dict(rows=rows, experts=experts, sizes=sizes, top_k=top_k)
-            for rows, experts, sizes, top_k in (
-                (2, 4, (32, 16), 2),
-                (1, 8, (64, 96), 2),
-                (33, 8, (128, 64), 4),
-                (70, 4, (48, 32), 1),
-            )
-        ]
-        + [
-            dict(rows=9, experts=4, sizes=(32, 16), top_k=2, activation=Activation(kind="gelu_tanh")),
-            dict(rows=9, experts=4, sizes=(32, 16), top_k=2, activation=Activation(kind="clamped_swiglu")),
-        ],
+        "rows experts sizes top_k",
+        *((2, 4, (32, 16), 2), (1, 8, (64, 96), 2), (33, 8, (128, 64), 4), (70, 4, (48, 32), 1)),
+    )
+    + _cases(
+        _bind_experts,
+        "rows experts sizes top_k activation",
+        *((9, 4, (32, 16), 2, Activation(kind="gelu_tanh")), (9, 4, (32, 16), 2, Activation(kind="clamped_swiglu"))),
     ),
-    "greedy": _cases(_greedy, [dict(rows=r, size=v) for r, v in ((2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10))]),
-    "sample_rows": _cases(_sample_rows, [dict(rows=r, size=v, cuts=cuts) for r, v in ((8, 64), (5, 4200)) for cuts in _CUTS]),
+    "greedy": _cases(_greedy, "rows size", (2, 64), (1, 5), (3, 4096), (2, 10001), (0, 10)),
+    "sample_rows": _cases(_sample_rows, "rows size cuts", *((*sizes, cuts) for sizes in ((8, 64), (5, 4200)) for cuts in _CUTS)),
 }
 
 
@@ -359,12 +325,14 @@ def stored_cases(op: str, scheme: Scheme) -> tuple[OpCase, ...]:
     """
     check_widens(scheme)
     if op == "bind_linear":
-        linear = (((2, (256, 384), False)), (1, (200, 130), True), (33, (128, 256), False), (0, (128, 128), False))
-        return _cases(_bind_linear, [dict(rows=rows, sizes=sizes, bias=bias, scheme=scheme) for rows, sizes, bias in linear])
-    experts = ((2, 4, (256, 128), 2), (1, 8, (200, 130), 2), (33, 8, (128, 64), 4), (70, 4, (384, 256), 1))
-    plain = [dict(rows=rows, experts=count, sizes=sizes, top_k=top_k, scheme=scheme) for rows, count, sizes, top_k in experts]
-    clamped = dict(rows=9, experts=4, sizes=(96, 40), top_k=2, activation=Activation(kind="clamped_swiglu"), scheme=scheme)
-    return _cases(_bind_experts, [*plain, clamped])
+        linear = ((2, (256, 384), False), (1, (200, 130), True), (33, (128, 256), False), (0, (128, 128), False))
+        return _cases(_bind_linear, "rows sizes bias scheme", *((*row, scheme) for row in linear))
+    plain = ((2, 4, (256, 128), 2), (1, 8, (200, 130), 2), (33, 8, (128, 64), 4), (70, 4, (384, 256), 1))
+    clamped = (9, 4, (96, 40), 2, Activation(kind="clamped_swiglu"), scheme)
+    return (
+        *_cases(_bind_experts, "rows experts sizes top_k scheme", *((*row, scheme) for row in plain)),
+        *_cases(_bind_experts, "rows experts sizes top_k activation scheme", clamped),
+    )
 
 
 def results_of(op: OpFn, case: OpCase, *, dtype: torch.dtype, device: torch.device, wide: bool = False) -> Results:

@@ -18,7 +18,7 @@ from enginery.errors import RequestError
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.manager import KVCacheManager
 from enginery.kv.pages import PageAllocator
-from enginery.kv.prefix import PrefixCache
+from enginery.kv.prefix import RadixPrefixCache
 from enginery.schedule.planner import NO_DRAFTS, BatchPlanner
 from enginery.schedule.queue import WaitingQueue
 from enginery.schedule.request import Request, RequestStatus
@@ -65,7 +65,7 @@ class Scheduler:
         settings: ScheduleSettings,
         policy: SchedulePolicySpec,
         *,
-        cache: PrefixCache,
+        cache: RadixPrefixCache,
         allocator: PageAllocator,
         finite: FiniteMemory | None = None,
         eos_token_ids: frozenset[int] = frozenset(),

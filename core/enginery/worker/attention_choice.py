@@ -4,51 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from enginery.config.schema import Decision, EngineOptions
-from enginery.contracts.attention import AttnBackendSpec, AttnNeeds, SparseCoordinatorSpec
+from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
 from enginery.contracts.latent import PrefillStrategy
 from enginery.errors import Unsupported
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.worker.drafts.choice import ChosenDrafter
-from enginery.worker.needs import by_phase, verifying
+from enginery.worker.needs import LayerNeeds, by_phase, verifying
 
 log = logging.getLogger(__name__)
-
-ROLES: Final = ("softmax", "prefill", "decode", "recurrent")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """The leaves, by what they are for. One backend for prefills and decoding, unless the user asked for two; None: not needed.
+    """The leaves, by what they are for: softmax, or prefill and decode where these have a backend each, and recurrent.
 
     considered: every candidate of each role, with why it was refused.
     """
 
-    softmax: Offer[AttnBackendSpec] | None
-    prefill: Offer[AttnBackendSpec] | None
-    decode: Offer[AttnBackendSpec] | None
-    recurrent: Offer[AttnBackendSpec] | None
-    considered: tuple[str, ...] = ()
-
-    @property
-    def by_role(self) -> dict[str, Offer[AttnBackendSpec]]:
-        """Those that there are."""
-        return {role: offer for role in ROLES if (offer := vars(self)[role]) is not None}
+    by_role: Mapping[str, Offer[AttnBackendSpec]]
+    considered: tuple[str, ...]
 
     @property
     def keeps_states_amid_prompts(self) -> bool:
         """Whether recurrent layers keep states amid an item of a prompt."""
-        return self.recurrent is not None and self.recurrent.spec.capabilities.prompt_checkpoints
+        return "recurrent" in self.by_role and self.by_role["recurrent"].spec.capabilities.prompt_checkpoints
 
     @property
     def name(self) -> str:
-        """The names, for people and metrics."""
         return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))
 
 
@@ -62,24 +50,19 @@ class KernelWish:
 
 
 def choose_attention(
-    asked: EngineOptions,
-    registry: Registry,
-    *,
-    softmax: AttnNeeds,
-    recurrent: AttnNeeds,
-    leave_out: Collection[str] = (),
+    asked: EngineOptions, registry: Registry, needs: LayerNeeds, *, leave_out: Collection[str] = ()
 ) -> tuple[AttentionChoice, tuple[Decision, ...]]:
-    """A backend for each role that the model has work for. softmax, recurrent: needs of those layers.
+    """A backend for each role that the model has work for.
 
     Left to choose, it takes two for the softmax layers where the best one for prefills is not the best one for decoding.
     leave_out: backends that are no candidates.
     """
-    softmax = _needing_ragged(softmax, asked.mla_prefill)
+    needs = needs._replace(softmax=_needing_ragged(needs.softmax, asked.mla_prefill))
     chosen: dict[str, Offer[AttnBackendSpec]] = {}
     decisions: list[Decision] = []
     considered: list[str] = []
-    for role, (name, needs) in _wanted(asked, registry, softmax=softmax, recurrent=recurrent, leave_out=leave_out).items():
-        selection = registry.select_attn_backend(name, needs, leave_out=leave_out)
+    for role, (name, of_role) in _wanted(asked, registry, needs, leave_out=leave_out).items():
+        selection = registry.select_attn_backend(name, of_role, leave_out=leave_out)
         considered += [f"{role}: {candidate}" for candidate in selection.candidates]
         chosen[role] = selection.winner
         reason = "asked for" if name != "auto" else "highest priority that refuses nothing"
@@ -88,56 +71,43 @@ def choose_attention(
         decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {source}", source=source))
     for line in considered:
         log.debug("attention backend, %s", line)
-    return AttentionChoice(**{role: chosen.get(role) for role in ROLES}, considered=tuple(considered)), tuple(decisions)
+    return AttentionChoice(by_role=chosen, considered=tuple(considered)), tuple(decisions)
 
 
-def unless_attention_changes(
-    drafter: ChosenDrafter, asked: EngineOptions, registry: Registry, softmax: AttnNeeds, recurrent: AttnNeeds
-) -> ChosenDrafter:
+def unless_attention_changes(drafter: ChosenDrafter, asked: EngineOptions, registry: Registry, needs: LayerNeeds) -> ChosenDrafter:
     """The drafter, or none where plain decoding would have other attention backends: then guesses might cost more than they tell.
 
-    softmax, recurrent: needs without a drafter.
+    needs: without a drafter.
     """
-    plain, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
-    softmax, recurrent = verifying_drafts((softmax, recurrent), drafter)
+    plain, _ = choose_attention(asked, registry, needs)
     try:
-        same = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)[0].name == plain.name
+        same = choose_attention(asked, registry, verifying_drafts(needs, drafter))[0].name == plain.name
     except Unsupported:
         same = False
     return drafter if same else ChosenDrafter(None, 0, f"auto: {plain.name}, the attention backend, verifies no guesses")
 
 
-def verifying_drafts(needs: Sequence[AttnNeeds], drafter: ChosenDrafter) -> Sequence[AttnNeeds]:
-    """Of layers with softmax and of recurrent ones, with a drafter or without. Trees are for models without recurrent layers."""
+def verifying_drafts(needs: LayerNeeds, drafter: ChosenDrafter) -> LayerNeeds:
+    """With a drafter or without. Trees are for models without recurrent layers."""
     if drafter.offer is None:
         return needs
-    softmax, recurrent = needs
-    unread = drafter.offer.spec.reads is not None and softmax.device != "cpu"
-    return verifying(softmax, trees=drafter.trees, device_lengths=unread), verifying(recurrent)
-
-
-def refuse_idle_coordinator(coordinator: Offer[SparseCoordinatorSpec], attention: AttentionChoice) -> None:
-    """Raise `Unsupported` where no chosen backend would ask the coordinator anything."""
-    if not any(offer.spec.capabilities.sparse for offer in attention.by_role.values()):
-        raise Unsupported(
-            f"--sparse-coordinator {coordinator.name}, from {coordinator.source}, would be built and never asked: "
-            f"the attention backend {attention.name} is not sparse; name one that is, or leave --sparse-coordinator out"
-        )
+    unread = drafter.offer.spec.reads is not None and needs.softmax.device != "cpu"
+    return LayerNeeds(verifying(needs.softmax, trees=drafter.trees, device_lengths=unread), verifying(needs.recurrent))
 
 
 def _wanted(
-    asked: EngineOptions, registry: Registry, *, softmax: AttnNeeds, recurrent: AttnNeeds, leave_out: Collection[str]
+    asked: EngineOptions, registry: Registry, needs: LayerNeeds, *, leave_out: Collection[str]
 ) -> dict[str, tuple[str, AttnNeeds]]:
     """Each role that the model has work for: the name that is asked for, or auto, and what the role needs."""
-    wanted = {"softmax": (asked.attention_backend, softmax)}
-    if _is_split(asked, registry, softmax, leave_out=leave_out):
-        phases = by_phase(softmax)
+    wanted = {"softmax": (asked.attention_backend, needs.softmax)}
+    if _is_split(asked, registry, needs.softmax, leave_out=leave_out):
+        phases = by_phase(needs.softmax)
         wanted = {
             "prefill": (asked.prefill_attention_backend or asked.attention_backend, phases["prefill"]),
             "decode": (asked.decode_attention_backend or asked.attention_backend, phases["decode"]),
         }
-    wanted["recurrent"] = (asked.linear_attention_backend, recurrent)
-    return {role: (name, needs) for role, (name, needs) in wanted.items() if needs.layers}
+    wanted["recurrent"] = (asked.linear_attention_backend, needs.recurrent)
+    return {role: (name, of_role) for role, (name, of_role) in wanted.items() if of_role.layers}
 
 
 def _is_split(asked: EngineOptions, registry: Registry, softmax: AttnNeeds, *, leave_out: Collection[str]) -> bool:
@@ -150,30 +120,22 @@ def _is_split(asked: EngineOptions, registry: Registry, softmax: AttnNeeds, *, l
     return len({registry.select_attn_backend("auto", needs, leave_out=leave_out).winner.name for needs in phases}) > 1
 
 
-def missing_kernels(
-    chosen: AttentionChoice, registry: Registry, *, softmax: AttnNeeds, recurrent: AttnNeeds
-) -> tuple[KernelWish, ...]:
+def missing_kernels(chosen: AttentionChoice, registry: Registry, needs: LayerNeeds) -> tuple[KernelWish, ...]:
     """What the chosen backends have to compile before they can run."""
-    needs_of = {"softmax": softmax, "recurrent": recurrent, **by_phase(softmax)}
+    needs_of = {**needs._asdict(), **by_phase(needs.softmax)}
     wishes = []
     for role, offer in chosen.by_role.items():
-        store, needs = offer.spec.kernel_store, needs_of[role]
-        if store is None:
+        if (store := offer.spec.kernel_store) is None:
             continue
         with inside(offer, f"look for the compiled kernels of {offer.name!r}"):
-            missing = tuple(store.missing(needs, registry.options_for(offer.name)))
+            missing = tuple(store.missing(needs_of[role], registry.options_for(offer.name)))
         if missing:
-            wishes.append(KernelWish(backend=offer.name, needs=needs, missing=missing))
+            wishes.append(KernelWish(backend=offer.name, needs=needs_of[role], missing=missing))
     return tuple(wishes)
 
 
 def choose_first(
-    asked: EngineOptions,
-    registry: Registry,
-    to_compile: Sequence[KernelWish],
-    *,
-    softmax: AttnNeeds,
-    recurrent: AttnNeeds,
+    asked: EngineOptions, registry: Registry, to_compile: Sequence[KernelWish], *, needs: LayerNeeds
 ) -> tuple[AttentionChoice | None, tuple[Decision, ...]]:
     """The best backends that need nothing compiled. None where nothing is missing, or nothing else serves: then the start waits.
 
@@ -188,10 +150,10 @@ def choose_first(
     }
     while late and not (asked.wait_for_kernels or late & named):
         try:
-            chosen, _ = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent, leave_out=late)
+            chosen, _ = choose_attention(asked, registry, needs, leave_out=late)
         except Unsupported:
             break
-        slow = {wish.backend for wish in missing_kernels(chosen, registry, softmax=softmax, recurrent=recurrent)}
+        slow = {wish.backend for wish in missing_kernels(chosen, registry, needs)}
         if not slow:
             waited_for = " and ".join(dict.fromkeys(wish.backend for wish in to_compile))
             source = " and ".join(dict.fromkeys(str(offer.source) for offer in chosen.by_role.values()))

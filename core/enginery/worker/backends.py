@@ -6,7 +6,7 @@ micro-batches ( kinds ( split ( mla ( prefill leaf ), mla ( decode leaf ) ), win
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from enginery.attention.latent import LatentAttention, LatentSettings
@@ -15,9 +15,9 @@ from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.relay import BackendRelay
 from enginery.attention.watch import Watch
+from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, BackendContext, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW
-from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import PluginError
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import PagedKVPool
@@ -41,9 +41,31 @@ class AttentionParts:
     states: RecurrentStatePool
     coordinator: SparseCoordinator | None
     arena: DeviceArena
-    parallel: ParallelFacts = field(default_factory=ParallelFacts)
     role: str = "target"
     watched: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        asked: EngineOptions,
+        choice: Choice,
+        registry: Registry,
+        *,
+        pool: PagedKVPool,
+        coordinator: SparseCoordinator | None = None,
+        role: str = "target",
+    ) -> AttentionParts:
+        """With states for the pool's geometry, and an arena of their own."""
+        return cls(
+            choice=choice,
+            registry=registry,
+            pool=pool,
+            states=RecurrentStatePool(pool.geometry, choice.device),
+            coordinator=coordinator,
+            arena=DeviceArena(choice.device),
+            role=role,
+            watched=asked.check_attention,
+        )
 
 
 def build_backend(parts: AttentionParts, chosen: AttentionChoice, *, micro_batches: bool) -> BackendRelay:
@@ -61,8 +83,8 @@ def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRela
         children["full"] = _softmax(parts, chosen, prefix="", latent=any(layer.latent is not None for layer in layers))
     if WINDOW in kinds:
         children["window"] = _softmax(parts, chosen, prefix="window " if FULL in kinds else "", latent=False)
-    if chosen.recurrent is not None:
-        children["state"] = _leaf(parts, chosen.recurrent, part="recurrent")
+    if "recurrent" in chosen.by_role:
+        children["state"] = _leaf(parts, chosen.by_role["recurrent"], part="recurrent")
     assert children, "a model without attention layers"
     (first, *others) = children.values()
     return _composite(parts, LayerKinds(**children)) if others or WINDOW in parts.pool.geometry.pages else first
@@ -70,14 +92,10 @@ def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRela
 
 def _softmax(parts: AttentionParts, chosen: AttentionChoice, *, prefix: str, latent: bool) -> BackendRelay:
     """What serves the layers with keys and values, or latents, of one kind of memory."""
-    if chosen.softmax is not None:
-        return _over_leaf(parts, chosen.softmax, part=f"{prefix}softmax", latent=latent)
-    assert chosen.prefill is not None, "softmax layers have a backend"
-    assert chosen.decode is not None, "softmax layers have a backend"
-    prefill, decode = (
-        _over_leaf(parts, offer, part=f"{prefix}{part}", latent=latent)
-        for part, offer in (("prefill", chosen.prefill), ("decode", chosen.decode))
-    )
+    roles = chosen.by_role
+    if "softmax" in roles:
+        return _over_leaf(parts, roles["softmax"], part=f"{prefix}softmax", latent=latent)
+    prefill, decode = (_over_leaf(parts, roles[part], part=f"{prefix}{part}", latent=latent) for part in ("prefill", "decode"))
     return _composite(parts, PhaseSplit(prefill=prefill, decode=decode))
 
 
@@ -101,7 +119,7 @@ def _over_leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: st
 
 def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) -> BackendRelay:
     name, choice = offer.spec.name, parts.choice
-    instance = f"{parts.role}/{parts.parallel.tensor_rank}/{part}/{name}#{next(_numbers)}"
+    instance = f"{parts.role}/{choice.parallel.tensor_rank}/{part}/{name}#{next(_numbers)}"
     context = BackendContext(
         instance=instance,
         geometry=parts.pool.geometry,
@@ -110,12 +128,11 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
         device=choice.device,
         dtype=choice.dtype,
         arena=parts.arena,
-        parallel=parts.parallel,
         coordinator=parts.coordinator,
         options=parts.registry.options_for(name),
     )
     backend = parts.registry.create_attn_backend(name, context)
-    relay = BackendRelay(backend, offer.source, instance=instance, watch=_watch(parts))
+    relay = BackendRelay(backend, offer.source, instance=instance, watch=Watch() if parts.watched else None)
     if part == "recurrent" and choice.drafter is not None and not relay.has("commit_state"):
         raise PluginError(
             f"{offer.source}: {name} claims to verify drafts of models with recurrent layers, and its {type(backend).__name__} has "
@@ -130,8 +147,4 @@ def _leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str) ->
 
 
 def _composite(parts: AttentionParts, backend: AttnBackend) -> BackendRelay:
-    return BackendRelay(backend, CORE, watch=_watch(parts))
-
-
-def _watch(parts: AttentionParts) -> Watch | None:
-    return Watch() if parts.watched else None
+    return BackendRelay(backend, CORE, watch=Watch() if parts.watched else None)

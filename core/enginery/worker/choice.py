@@ -14,13 +14,13 @@ from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokeni
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
-from enginery.contracts.attention import AttnNeeds, SparseCoordinatorSpec
+from enginery.contracts.attention import SparseCoordinatorSpec
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import Feature, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
-from enginery.errors import CheckpointError
+from enginery.errors import CheckpointError, Unsupported
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.boundary import described
 from enginery.plugin.records import Offer
@@ -33,13 +33,12 @@ from enginery.worker.attention_choice import (
     choose_attention,
     choose_first,
     missing_kernels,
-    refuse_idle_coordinator,
     unless_attention_changes,
     verifying_drafts,
 )
 from enginery.worker.device import device_facts, of_one_rank, torch_device
 from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter, drafter_decisions, refuse_trees
-from enginery.worker.needs import attn_needs
+from enginery.worker.needs import LayerNeeds
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.weights.formats import choose_format, kept_schemes, stated_quantization
 from enginery.worker.weights.shares import stage_of
@@ -62,7 +61,6 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The first of the names that it is served as."""
         return self.names[0]
 
 
@@ -100,7 +98,6 @@ class Choice:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The settings' dtype as torch knows it."""
         return TORCH_DTYPES[self.settings.dtype]
 
     @property
@@ -115,7 +112,6 @@ class Choice:
 
     @property
     def results(self) -> ModelResults:
-        """What the family's model has to return."""
         return ModelResults(self.facts.hidden_size, self.facts.vocab_size, self.family.source)
 
 
@@ -139,13 +135,13 @@ def choose(
     dtype, kept = TORCH_DTYPES[settings.dtype], kept_schemes(ops)
     parallel, staged = divide_stages(parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept)
     layers = stage_of(facts, parallel).memory
-    needs = [attn_needs(layers, settings, device, recurrent=each) for each in (False, True)]
+    needs = LayerNeeds.of(layers, settings, device)
     drafter = _drafter_beside(checkpoint, asked, registry, needs)
     refuse_trees(drafter, facts, parallel, max_model_len=settings.max_model_len)
-    softmax, recurrent = verifying_drafts(needs, drafter)
-    attention, attention_decisions = choose_attention(asked, registry, softmax=softmax, recurrent=recurrent)
-    to_compile = missing_kernels(attention, registry, softmax=softmax, recurrent=recurrent)
-    first_attention, first_decisions = choose_first(asked, registry, to_compile, softmax=softmax, recurrent=recurrent)
+    needs = verifying_drafts(needs, drafter)
+    attention, attention_decisions = choose_attention(asked, registry, needs)
+    to_compile = missing_kernels(attention, registry, needs)
+    first_attention, first_decisions = choose_first(asked, registry, to_compile, needs=needs)
     return Choice(
         checkpoint=checkpoint,
         family=family,
@@ -181,13 +177,13 @@ def choose(
     )
 
 
-def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Registry, needs: Sequence[AttnNeeds]) -> ChosenDrafter:
+def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Registry, needs: LayerNeeds) -> ChosenDrafter:
     """needs: of attention without a drafter."""
     shipped = shipped_drafters(checkpoint, registry)
     drafter = choose_drafter(asked, registry, shipped=shipped, config=checkpoint.config, folder=checkpoint.folder)
     if asked.drafter != "auto" or drafter.offer is None:
         return drafter
-    return unless_attention_changes(drafter, asked, registry, *needs)
+    return unless_attention_changes(drafter, asked, registry, needs)
 
 
 def _lane_decisions(parallel: ParallelFacts) -> tuple[Decision, ...]:
@@ -199,10 +195,15 @@ def _lane_decisions(parallel: ParallelFacts) -> tuple[Decision, ...]:
 
 
 def _coordinator(asked: EngineOptions, registry: Registry, attention: AttentionChoice) -> Offer[SparseCoordinatorSpec] | None:
+    """Raises `Unsupported` where no chosen backend would ask it anything."""
     if asked.sparse_coordinator == "off":
         return None
     coordinator = registry.sparse_coordinator(asked.sparse_coordinator)
-    refuse_idle_coordinator(coordinator, attention)
+    if not any(offer.spec.capabilities.sparse for offer in attention.by_role.values()):
+        raise Unsupported(
+            f"--sparse-coordinator {coordinator.name}, from {coordinator.source}, would be built and never asked: "
+            f"the attention backend {attention.name} is not sparse; name one that is, or leave --sparse-coordinator out"
+        )
     return coordinator
 
 

@@ -25,7 +25,7 @@ from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.boundary import checked, inside
 from enginery.worker.choice import Choice
-from enginery.worker.geometry import no_pages
+from enginery.worker.memory_plan import no_pages
 from enginery.worker.weights.formats import FormatReader, kept_schemes, stated_quantization
 from enginery.worker.weights.load import load, random_weights
 from enginery.worker.weights.matrices import Matrices, RankSetting
@@ -74,15 +74,9 @@ def _refuse_without_experts(choice: Choice, of_all: WeightRecord) -> None:
 
 
 def _record(choice: Choice, stored: Mapping[str, StoredTensor] | None, reader: FormatReader | None) -> WeightRecord:
-    """What the model of a choice takes."""
-    record = WeightRecord(choice.dtype, names=frozenset(stored or ()))
-    device = torch.device("meta")
-    pool = PagedKVPool(no_pages(choice), device)
-    ops, socket = reference_ops(), LayerSocket(None)
+    record, ops, meta = WeightRecord(choice.dtype, names=frozenset(stored or ())), reference_ops(), torch.device("meta")
     setting = rank_setting(choice, reader, ops=ops, comm=SingleRank(ops))
-    context = model_context(choice, record, setting, socket=socket, pool=pool, device=device)
-    with inside(choice.family, "build the model"):
-        checked(choice.family, choice.family.spec.build(context), Model)
+    build_model(choice, record, setting, pool=PagedKVPool(no_pages(choice), meta), socket=LayerSocket(None), device=meta)
     return record
 
 
@@ -107,31 +101,19 @@ def rank_setting(
 
 def build_model(
     choice: Choice,
-    weights: LoadedWeights,
+    store: PieceStore,
     setting: RankSetting,
     *,
     pool: PagedKVPool,
     socket: LayerSocket,
     target: DraftTarget | None = None,
+    device: torch.device | None = None,
 ) -> Model:
-    """The model a second time, bound to its weights and its backend. target: of a draft model."""
-    context = model_context(choice, weights, setting, socket=socket, pool=pool, device=choice.device)
-    context = dataclasses.replace(context, target=target)
-    with torch.inference_mode(), inside(choice.family, "build the model"):
-        return choice.family.spec.build(context)
+    """The model bound to its weights and its backend, or built against a record of weights. target: of a draft model.
 
-
-def model_context(
-    choice: Choice,
-    store: PieceStore,
-    setting: RankSetting,
-    *,
-    socket: LayerSocket,
-    pool: PagedKVPool,
-    device: torch.device,
-) -> ModelContext:
-    """What the model is built from, for the recording build and for the real one."""
-    return ModelContext(
+    device: None for that of the choice.
+    """
+    context = ModelContext(
         config=choice.checkpoint.config,
         facts=choice.facts,
         weights=RankWeights(Matrices(store, setting)),
@@ -139,10 +121,13 @@ def model_context(
         attend=socket.attend,
         advance=socket.advance,
         pool=pool,
-        device=device,
+        device=device or choice.device,
         dtype=choice.dtype,
         max_positions=choice.settings.max_model_len,
         stage=dataclasses.replace(stage_of(choice.facts, choice.parallel), reads=choice.reads),
         comm=setting.comm,
         taps=choice.taps,
+        target=target,
     )
+    with torch.inference_mode(), inside(choice.family, "build the model"):
+        return checked(choice.family, choice.family.spec.build(context), Model)

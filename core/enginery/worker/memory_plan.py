@@ -1,17 +1,22 @@
-"""How much memory everything will take, worked out before any of it is allocated."""
+"""How much memory everything will take, worked out before any of it is allocated; and the shape of its pages."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from enginery.config.resolve import DeviceFacts, Settings
 from enginery.config.schema import EngineOptions
-from enginery.contracts.attention import AttnLayerFacts
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
 from enginery.contracts.model import ModelFacts
 from enginery.errors import OutOfMemory
 from enginery.kv.kinds import most_window_pages, reach_of
+from enginery.worker.choice import Choice
+from enginery.worker.weights.shares import stage_of
 
 MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_HOST_KV_BYTES = 4 * GIB  # a CPU's memory is shared with everything else on the machine
@@ -72,17 +77,13 @@ def workspace_bytes(
     """
     activations = num_lanes * settings.max_batch_tokens * model.activation_width * itemsize
     logits = num_lanes * settings.max_batch_requests * model.vocab_size * (itemsize + 4 * max(sampling_copies, 1))
-    made = max((_made_values(layer) for layer in model.layers), default=0) * settings.mla_chunk_tokens * itemsize
+    latents = ((layer.num_heads, layer.latent) for layer in model.layers if layer.latent is not None)
+    # of one latent: each head's key and value in one piece, then its key with the rotary part
+    values = (heads * (2 * each.nope_dim + each.rope_dim + each.value_dim) for heads, each in latents)
+    made = max(values, default=0) * settings.mla_chunk_tokens * itemsize
     captured = max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
     captured += settings.max_graph_requests * 2 * model.vocab_size * itemsize  # one buffer, one copy
     return activations + logits + made + captured + backend_bytes
-
-
-def _made_values(layer: AttnLayerFacts) -> int:
-    """Values made from one latent: each head's key and value in one piece, then its key with the rotary part."""
-    if layer.latent is None:
-        return 0
-    return layer.num_heads * (2 * layer.latent.nope_dim + layer.latent.rope_dim + layer.latent.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +188,24 @@ def _too_little(asked: EngineOptions, settings: Settings, device: DeviceFacts, p
         f"--max-batch-tokens ({settings.max_batch_tokens}) or --max-batch-requests ({settings.max_batch_requests}); a smaller "
         "--dtype halves the weights"
     )
+
+
+def no_pages(choice: Choice) -> KVGeometry:
+    """The shape of a page, before it is known how many there are."""
+    settings = choice.settings
+    layers = stage_of(choice.facts, choice.parallel).memory
+    pages = {} if largest_window(choice) is None else {WINDOW: 0}
+    size, own = settings.page_size, settings.dtype  # the inputs of a convolution are no keys
+    return KVGeometry(pages=pages, page_size=size, layers=layers, dtype=settings.kv_dtype, state_dtype=own)
+
+
+def with_pages(geometry: KVGeometry, memory: MemoryPlan, *, max_requests: int, asked: Mapping[MemoryKind, int]) -> KVGeometry:
+    """The same, and how many there are of each kind: as many as were asked for, or as planned."""
+    pages = {FULL: memory.num_pages, STATE: memory.state_pages or max_requests, WINDOW: memory.window_pages, **asked}
+    return dataclasses.replace(geometry, pages={kind: count for kind, count in pages.items() if count}, num_seats=max_requests)
+
+
+def largest_window(choice: Choice) -> int | None:
+    """The largest window of the model's layers; None if no window ever drops a token: then it needs no memory of its own."""
+    windows = [layer.sliding_window for layer in choice.facts.layers if layer.sliding_window is not None]
+    return max(windows) if windows and max(windows) < choice.settings.max_model_len else None

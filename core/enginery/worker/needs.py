@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from enginery.config.resolve import DeviceFacts, Settings
 from enginery.contracts.attention import AttnLayerFacts, AttnNeeds
 from enginery.contracts.batch import Phase
 
 
-def attn_needs(layers: Iterable[AttnLayerFacts], settings: Settings, device: DeviceFacts, *, recurrent: bool = False) -> AttnNeeds:
-    """The needs of these layers, run with these settings: of those with softmax, or of the recurrent ones.
+class LayerNeeds(NamedTuple):
+    """Of a model's layers: of those with softmax, and of the recurrent ones."""
 
-    layers: with the heads that a backend is given.
-    """
-    return AttnNeeds(
-        device=device.kind,
-        dtype=settings.dtype,
-        kv_dtype=settings.dtype if recurrent else settings.kv_dtype,
-        page_size=settings.page_size,
-        layers=tuple(layer for layer in layers if (layer.recurrent is not None) == recurrent),
-        compute_capability=device.compute_capability,
-        phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED}),
-    )
+    softmax: AttnNeeds
+    recurrent: AttnNeeds
+
+    @classmethod
+    def of(cls, layers: Sequence[AttnLayerFacts], settings: Settings, device: DeviceFacts) -> LayerNeeds:
+        """layers: with the heads that a backend is given."""
+        softmax = AttnNeeds(
+            device=device.kind,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            page_size=settings.page_size,
+            layers=tuple(layer for layer in layers if layer.recurrent is None),
+            compute_capability=device.compute_capability,
+            phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED}),
+        )
+        recurrent = tuple(layer for layer in layers if layer.recurrent is not None)
+        return cls(softmax, dataclasses.replace(softmax, kv_dtype=settings.dtype, layers=recurrent))
 
 
 def verifying(needs: AttnNeeds, *, trees: bool = False, device_lengths: bool = False) -> AttnNeeds:

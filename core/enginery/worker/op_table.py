@@ -48,11 +48,7 @@ def load_table(offers: Sequence[Offer[OpSpec]], needs: OpNeeds, device: torch.de
 
 def widening(route: RouteFn) -> RouteFn:
     """The same, given logits in float32 whatever comes."""
-
-    def widened(logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> Routed:
-        return route(logits.float(), bias, routing)
-
-    return widened
+    return lambda logits, bias, routing: route(logits.float(), bias, routing)
 
 
 def load_ops(offer: Offer[OpSpec], needs: OpNeeds) -> Mapping[str, Callable[..., Any]]:

@@ -33,7 +33,6 @@ class KindTable:
         self._rows = np.full((num_seats, _FIRST_COLUMNS), scratch_page, np.int32)
 
     def release(self, seats: np.ndarray) -> None:
-        """Nobody sits there now."""
         self._rows[seats] = self.scratch_page
         self.firsts[seats] = 0
 
@@ -52,7 +51,6 @@ class KindTable:
         return np.asarray(self._rows[seats[:, None], columns])
 
     def add(self, new: NewPages) -> None:
-        """Change what a step changes."""
         pages = np.frombuffer(new.pages, INT)
         rows = np.frombuffer(new.rows, INT).reshape(-1, 4).tolist()
         if (most := max(first + count for _, first, _, count in rows)) > self._rows.shape[1]:
@@ -69,7 +67,6 @@ class KindTable:
             begin += count
 
     def _widen(self, num_columns: int) -> None:
-        """To twice as many columns as there are, or more."""
         more = max(num_columns, 2 * self._rows.shape[1]) - self._rows.shape[1]
         self._rows = np.pad(self._rows, ((0, 0), (0, more)), constant_values=self.scratch_page)
 
@@ -77,24 +74,14 @@ class KindTable:
 class PageTables:
     """Takes steps in the order of their numbers, each once. window: None where the model has no pages of that kind."""
 
-    def __init__(self, num_seats: int, *, page_size: int, scratch_page: int, window_scratch_page: int | None = None) -> None:
-        self.page_size = page_size
+    def __init__(self, geometry: KVGeometry) -> None:
+        self.page_size = geometry.page_size
         self.next_number = 0
-        self.full = KindTable(num_seats, scratch_page=scratch_page)
+        self.full = KindTable(geometry.num_seats, scratch_page=geometry.scratch_page(FULL))
         self.window: KindTable | None = None
         self._kinds: dict[MemoryKind, KindTable] = {FULL: self.full}
-        if window_scratch_page is not None:
-            self._kinds[WINDOW] = self.window = KindTable(num_seats, scratch_page=window_scratch_page)
-
-    @classmethod
-    def of_geometry(cls, geometry: KVGeometry) -> PageTables:
-        """For the memory of a stage."""
-        return cls(
-            geometry.num_seats,
-            page_size=geometry.page_size,
-            scratch_page=geometry.scratch_page(FULL),
-            window_scratch_page=geometry.scratch_page(WINDOW) if WINDOW in geometry.pages else None,
-        )
+        if WINDOW in geometry.pages:
+            self._kinds[WINDOW] = self.window = KindTable(geometry.num_seats, scratch_page=geometry.scratch_page(WINDOW))
 
     def take(self, step: StepInput) -> None:
         """Change what the step changes. AssertionError unless it is the next one, `Unsupported` for another kind of memory."""

@@ -6,6 +6,7 @@ need logits, C channels, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -17,55 +18,43 @@ import torch
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable
 from enginery.contracts.plan import Accepted
 from enginery.contracts.step import INT, RunSizes, SamplingInput, StepInput, Way
-from enginery.kv.pool import PagedKVPool
 from enginery.kv.upload import recorded, to_device
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.draws import GuessDraws
-from enginery.worker.drafts.forced import ForcedAcceptance
-from enginery.worker.drafts.guesses import Guesses
+from enginery.worker.drafts.draws import ForcedAcceptance, GuessDraws
 from enginery.worker.drafts.trees import deepest, move_standing, parents_of, standing_first, straightened
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
-from enginery.worker.logprobs import LogprobTable, prompt_logprob_tables, token_logprobs
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.eager import EagerPath
-from enginery.worker.paths.path import Forwarded, ForwardPath, Launched, Verified, first_rows
+from enginery.worker.paths.path import EagerPath, ForwardPath, Launched, Verified, first_rows
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
-from enginery.worker.paths.results import ModelResults
-from enginery.worker.paths.running_step import RunningStep
-from enginery.worker.ranks.agreement import Agreement
-from enginery.worker.ranks.collectives import JoinedHead
+from enginery.worker.paths.results import StepParts
+from enginery.worker.paths.running_step import Guesses, RunningStep
+from enginery.worker.ranks.collectives import Agreement, JoinedHead
 from enginery.worker.ranks.lanes import LanePath
-from enginery.worker.ranks.path import BestTokens, GatheredLogits
-from enginery.worker.ranks.recorded import RankSteps, RecordedForwards
-from enginery.worker.sampling import mark_nan, sample
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.ranks.path import BestTokens, GatheredLogits, RankSteps, RecordedForwards
+from enginery.worker.sampling import LogprobTable, mark_nan, prompt_logprob_tables, sample, token_logprobs
 
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class Captured(NamedTuple):
-    """The ways to run decoding steps, and the others, that are captured."""
+    """Of decoding steps, of the others, and of a draft model behind decoding steps. None: these run eagerly."""
 
     graphs: DecodeGraphs | None = None
     pieces: PiecewiseGraphs | None = None
+    drafts: DraftGraphs | None = None
 
 
 class Speculation(NamedTuple):
-    """draft_model: what guesses, unless it is of the host; graphs: of it, behind the target's. forced: for benchmarks, whether
-    guesses are right is drawn. pool: where the target keeps what it computes of drafts, needed if they branch. siblings: tokens
-    beside each guess of the model."""
+    """draft_model: what guesses, unless it is of the host. forced: for benchmarks, whether guesses are right is drawn. siblings:
+    tokens beside each guess of the model."""
 
     draft_model: DraftModel | None = None
-    graphs: DraftGraphs | None = None
     forced: ForcedAcceptance | None = None
-    pool: PagedKVPool | None = None
     siblings: int = 0
 
 
@@ -75,63 +64,52 @@ class Runner:
     agreement: among tensor ranks, on what each has to know of a step beside the step; None where there is one rank.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        relay: BackendRelay,
-        *,
-        ops: OpTable,
-        tables: PageTables,
-        feed: TokenFeed,
-        captured: Captured,
-        results: ModelResults,
-        speculation: Speculation | None = None,
-    ) -> None:
-        self.model = model
-        self.relay = relay
-        self.results = results
-        self.ops = ops
-        self.graphs, self.pieces = captured
-        self.tables = tables
-        self.feed = feed
-        self.device = feed.device
+    def __init__(self, parts: StepParts, *, tables: PageTables, captured: Captured, speculation: Speculation | None = None) -> None:
+        self.parts, self.tables = parts, tables
+        self.model, self.relay, self.ops, _, self.feed, self._pool, self.results = parts
+        self.graphs, self.pieces, self._draft_graphs = captured
+        self.device = self.feed.device
         self._is_cuda = self.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.draft_model, self._draft_graphs, self._forced, self._pool, self._siblings = speculation or Speculation()
-        self.agreement = Agreement.of(model, self.draft_model) if isinstance(model, JoinedHead) else None
-        self._eager = self._new_eager_path()
-        self._whole, self._pieces = _captured_paths(self.model, Captured(self.graphs, self.pieces), self.feed)
-        self._lane = model.lanes.lane if isinstance(model, JoinedHead) and model.lanes is not None else 0
+        self.draft_model, self._forced, self._siblings = speculation or Speculation()
+        self.agreement = Agreement.of(self.model, self.draft_model) if isinstance(self.model, JoinedHead) else None
+        self._set_paths()
+        self._lane = self.model.lanes.lane if isinstance(self.model, JoinedHead) and self.model.lanes is not None else 0
 
     @property
     def sizes(self) -> RunSizes:
         """The steps that need not run eagerly."""
-        return RunSizes(
-            graphs=() if self.graphs is None else self.graphs.sizes,
-            pieces=() if self.pieces is None else self.pieces.sizes,
-            verified_rows=0 if self.graphs is None else self.graphs.verified_rows,
-            combs=self.graphs is not None and self.graphs.buffers.combs is not None,
-            followed=self.graphs is None or self.graphs.follows,
-        )
+        pieces = () if self.pieces is None else self.pieces.sizes
+        if (graphs := self.graphs) is None:
+            return RunSizes(pieces=pieces)
+        combs = graphs.buffers.siblings > 0
+        return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=combs, followed=graphs.follows)
 
     def change_backend(self, relay: BackendRelay) -> None:
         """Go on with other attention backends. No step may be in flight; decoding steps are captured anew, as they are needed."""
-        self.relay = relay
+        self.parts, self.relay = self.parts._replace(relay=relay), relay
         self.graphs = None if self.graphs is None else self.graphs.over(relay)
         if self.pieces is not None:
             self.pieces.relay = relay
-        self._eager = self._new_eager_path()
-        self._whole, self._pieces = _captured_paths(self.model, Captured(self.graphs, self.pieces), self.feed)
+        self._set_paths()
 
-    def _new_eager_path(self) -> ForwardPath:
-        follower = self.draft_model
-        late, keeps = follower is None or follower.takes_late, follower is not None
-        path: ForwardPath = EagerPath(self.model, self.relay, self.feed, results=self.results, keeps_all=keeps, writes_late=late)
-        if not isinstance(self.model, JoinedHead):
-            return path
-        if self.model.lanes is not None:
-            path = LanePath(self.model, self.relay, self.feed, results=self.results, lanes=self.model.lanes)
-        return BestTokens(path, self.model, self.feed)
+    def _set_paths(self) -> None:
+        """The ways to run a step: eagerly, as a graph, in pieces; with what several ranks do behind them."""
+        follower, model, graphs, pieces = self.draft_model, self.model, self.graphs, self.pieces
+        late = follower is None or follower.takes_late
+        self._eager: ForwardPath = EagerPath(self.parts, keeps_all=follower is not None, writes_late=late)
+        self._whole: ForwardPath | None = graphs
+        self._pieces: ForwardPath | None = pieces
+        if not isinstance(model, JoinedHead):
+            return
+        eager = self._eager if model.lanes is None else LanePath(self.parts, model.lanes)
+        self._eager = BestTokens(eager, model, self.feed)
+        if isinstance(graphs, RecordedForwards):
+            self._whole = BestTokens(RankSteps(graphs, model), model, self.feed)
+        elif graphs is not None:
+            self._whole = GatheredLogits(graphs, model)
+        if pieces is not None:
+            self._pieces = BestTokens(pieces, model, self.feed)
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
@@ -142,7 +120,11 @@ class Runner:
         laid_out_s = time.perf_counter()
         path = self._path_of(step)
         forwarded = path.forward(step, batch)
-        logits = self._logits(forwarded, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
+        if forwarded.logits is not None:
+            logits = first_rows(forwarded.logits, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
+        else:
+            assert forwarded.last is not None, "a forward gives logits or hidden states"
+            logits = self.results.logits(self.model.logits(forwarded.last), forwarded.last)
         return Launched(step, forwarded, logits, path.captured, laid_out_s)
 
     @torch.inference_mode()
@@ -196,13 +178,6 @@ class Runner:
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
             self.graphs.note_too_large(step.num_items)
         return path
-
-    def _logits(self, forwarded: Forwarded, count: int) -> torch.Tensor:
-        """Of the items that sample: [S, V]."""
-        if forwarded.logits is not None:
-            return first_rows(forwarded.logits, count)
-        assert forwarded.last is not None, "a forward gives logits or hidden states"
-        return self.results.logits(self.model.logits(forwarded.last), forwarded.last)
 
     def _choose(self, launched: Launched, sampling: SamplingInput | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of [S, V], kept for the next step, and the same with `NAN_TOKEN` for NaN logits; [S] int64 each, device."""
@@ -262,7 +237,6 @@ class Runner:
             captured.keep_accepted(right, path)
             return
         if step.parents:
-            assert self._pool is not None, "where drafts may branch, the runner knows the pool"
             assert path is not None, "and which rows stand"
             move_standing(batch, path, right, self._pool)
         if not step.states:
@@ -313,8 +287,8 @@ class Runner:
         return Guesses(found.to("cpu", non_blocking=True), recorded(is_cuda=self._is_cuda))
 
     def _draws(self, step: StepInput, sampling: SamplingInput | None) -> GuessDraws:
-        """How guesses behind a step are chosen."""
-        rows, together = begins_of(step.sampled_rows), None if self.agreement is None else self.agreement.of_guesses(step)
+        rows, agreed = begins_of(step.sampled_rows), self.agreement
+        together = None if agreed is None else functools.partial(agreed.guess, greedy=step.run.greedy)
         return GuessDraws(sampling, rows, ops=self.ops, device=self.device, siblings=self._siblings, together=together)
 
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor | None:
@@ -345,14 +319,3 @@ def _most_right(step: StepInput, cuts: Mapping[int, int]) -> np.ndarray:
     for index, most_told in cuts.items():
         most[index] = min(most[index], most_told - 1)
     return most
-
-
-def _captured_paths(model: Model, captured: Captured, feed: TokenFeed) -> tuple[ForwardPath | None, ForwardPath | None]:
-    """Of whole steps, and in pieces, with what several ranks do behind them."""
-    graphs, pieces = captured
-    if not isinstance(model, JoinedHead):
-        return graphs, pieces
-    whole: ForwardPath | None = None if graphs is None else GatheredLogits(graphs, model)
-    if isinstance(graphs, RecordedForwards):
-        whole = BestTokens(RankSteps(graphs, model), model, feed)
-    return whole, None if pieces is None else BestTokens(pieces, model, feed)

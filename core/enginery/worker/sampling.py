@@ -2,18 +2,21 @@
 
 S rows, V vocabulary. A random row draws one uniform number by hashing (seed, position), so nothing has to be remembered between
 steps: a request that is preempted, or runs in other company, gets the same numbers. What a row is sampled by comes as values
-(`SamplingInput`); who asked for it is not known here.
+(`SamplingInput`); who asked for it is not known here. Log-probabilities are computed with the step, and read when its tokens are.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
+from enginery.contracts.model import Model
 from enginery.contracts.ops import LEAST_TEMPERATURE, OpTable, SamplingTensors
-from enginery.contracts.step import Entries, SamplingInput
+from enginery.contracts.request import TokenLogprob
+from enginery.contracts.step import Entries, PromptTargets, SamplingInput
 from enginery.kv.upload import to_device
 
 _NOTHING = float("-inf")
@@ -85,7 +88,9 @@ def _adjusted(logits: torch.Tensor, sampling: SamplingInput) -> torch.Tensor:
     if sampling.forbidden is not None:
         flat.index_fill_(0, _upload(sampling.forbidden, logits)[0], _NOTHING)
     if sampling.mask is not None:
-        _apply_mask(logits, sampling.mask)
+        words = to_device(torch.from_numpy(sampling.mask), logits.device)  # [S, W] int32, a bit for each token
+        bits = (words.view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1  # [S, 4 W, 8]
+        logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, _NOTHING)
     return logits
 
 
@@ -94,14 +99,6 @@ def _upload(entries: Entries, logits: torch.Tensor) -> tuple[torch.Tensor, torch
     rows, tokens = entries.at
     places = to_device(torch.from_numpy(rows * logits.shape[-1] + tokens), logits.device)
     return places, to_device(torch.from_numpy(entries.values).to(logits.dtype), logits.device)
-
-
-def _apply_mask(logits: torch.Tensor, mask: np.ndarray) -> None:
-    """Minus infinity, in place on [S, V], for each token whose bit is not set in [S, W] int32."""
-    words = to_device(torch.from_numpy(mask), logits.device)
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    bits = (words.view(torch.uint8)[:, :, None] >> shifts) & 1  # [S, 4 W, 8]
-    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, _NOTHING)
 
 
 def _draws(sampling: SamplingInput, logits: torch.Tensor, positions: torch.Tensor | None) -> SamplingTensors:
@@ -121,3 +118,52 @@ def most_kept(params: np.ndarray, vocab_size: int) -> tuple[int, bool]:
     """Of `SamplingTensors`: how many tokens a row keeps at most, and whether any row drops some. params: [4, S]."""
     (_, least_k, least_p, _), (_, most_k, _, most_min_p) = params.min(1).tolist(), params.max(1).tolist()
     return min(int(most_k), vocab_size) if least_k else vocab_size, most_k > 0 or least_p < 1 or most_min_p > 0
+
+
+PROMPT_LOGPROB_ROWS = 256  # logits of so many prompt tokens are in memory at once
+
+
+class LogprobTable(NamedTuple):
+    """Of N tokens: their ids [N] and own log-probabilities [N], the K likeliest ids [N, K] and theirs [N, K].
+
+    On the host, valid when the device has come past the step that they are of. num_top: how many of K each row asks for.
+    """
+
+    token_ids: torch.Tensor
+    own: torch.Tensor
+    ids: torch.Tensor
+    best: torch.Tensor
+    num_top: Sequence[int]
+
+    def rows(self) -> list[TokenLogprob]:
+        """To be called when they are valid."""
+        found = zip(*(part.tolist() for part in self[:4]), self.num_top, strict=True)
+        return [
+            TokenLogprob(token_id=token, logprob=own, top=tuple(zip(ids[:count], best[:count], strict=True)))
+            for token, own, ids, best, count in found
+        ]
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> LogprobTable:
+    """The log-probability of `token_ids` [N] under [N, V] and each row's `num_top` likeliest ones, before any adjustment."""
+    table = logits.float().log_softmax(-1)
+    own = table.gather(1, token_ids[:, None]).squeeze(1)
+    best, ids = table.topk(min(max(num_top), table.shape[-1]), dim=-1)
+    token_ids, own, ids, best = (part.to("cpu", non_blocking=True) for part in (token_ids, own, ids, best))
+    return LogprobTable(token_ids, own, ids, best, num_top)
+
+
+def row_blocks(num_rows: int) -> Iterator[tuple[int, int]]:
+    """The first row, and how many, of each call of a model's `logits` for so many tokens of a prompt, on every rank."""
+    for begin in range(0, num_rows, PROMPT_LOGPROB_ROWS):
+        yield begin, min(PROMPT_LOGPROB_ROWS, num_rows - begin)
+
+
+def prompt_logprob_tables(model: Model, targets: PromptTargets, hidden: torch.Tensor) -> list[LogprobTable]:
+    """What the rows of a prompt's chunk say of the tokens that follow them. hidden: [n, C], of at least as many rows as targets."""
+    tables: list[LogprobTable] = []
+    for begin, count in row_blocks(len(targets.token_ids)):
+        following = to_device(torch.from_numpy(targets.token_ids[begin : begin + count]), hidden.device)
+        logits = model.logits(hidden[begin : begin + count])
+        tables.append(token_logprobs(logits, following, [targets.num_top] * len(following)))
+    return tables

@@ -6,20 +6,104 @@
               input_ids   [ 17 | 42 |  7 | 5 | 9 ]
 
 So a step can be built and launched before the tokens of the one before have come back to the host, and before its guesses are made.
+The inputs and outputs that only one model family or plugin knows have a buffer each, where graphs find it in every step:
+
+    buffer    [ this step's rows ........ | not of this step ]      as long as the largest step
+
+One-dimensional int64 inputs along tokens need none: they go to the device in one piece with the other token fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
-from enginery.attention.axes import renewed, token_fields, with_token_fields
-from enginery.contracts.batch import ForwardBatch
+from enginery.attention.axes import renewed, rides, token_fields, with_token_fields
+from enginery.contracts.batch import Axis, ForwardBatch, Named, NamedTensor
 from enginery.contracts.step import StepInput
+from enginery.errors import Unsupported
 from enginery.kv.upload import pinned, to_device
 from enginery.worker.layout import KNOWN, has_pending, token_sources
-from enginery.worker.named_tensors import NamedTensors
+
+
+class NamedTensors:
+    """Of one model. Most have none, and their batches pass through."""
+
+    def __init__(
+        self,
+        inputs: Sequence[NamedTensor],
+        outputs: Sequence[NamedTensor],
+        *,
+        max_tokens: int,
+        max_requests: int,
+        device: torch.device,
+    ) -> None:
+        names = [each.name for each in (*inputs, *outputs)]
+        if len(set(names)) < len(names):
+            raise Unsupported(f"a model's inputs and outputs need names of their own, and it has {', '.join(names)}")
+        self._longest = {Axis.TOKEN: max_tokens, Axis.REQUEST: max_requests}
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.buffers: Mapping[str, torch.Tensor] = {
+            each.name: torch.zeros(self._shape(each), dtype=_dtype(each), device=device)
+            for each in (*inputs, *outputs)
+            if each in outputs or not rides(each)
+        }
+
+    def with_inputs(self, batch: ForwardBatch, told: Mapping[str, bytes] = MappingProxyType({})) -> ForwardBatch:
+        """A batch that has every input, where its token fields are. Unpadded, if the step tells any.
+
+        told: by name, the values of the step's rows one after the other, little-endian (`StepInput.inputs`). Those that it says
+        nothing of are zeros. Raises `Unsupported` for a name that the model has not got, and for another number of bytes.
+        """
+        if unknown := told.keys() - {each.name for each in self.inputs}:
+            raise Unsupported(f"a step has the inputs {', '.join(sorted(unknown))}, which the model has not got")
+        if not self.inputs:
+            return batch
+        made = {each.name: Named(self._read(each, batch, told.get(each.name, b"")), each) for each in self.inputs}
+        return dataclasses.replace(batch, inputs=made)
+
+    def _read(self, named: NamedTensor, batch: ForwardBatch, told: bytes) -> torch.Tensor:
+        shape = self._shape(named, {Axis.TOKEN: batch.num_tokens, Axis.REQUEST: batch.num_requests})
+        dtype, device = _dtype(named), batch.input_ids.device
+        if not told:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        if len(told) != (wanted := math.prod(shape) * dtype.itemsize):
+            raise Unsupported(f"a step has {len(told)} bytes of the input {named.name}; {dtype} {list(shape)} has {wanted}")
+        return torch.frombuffer(bytearray(told), dtype=dtype).view(shape)
+
+    def placed(self, batch: ForwardBatch, *, leaves: Collection[str] = ()) -> ForwardBatch:
+        """The batch with its inputs copied to where they stay, and its outputs there, but for those it leaves out; unplanned."""
+        if not self.buffers:
+            return batch
+        inputs = dict(batch.inputs)
+        for name, (values, stated) in batch.inputs.items():
+            if name in self.buffers:
+                place = self._rows(stated, batch)
+                place.copy_(pinned(values, place.device) if values.device.type == "cpu" else values, non_blocking=True)
+                inputs[name] = Named(place, stated)
+        outputs = {each.name: Named(self._rows(each, batch), each) for each in self.outputs if each.name not in leaves}
+        return renewed(batch, inputs=inputs, outputs=outputs)
+
+    def _rows(self, named: NamedTensor, batch: ForwardBatch) -> torch.Tensor:
+        buffer = self.buffers[named.name]
+        if named.axis is Axis.NONE:
+            return buffer
+        return buffer[: batch.num_tokens if named.axis is Axis.TOKEN else batch.num_requests]
+
+    def _shape(self, named: NamedTensor, sizes: Mapping[Axis, int] | None = None) -> tuple[int, ...]:
+        along = sizes or self._longest
+        return named.dims if named.axis is Axis.NONE else (along[named.axis], *named.dims)
+
+
+def _dtype(named: NamedTensor) -> torch.dtype:
+    dtype: object = vars(torch).get(named.dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise Unsupported(f"{named.name} has dtype {named.dtype!r}, which is no dtype of torch")
+    return dtype
 
 
 class TokenFeed:
@@ -29,18 +113,14 @@ class TokenFeed:
     named: where the inputs and outputs are that only the model knows. most_drafts: D.
     """
 
-    def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors | None = None, most_drafts: int = 0) -> None:
+    def __init__(self, num_seats: int, device: torch.device, *, named: NamedTensors, most_drafts: int) -> None:
         self.device = device
         self._on_host = device.type == "cpu"
-        self.named = named or NamedTensors.none()
+        self.named = named
         self.scratch_seat = num_seats
         self.width = 1 + most_drafts
         self.tokens = torch.zeros(num_seats + 1, self.width, dtype=torch.int64, device=device)
         self.wrong = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
-
-    def unpack(self, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
-        """`batch` with its token fields from `packed`, on the device. Pending ids are not filled in."""
-        return with_token_fields(batch, iter(packed))
 
     def upload(self, step: StepInput, batch: ForwardBatch, *, logits_rows: torch.Tensor | None) -> ForwardBatch:
         """The batch that the step was laid out as, padded or not, with its token fields on the device, complete."""
@@ -48,7 +128,7 @@ class TokenFeed:
         if not self._on_host:
             sources = token_sources(step, width=self.width, size=batch.num_tokens)
             packed = to_device(torch.stack([*token_fields(batch), sources]), self.device)  # [fields + 1, T]
-            batch, sources = self.unpack(batch, packed), packed[-1]
+            batch, sources = with_token_fields(batch, iter(packed)), packed[-1]
         elif pending:
             sources = token_sources(step, width=self.width, size=batch.num_tokens)
         ids = batch.input_ids

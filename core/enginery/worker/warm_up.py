@@ -13,13 +13,10 @@ from typing import Final
 
 import torch
 
-from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, WINDOW, ForwardBatch, MemoryKind, Phase, StateView, View
-from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable, SamplingTensors
-from enginery.worker.named_tensors import NamedTensors
-from enginery.worker.paths.results import ModelResults
+from enginery.contracts.ops import SamplingTensors
+from enginery.worker.paths.results import StepParts
 
 LENGTHS: Final = tuple(1 << power for power in range(1, 12))  # of prompts: kernels for experts differ by the power of two
 COUNTS: Final = (1, 2, 16, 32, 64)  # of decoding requests
@@ -30,21 +27,13 @@ _log: Final = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def warm_up(
-    model: Model,
-    relay: BackendRelay,
-    *,
-    ops: OpTable,
-    geometry: KVGeometry,
-    device: torch.device,
-    longest: int,
-    results: ModelResults | None,
-    named: NamedTensors,
-) -> None:
+def warm_up(parts: StepParts, *, longest: int, is_last_stage: bool = True) -> None:
     """Prefills of up to `longest` tokens, decoding steps, a mixed one, each without and with cached tokens; and sampling.
 
-    results: None: this rank's stage has no hidden states. All stages of an engine run the same steps.
+    is_last_stage: others have no hidden states to sample from. All stages of an engine run the same steps.
     """
+    model, relay, ops, _, feed, pool, results = parts
+    geometry, device, named = pool.geometry, feed.device, feed.named
     began = time.perf_counter()
     steps = steps_to_run(longest, max_requests=geometry.num_seats)
     for phase, q_lens, cached in steps:
@@ -52,7 +41,7 @@ def warm_up(
         batch = dummy_batch(phase, q_lens=q_lens, kv_lens=kv_lens, geometry=geometry, device=device)
         batch = relay.plan(named.placed(named.with_inputs(batch)))
         returned = model.forward(batch)
-        if results is None:
+        if not is_last_stage:
             continue
         hidden = results.hidden(returned, batch)[: len(q_lens)]
         logits = results.logits(model.logits(hidden), hidden).contiguous()  # on a rank that samples nothing they have no memory

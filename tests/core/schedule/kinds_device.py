@@ -6,6 +6,7 @@ Whoever reads what is not its own, or writes what somebody else may still read, 
 from collections import Counter
 
 from enginery.config.schema import ScheduleSettings
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, STATE, WINDOW
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.kinds import WindowKind
@@ -51,12 +52,11 @@ class KindsDevice:
     def __init__(self, scheduler, settings, *, window=None):
         self.finite, self.cache = scheduler._kv.finite, scheduler._kv.cache
         self.page_size, self.reach = settings.page_size, window
-        self.tables = PageTables(
-            settings.max_batch_requests,
-            page_size=settings.page_size,
-            scratch_page=settings.num_pages,
-            window_scratch_page=None if window is None else self.finite.window.allocator.num_pages,
-        )
+        pages = {FULL: settings.num_pages}
+        if window is not None:
+            pages[WINDOW] = self.finite.window.allocator.num_pages
+        seats = settings.max_batch_requests
+        self.tables = PageTables(KVGeometry(pages=pages, page_size=settings.page_size, layers=(), dtype="float32", num_seats=seats))
         self.full, self.window, self.states = {}, {}, {}
         self.written = {}
         self.tokens, self.seen, self.held = {}, Counter(), Counter()

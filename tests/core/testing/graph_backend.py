@@ -94,6 +94,7 @@ class GraphBackend(GoodBackend):
             behind = places - (lengths[:, None, None] - length)  # of the last keys, from the first on
             own = plan.trees.gather(2, behind.clamp(0, length - 1).expand_as(seen))
             seen &= (behind < 0) | own
+        values = values.masked_fill(~seen.any(1)[:, :, None, None], 0.0)  # rows that pad may have written NaN where nobody looks
         weights = scores.masked_fill(~seen[:, :, None, None], float("-inf")).softmax(-1)
         out.copy_(torch.einsum("bnkgl,blkd->bnkgd", weights, values).reshape(out.shape))
 

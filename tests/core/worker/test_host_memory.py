@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from enginery.worker.weights.host_memory import HUGE_BYTES, empty_on_host
+from enginery.worker.weights.load import HUGE_BYTES, empty_on_host
 
 MAPS = Path("/proc/self/smaps")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a process's memory, and is asked for huge pages")

@@ -83,7 +83,11 @@ class LaidOut(RandomUse):
 
     def __init__(self, seed: int, depth: int) -> None:
         super().__init__(seed, depth)
-        self.tables = PageTables(self.limits["max_batch_requests"], page_size=self.page_size, scratch_page=self.num_pages)
+        self.tables = PageTables(
+            dataclasses.replace(
+                GEOMETRY, pages={FULL: self.num_pages}, page_size=self.page_size, num_seats=self.limits["max_batch_requests"]
+            )
+        )
         self.seats_begun: Counter[int] = Counter()
 
     def check_step(self, step: Scheduled, running: list[object]) -> None:
@@ -214,7 +218,7 @@ def new_pages(*rows: tuple[int, int, int, list[int]]) -> dict[str, NewPages]:
 
 @pytest.fixture
 def tables() -> PageTables:
-    return PageTables(3, page_size=4, scratch_page=50)
+    return PageTables(dataclasses.replace(GEOMETRY, pages={FULL: 50}, num_seats=3))
 
 
 def item(seat: int, start: int, num_tokens: int, **changes: int) -> Item:
@@ -255,11 +259,12 @@ def test_tables_widen_with_the_longest_request(tables: PageTables) -> None:
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_step_of_a_lane_without_work_is_all_padding(window: int | None) -> None:
     """Which has a page table, so that what it is given to attend can be read."""
-    tables = PageTables(4, page_size=4, scratch_page=9, window_scratch_page=window)
+    pages = {FULL: 9, STATE: 4} if window is None else {FULL: 9, WINDOW: 7, STATE: 4}
+    geometry = dataclasses.replace(GEOMETRY, pages=pages)
+    tables = PageTables(geometry)
     batch = lay_out(StepInput(number=0, phase=Phase.IDLE, padded=(2, 5)), tables)
     assert (batch.num_requests, batch.num_tokens, batch.phase) == (0, 0, Phase.IDLE)
-    pages = {FULL: 9, STATE: 4} if window is None else {FULL: 9, WINDOW: 7, STATE: 4}
-    padded = pad(batch, num_requests=2, num_tokens=5, geometry=dataclasses.replace(GEOMETRY, pages=pages))
+    padded = pad(batch, num_requests=2, num_tokens=5, geometry=geometry)
     for kind in pages.keys() - {STATE}:
         view = padded.views[kind]
         assert view.page_table_cpu.tolist() == [[pages[kind]]] * 2

@@ -9,7 +9,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnLayerFacts, AttnNeeds, Capabilities, LatentFacts, capability_refusals
 from enginery.contracts.memory import RecurrentFacts
 from enginery.contracts.model import ModelFacts
-from enginery.worker.needs import attn_needs
+from enginery.worker.needs import LayerNeeds
 
 
 def test_the_needs_of_a_model_are_its_facts_and_the_settings() -> None:
@@ -23,10 +23,10 @@ def test_the_needs_of_a_model_are_its_facts_and_the_settings() -> None:
     facts = ModelFacts(vocab_size=8, hidden_size=8, max_positions=64, activation_width=8, layers=(layer, linear))
     device = DeviceFacts(kind="cuda", name="card", available_bytes=0, num_threads=1, compute_capability=(9, 0))
     settings = resolve(EngineOptions(dtype="bfloat16", kv_dtype="fp8", page_size=32), device, facts, config={})
-    needs = attn_needs(facts.layers, settings, device)
+    needs = LayerNeeds.of(facts.layers, settings, device).softmax
     assert (needs.dtype, needs.kv_dtype, needs.page_size, needs.layers) == ("bfloat16", "float8_e4m3fn", 32, (layer,))
     assert needs.compute_capability == (9, 0)
-    recurrent = attn_needs(facts.layers, settings, device, recurrent=True)
+    recurrent = LayerNeeds.of(facts.layers, settings, device).recurrent
     assert (recurrent.kv_dtype, recurrent.layers) == ("bfloat16", (linear,))
 
 

@@ -17,8 +17,7 @@ from enginery.errors import RequestError
 from enginery.nn.reference_ops import reference_ops
 from enginery.testing.readback import no_reads
 from enginery.worker import sampling
-from enginery.worker.logprobs import token_logprobs
-from enginery.worker.sampling import uniform, uniform_on_device
+from enginery.worker.sampling import token_logprobs, uniform, uniform_on_device
 
 VOCAB = 12
 

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginery.attention.axes import renewed
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, Phase
 from enginery.contracts.step import INT, NewPages, StepInput
 from enginery.worker.layout import lay_out
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.starts import at_the_earliest, move_on
+from enginery.worker.paths.captured_step import at_the_earliest, move_on
 
 PAGE_SIZE, NUM_PAGES = 4, 60
 
@@ -39,7 +40,7 @@ def step_of(starts: list[int], length: int) -> StepInput:
 def test_rows_lie_as_if_the_host_had_known(length: int, starts: list[int], wrong: list[int], data: st.DataObject) -> None:
     behind = data.draw(st.integers(0, length - 1))
     missed = np.minimum(wrong[: len(starts)], behind)
-    tables = PageTables(len(starts), page_size=PAGE_SIZE, scratch_page=NUM_PAGES)
+    tables = PageTables(KVGeometry(pages={FULL: NUM_PAGES}, page_size=PAGE_SIZE, layers=(), dtype="float32", num_seats=len(starts)))
     order, held = data.draw(st.permutations(range(NUM_PAGES))), [-(-(start + length) // PAGE_SIZE) for start in starts]
     rows = np.array([(seat, 0, 0, count) for seat, count in enumerate(held)], INT).tobytes()
     tables.full.add(NewPages(rows, np.array(order[: sum(held)], INT).tobytes()))
@@ -57,7 +58,7 @@ def test_rows_lie_as_if_the_host_had_known(length: int, starts: list[int], wrong
 
 def test_a_request_that_is_where_it_begins_is_not_moved_and_none_goes_too_far() -> None:
     """Whatever its seat has of a step that is long told; positions behind the last one are those of rows that nobody is told."""
-    tables = PageTables(2, page_size=PAGE_SIZE, scratch_page=NUM_PAGES)
+    tables = PageTables(KVGeometry(pages={FULL: NUM_PAGES}, page_size=PAGE_SIZE, layers=(), dtype="float32", num_seats=2))
     batch = renewed(lay_out(step_of([6, 9], 3), tables), kv_lens=torch.zeros(2, dtype=torch.int32))
     behind, moved = torch.tensor([0, 0]), torch.ones(2, dtype=torch.int64)
     move_on(batch, torch.zeros(6, dtype=torch.int64), behind=behind, wrong=torch.tensor([2, 0]), out=moved, most_positions=11)

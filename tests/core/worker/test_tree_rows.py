@@ -8,7 +8,7 @@ import torch
 from core.worker.test_layout import item, new_pages, step_of
 
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LocalLayerId
-from enginery.contracts.batch import FULL, Phase
+from enginery.contracts.batch import FULL, WINDOW, Phase
 from enginery.contracts.drafting import DraftTree
 from enginery.contracts.step import StepInput
 from enginery.errors import Unsupported
@@ -35,7 +35,7 @@ def tree_step() -> StepInput:
 
 @pytest.fixture
 def tables() -> PageTables:
-    return PageTables(3, page_size=4, scratch_page=50)
+    return PageTables(KVGeometry(pages={FULL: 50}, page_size=4, layers=(), dtype="float32", num_seats=3))
 
 
 def test_a_row_has_a_slot_of_its_own_and_the_position_of_its_depth(tables: PageTables) -> None:
@@ -81,7 +81,7 @@ def test_what_stands_is_brought_together_in_all_layers_and_nothing_else_changes(
 
 
 def test_what_no_worker_runs_is_refused_by_name(tables: PageTables) -> None:
-    windows = PageTables(3, page_size=4, scratch_page=50, window_scratch_page=9)
+    windows = PageTables(KVGeometry(pages={FULL: 50, WINDOW: 9}, page_size=4, layers=(), dtype="float32", num_seats=3))
     windows.take(step := tree_step())
     with pytest.raises(Unsupported, match="tree parents"):
         lay_out(step, windows)

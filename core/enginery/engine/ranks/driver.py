@@ -22,7 +22,7 @@ from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
 from enginery.worker.device import torch_device
-from enginery.worker.drafts.model_choice import find_draft_folder
+from enginery.worker.drafts.parts import find_draft_folder
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks.follower import share_tokens
 from enginery.worker.ranks.gloo import LostRank, Standing

@@ -74,8 +74,8 @@ class Rank:
         groups = self._groups
         assert groups is not None, "a rank has met the others"
         if not groups.parallel.is_last_stage:
-            tables, lanes = PageTables.of_geometry(parts.geometry), groups.lanes(parts.geometry)
-            return EarlyStage(parts.model, parts.relay, tables=tables, feed=parts.feed, lanes=lanes)
+            tables, lanes = PageTables(parts.geometry), groups.lanes(parts.geometry)
+            return EarlyStage(parts.step, tables=tables, lanes=lanes)
         return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)
 
     def _follow(self, follower: Follower | EarlyStage) -> None:

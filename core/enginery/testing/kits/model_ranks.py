@@ -20,7 +20,7 @@ from enginery.testing.kits.weights import WholeTensors
 from enginery.testing.rules import BrokenRule, Fault, SkippedCheck
 from enginery.worker.weights.formats import FormatReader, choose_format, stated_quantization
 from enginery.worker.weights.needed_weights import needed_weights
-from enginery.worker.weights.pieces import Slice
+from enginery.worker.weights.store import Slice
 
 WORST: Final = 1.25  # of one rank's distance from float64
 

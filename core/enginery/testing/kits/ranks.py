@@ -28,7 +28,7 @@ from enginery.kv.pool import TORCH_DTYPES, PagedKVPool
 from enginery.nn.reference_ops import reference_ops
 from enginery.testing import reference
 from enginery.testing.kits.weights import WholeTensors, weights_of
-from enginery.worker.named_tensors import NamedTensors
+from enginery.worker.token_feed import NamedTensors
 from enginery.worker.weights.shares import stage_of
 
 AnyT = TypeVar("AnyT")

@@ -15,8 +15,8 @@ from enginery.nn.reference_ops import REFERENCE_SCHEMES
 from enginery.nn.stored import widen
 from enginery.worker.weights.formats import FormatReader
 from enginery.worker.weights.matrices import Matrices, RankSetting
-from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.rank import RankWeights
+from enginery.worker.weights.store import Piece, Slice
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,12 +73,10 @@ def choose_drafter(
 
 
 def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer[DrafterSpec]]:
-    """Those that there may be beside this target, by name."""
     return {offer.name: offer for offer in registry.drafters if _suits(offer, config)}
 
 
 def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry) -> Offer[DrafterSpec]:
-    """Of those that there may be beside this target."""
     if name not in every and any(offer.name == name for offer in registry.drafters):
         raise ConfigError(
             f"--drafter is {name}, which is a part of some models' own checkpoints, and config.json of this one does not say that "

@@ -11,10 +11,9 @@ with it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +21,8 @@ import torch.nn.functional as F
 
 from enginery.attention.axes import renewed
 from enginery.attention.draft_steps import plan_steps
-from enginery.attention.relay import BackendRelay
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL, ForwardBatch
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned
 from enginery.speculate.combs import num_verified
@@ -34,16 +30,15 @@ from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_e
 from enginery.worker.drafts.draws import CapturedDraws, DrawKind, GuessDraws, beside, verified_order
 from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_told, deepest, standing_chain
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.captured_step import Capture, Replayable
-from enginery.worker.paths.path import CapturedBatch, Forwarded
-
-_log: Final = logging.getLogger(__name__)
+from enginery.worker.paths.captured_step import Capture, CapturedStep, Replayable
+from enginery.worker.paths.path import Forwarded
+from enginery.worker.paths.results import StepParts
 
 
 class _Follow(NamedTuple):
     """of: the target's graph whose token fields it reads."""
 
-    of: CapturedBatch
+    of: CapturedStep
     batch: ForwardBatch
     graph: Replayable
 
@@ -66,47 +61,18 @@ class DraftGraphs:
     """Captured when first needed. Their inputs and results are the same for all sizes.
 
     tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; moved: [most rows] int64, as
-    `CapturedBatch` has it; state: [most rows, C'], ids: [most rows, 1 + n] int64, what follows the last told token stands on, and a
+    `CapturedStep` has it; state: [most rows, C'], ids: [most rows, 1 + n] int64, what follows the last told token stands on, and a
     guess at it with n others, or that token alone where the model takes no features.
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        relay: BackendRelay,
-        *,
-        ops: OpTable,
-        geometry: KVGeometry,
-        capture: Capture,
-        state: torch.Tensor,
-        siblings: int,
-    ) -> None:
-        """state: [most rows, C'], zeros. geometry: the target's. siblings: n."""
-        self._model, self._relay, self._ops = model, relay, ops
-        self._geometry, self._capture, self.state, self._siblings = geometry, capture, state, siblings
+    def __init__(self, model: DraftModel, target: StepParts, *, capture: Capture, state: torch.Tensor, siblings: int) -> None:
+        """model: of a backend that can be captured. state: [most rows, C'], zeros. siblings: n."""
+        self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
+        self._capture, self.state, self._siblings = capture, state, siblings
         self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows: dict[tuple[int, int, int], _Follow] = {}
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
-
-    @classmethod
-    def build(
-        cls,
-        model: DraftModel,
-        *,
-        ops: OpTable,
-        geometry: KVGeometry,
-        capture: Capture,
-        state: torch.Tensor,
-        siblings: int = 0,
-    ) -> DraftGraphs | None:
-        """None, with the reason in the log: the draft model's backend cannot be captured."""
-        relay = model.socket.relay
-        assert relay is not None, "a draft model has backends"
-        if relay.ask("init_graph_state", max_batch_size=len(state), max_num_tokens=len(state)) is None:
-            _log.info("the draft model runs eagerly: %s has no init_graph_state", relay.backend_id)
-            return None
-        return cls(model, relay, ops=ops, geometry=geometry, capture=capture, state=state, siblings=siblings)
 
     def drafts(
         self,
@@ -144,7 +110,7 @@ class DraftGraphs:
         return self._guess(found, model.ahead(step, tables), draws)[:count]
 
     @torch.inference_mode()
-    def prepare(self, of: CapturedBatch, features: torch.Tensor, draft_len: int) -> None:
+    def prepare(self, of: CapturedStep, features: torch.Tensor, draft_len: int) -> None:
         """Capture what comes behind a graph of the target, so many guesses. features: [most rows, F * C]."""
         key = _key_of(of)
         self._follows[key] = self._capture_follow(of, features)
@@ -154,7 +120,7 @@ class DraftGraphs:
     def _best(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return beside(logits, self._ops.greedy(logits), self._siblings)
 
-    def _follow(self, of: CapturedBatch, padded: ForwardBatch, features: torch.Tensor) -> None:
+    def _follow(self, of: CapturedStep, padded: ForwardBatch, features: torch.Tensor) -> None:
         key = _key_of(of)
         if key not in self._follows or self._follows[key].of is not of:
             self._follows[key] = self._capture_follow(of, features)
@@ -167,7 +133,7 @@ class DraftGraphs:
         self._relay.refresh(found.batch.plan, padded)
         found.graph.replay()
 
-    def _capture_follow(self, of: CapturedBatch, features: torch.Tensor) -> _Follow:
+    def _capture_follow(self, of: CapturedStep, features: torch.Tensor) -> _Follow:
         batch, model, standing = of.batch, self._model, of.standing
         size, num_rows, length = batch.num_requests, batch.num_tokens, batch.decode_len
         if standing is None:
@@ -213,7 +179,9 @@ class DraftGraphs:
         if found.batches:
             last = found.batches[-1]
             assert last.plan is not None, "what is captured is planned"
-            self._relay.refresh(last.plan, one_each(padded, _fields_of(last), lengths=None))
+            assert last.kv_lens is not None, "lengths are true on the device alone"
+            fields = OneStep(last.positions, last.pages.slots, last.kv_lens)
+            self._relay.refresh(last.plan, one_each(padded, fields, lengths=None))
         found.graph.replay()
         return found.guesses
 
@@ -266,7 +234,7 @@ class DraftGraphs:
         )
 
 
-def _key_of(of: CapturedBatch) -> tuple[int, int, int]:
+def _key_of(of: CapturedStep) -> tuple[int, int, int]:
     """Requests, rows of each, and of a comb how deep it is."""
     return of.batch.num_requests, of.batch.decode_len, 0 if of.standing is None else of.standing.depth
 
@@ -274,9 +242,3 @@ def _key_of(of: CapturedBatch) -> tuple[int, int, int]:
 def _chain_of(batch: ForwardBatch) -> Chain:
     """Where the batch of what stands has it; which rows that is, is not there."""
     return Chain(batch.input_ids, batch.input_ids, batch.positions, batch.pages.slots)
-
-
-def _fields_of(batch: ForwardBatch) -> OneStep:
-    """Where a step's batch has them."""
-    assert batch.kv_lens is not None, "lengths are true on the device alone"
-    return OneStep(batch.positions, batch.pages.slots, batch.kv_lens)

@@ -37,6 +37,7 @@ import torch
 
 from enginery.attention.axes import renewed
 from enginery.attention.draft_steps import plan_steps
+from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
 from enginery.contracts.drafting import CARRIED, FEATURES, Chained, MappedVocabulary
@@ -111,6 +112,12 @@ class DraftModel:
         self.takes_features, self.takes_late, self.knows_lengths = takes_features, takes_late, knows_lengths
 
     @property
+    def relay(self) -> BackendRelay:
+        """To its own backends, or the target's."""
+        assert self.socket.relay is not None, "a draft model has backends"
+        return self.socket.relay
+
+    @property
     def vocab_size(self) -> int | None:
         """How many tokens its logits are of; None: as many as the target's."""
         return None if self._target_ids is None else len(self._target_ids)
@@ -149,7 +156,7 @@ class DraftModel:
             there, last = self._sampled_rows(step, rows, uploaded[1] + right)
             state, guesses = self._follow(rows, there, tokens, last=last, first=at + right + 1, most=step.draft_len, draws=draws)
         else:
-            self.follow(self.planned(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), None)
+            self.follow(self.relay.plan(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)), None)
         if len(counts) and len(guesses) < step.draft_len:  # not of one that reads
             batches = self.step_batches(ahead, at, window=uploaded[3:], right=right, count=step.draft_len - len(guesses))
             first, ids = at + right + 1 + len(guesses), guesses[-1][:, 0] if guesses else told
@@ -174,7 +181,6 @@ class DraftModel:
         self._tails.forget(step)
 
     def ahead(self, step: StepInput, tables: PageTables) -> Ahead:
-        """Of the items of a step that sample."""
         items, size = step.columns(), tables.page_size
         seats = items.seat[step.sampling]
         at = (items.start + items.num_tokens - items.num_drafts)[step.sampling].astype(np.int64) - step.behind
@@ -205,8 +211,7 @@ class DraftModel:
         self.place(steps, at, window, right)
         each = map(OneStep, *steps)
         batches = [one_each(ahead, one, lengths=one.kv_lens if self.knows_lengths else None) for one in each]
-        assert self.socket.relay is not None, "a draft model has backends"
-        return plan_steps(self.socket.relay, batches)
+        return plan_steps(self.relay, batches)
 
     def steps(
         self,
@@ -240,11 +245,6 @@ class DraftModel:
         chosen = choose((module or self._modules[0]).logits(state), positions)
         return chosen if self._target_ids is None else self._target_ids[chosen]
 
-    def planned(self, batch: ForwardBatch) -> ForwardBatch:
-        """By its own backends."""
-        assert self.socket.relay is not None, "a draft model has backends"
-        return self.socket.relay.plan(batch)
-
     def _follow(
         self,
         rows: FollowedRows,
@@ -261,7 +261,7 @@ class DraftModel:
         sampled: [R], rows that are followed by `tokens`, [R]. first: [S], positions of the first guesses. One plan serves all.
         """
         ids, guesses = rows.batch.input_ids.roll(-1).index_copy_(0, sampled, tokens), list[torch.Tensor]()
-        there, arrived = self.planned(renewed(rows.batch, input_ids=ids)), {FEATURES: rows.features}
+        there, arrived = self.relay.plan(renewed(rows.batch, input_ids=ids)), {FEATURES: rows.features}
         for module in self._modules:
             if CARRIED in arrived:
                 ids.copy_(ids.roll(-1))  # each module is given the token behind
@@ -289,10 +289,9 @@ class DraftModel:
             positions.clamp(max=self._max_positions - 1),
         )
         if self.knows_lengths:
-            return self.planned(_one_row_each(ahead.seats, ids.clone(), places, lengths, view))
-        assert self.socket.relay is not None, "the target has backends"
+            return self.relay.plan(_one_row_each(ahead.seats, ids.clone(), places, lengths, view))
         there = renewed(_one_row_each(ahead.seats, ids.clone(), places, longest, view), kv_lens=lengths)
-        return plan_steps(self.socket.relay, [there])[0]
+        return plan_steps(self.relay, [there])[0]
 
     def _read(
         self, there: ForwardBatch, features: torch.Tensor, *, first: torch.Tensor, most: int, draws: GuessDraws

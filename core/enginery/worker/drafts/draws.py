@@ -31,6 +31,8 @@ from enginery.worker.sampling import most_kept, uniform_on_device
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from logits [S, V'] and the positions of tokens to [S, 1 + n]
 Together = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 _FEW: Final = 64  # kept tokens that a graph may be captured for, if it is not for all
+_NO_TOKEN: Final = -2  # nothing is sampled as this
+_ROWS, _POSITIONS = 512, 8192  # after which the drawn numbers repeat
 
 
 class DrawKind(NamedTuple):
@@ -85,7 +87,6 @@ class GuessDraws:
 
     @functools.cached_property
     def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table, and seeds, on the device."""
         return to_device(self.table, self._device), to_device(self.seeds, self._device)
 
 
@@ -133,3 +134,27 @@ def drawn(
     numbers = uniform_on_device(seeds, positions).float()
     draws = SamplingTensors(table=torch.cat((table, numbers[None])), most_kept=kept, cut=cut)
     return ops.sample_rows(logits, draws).clamp(0, logits.shape[-1] - 1)
+
+
+class ForcedAcceptance:
+    """Acceptance by chance, for benchmarks of draft models without trained weights. Everything else runs at its full cost; answers
+    mean nothing. B requests, N rows each: a root and N - 1 drafts.
+
+    rates: how often the draft at each place is right, if those before it are; later drafts are always wrong.
+    """
+
+    def __init__(self, rates: Sequence[float], device: torch.device) -> None:
+        self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+        rows, positions = (torch.arange(count, device=device) for count in (_ROWS, _POSITIONS))
+        self._drawn = uniform_on_device(rows[:, None], positions).float()
+
+    def tokens(self, tokens: torch.Tensor, sampled: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The rows' inputs, each draft replaced by what its row before drew, or by no token. [B, N] int64 each, as the result.
+
+        It follows from the request's row in the batch and the draft's position alone. Runs on the device; nothing is copied.
+        """
+        count = min(tokens.shape[1] - 1, len(self._rates))
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None] % _ROWS
+        is_right = self._drawn[rows, positions[:, 1 : 1 + count] % _POSITIONS] < self._rates[:count]
+        forced = torch.cat((tokens[:, :1], torch.where(is_right, sampled[:, :count], _NO_TOKEN)), 1)
+        return F.pad(forced, (0, tokens.shape[1] - forced.shape[1]), value=_NO_TOKEN)

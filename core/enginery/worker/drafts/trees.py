@@ -97,9 +97,7 @@ def standing_first(path: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def move_standing(batch: ForwardBatch, path: torch.Tensor, right: torch.Tensor, pool: PagedKVPool) -> None:
     """Bring what is kept of the rows that stand to where the positions of their tokens are. path: [n, N], right: [n], device."""
-    view = batch.views[FULL]
-    assert isinstance(view, View), "full pages have slots"
-    slots = view.slots[: path.numel()].view_as(path)
+    slots = batch.pages.slots[: path.numel()].view_as(path)
     row = torch.arange(path.shape[1], device=path.device)
     source = slots.gather(1, torch.where(row <= right[:, None], path, row))
     pool.move(source.flatten(), slots.flatten())
@@ -142,22 +140,19 @@ class Chain(NamedTuple):
 
 def standing_chain(batch: ForwardBatch, path: torch.Tensor, depth: int) -> Chain:
     """What stands, as if it had been drafted as a chain; it has been moved. path: [n, N], see `accept`. Device work only."""
-    (count, length), view, device = path.shape, batch.views[FULL], path.device
-    assert isinstance(view, View), "full pages have slots"
+    (count, length), device = path.shape, path.device
     begins = torch.arange(0, count * length, length, device=device)[:, None]
     others = torch.arange(count * length, batch.num_tokens, device=device)
     rows, places = (
         torch.cat(((begins + each).flatten(), others)) for each in (path[:, : 1 + depth], torch.arange(1 + depth, device=device))
     )
     ids, positions = (values.index_select(0, rows) for values in (batch.input_ids, batch.positions))
-    return Chain(rows, ids, positions, view.slots.index_select(0, places))
+    return Chain(rows, ids, positions, batch.pages.slots.index_select(0, places))
 
 
 def chain_batch(batch: ForwardBatch, chain: Chain, count: int, depth: int) -> ForwardBatch:
     """The step's batch with what stands of its `count` items that verify in place of their rows; unplanned."""
-    view, length = batch.views[FULL], batch.decode_len
-    assert isinstance(view, View), "full pages have slots"
-    fewer = (torch.arange(batch.num_requests) < count).int() * (length - 1 - depth)
+    fewer = (torch.arange(batch.num_requests) < count).int() * (batch.decode_len - 1 - depth)
     return ForwardBatch(
         phase=batch.phase,
         input_ids=chain.ids,
@@ -166,7 +161,7 @@ def chain_batch(batch: ForwardBatch, chain: Chain, count: int, depth: int) -> Fo
         kv_lens_cpu=batch.kv_lens_cpu - fewer,
         num_logits_cpu=batch.num_logits_cpu - fewer,
         seats_cpu=batch.seats_cpu,
-        views={FULL: View(slots=chain.slots, page_table_cpu=view.page_table_cpu)},
+        views={FULL: View(slots=chain.slots, page_table_cpu=batch.page_table_cpu)},
         decode_len=1 + depth,
     )
 

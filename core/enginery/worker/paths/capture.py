@@ -7,71 +7,48 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 import torch
 
-from enginery.attention.relay import BackendRelay
-from enginery.attention.socket import LayerSocket
-from enginery.contracts.attention import AttnBackendSpec, KVGeometry
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import FULL
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.model import Model
-from enginery.contracts.ops import OpSpec, OpTable
-from enginery.kv.pool import PagedKVPool
+from enginery.contracts.ops import OpSpec
 from enginery.plugin.records import Offer
 from enginery.plugin.selection import op_winners
 from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.parts import DraftNeeds
-from enginery.worker.paths.captured_step import Capture, Combs
+from enginery.worker.paths.captured_step import Capture, takes_graphs
 from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers
 from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
+from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.recorded import RecordedForwards
+from enginery.worker.ranks.path import RecordedForwards
+from enginery.worker.runner import Captured
 from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
 
 
-class StepParts(NamedTuple):
-    """What every step of the target runs with."""
-
-    model: Model
-    relay: BackendRelay
-    ops: OpTable
-    socket: LayerSocket
-    feed: TokenFeed
-    geometry: KVGeometry
-    pool: PagedKVPool
-
-
-class CapturedSteps(NamedTuple):
-    """Of decoding steps, of a draft model behind them, and of the others. None: these run eagerly."""
-
-    graphs: DecodeGraphs | None = None
-    pieces: PiecewiseGraphs | None = None
-    drafts: DraftGraphs | None = None
-
-
-class _Enters(Protocol):
-    """Says and measures a phase of the start while its context is entered."""
-
-    def __call__(self, phase: Literal["graphs", "pieces"]) -> AbstractContextManager[None]: ...
+_Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]  # all that may be called in a step
+Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  # says and measures what its context holds
 
 
 def capture_steps(
-    phases: _Enters, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
-) -> CapturedSteps:
+    phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+) -> Captured:
     """A draft model whose steps cannot be captured runs eagerly behind the target's that are."""
     if not choice.settings.max_graph_requests:
-        return CapturedSteps()
+        return Captured()
     if choice.device.type == "cpu":
-        return CapturedSteps(_recorded_steps(choice, parts, guesses=draft_model is not None))
+        return Captured(_recorded_steps(choice, parts, guesses=draft_model is not None))
     if choice.parallel.num_ranks > 1:
         return _capture_on_ranks(phases, choice, parts)
     capture = CudaCapture(choice.device)
@@ -80,38 +57,32 @@ def capture_steps(
         most, keeps = 0 if drafts is None else _most_positions(choice, parts, draft), draft is not None and not draft.taps
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=keeps, most_positions=most)
         if graphs is None:
-            return CapturedSteps()
+            return Captured()
         if drafts is not None:
             _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
     with phases("pieces"):
-        return CapturedSteps(graphs, _piecewise_graphs(choice, parts, capture), drafts)
+        return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
 
 
-def _capture_on_ranks(phases: _Enters, choice: Choice, parts: StepParts) -> CapturedSteps:
+def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts) -> Captured:
     """On GPUs: all sizes, as each rank takes part in the exchanges of every capture; nothing where anything guesses."""
     if choice.drafter is not None:
-        return CapturedSteps()
+        log.warning(
+            "all steps run eagerly, which makes decoding slow: with several ranks none are captured where a drafter guesses"
+        )
+        return Captured()
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)
         if graphs is None:
-            return CapturedSteps()
+            return Captured()
         for key in reversed(graphs.waiting):  # the others fit into the memory of the largest
             graphs.capture(key)
     with phases("pieces"):
         pieces = _piecewise_graphs(choice, parts, capture)
         for size in reversed(pieces.waiting):
             pieces.capture(size)
-        return CapturedSteps(graphs, pieces)
-
-
-_Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]
-
-
-def _used(choice: Choice) -> _Used:
-    """Everything chosen that may be called in a step."""
-    attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
-    return [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
+        return Captured(graphs, pieces)
 
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
@@ -126,7 +97,8 @@ def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses:
 
 def _recorded_steps(choice: Choice, parts: StepParts, *, guesses: bool) -> DecodeGraphs | None:
     """None, with the reason in the log: something chosen does not tell its calls, or a backend cannot be captured."""
-    used = _used(choice)
+    attention = [chosen for chosen in (choice.attention, choice.first_attention) if chosen is not None]
+    used: _Used = [*op_winners(choice.ops).values(), *(offer for chosen in attention for offer in chosen.by_role.values())]
     if (why := _why_not_recorded(choice, parts, used, guesses=guesses)) is not None:
         log.debug("decoding runs eagerly: %s", why)
         return None
@@ -145,9 +117,9 @@ def _draft_graphs(
         return None
     shape = (choice.settings.max_graph_requests, needs.choice.facts.hidden_size)
     state = torch.zeros(shape, dtype=needs.choice.dtype, device=choice.device)
-    return DraftGraphs.build(
-        model, ops=parts.ops, geometry=parts.geometry, capture=capture, state=state, siblings=choice.draft_siblings
-    )
+    if not takes_graphs(model.relay, len(state), what="the draft model"):
+        return None
+    return DraftGraphs(model, parts, capture=capture, state=state, siblings=choice.draft_siblings)
 
 
 def _decode_graphs(
@@ -159,26 +131,16 @@ def _decode_graphs(
     keeps_hidden: bool,
     most_positions: int = 0,
 ) -> DecodeGraphs | None:
-    """None: the backend cannot be captured."""
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else choice.facts.vocab_size
     logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
-    combs = Combs(parts.pool, siblings) if (siblings := choice.draft_siblings) else None
-    return kind.build(
-        parts.model,
-        parts.relay,
-        ops=parts.ops,
-        feed=parts.feed,
-        geometry=parts.geometry,
-        capture=capture,
-        buffers=GraphBuffers(logits, hidden, combs=combs, most_positions=most_positions),
-        results=choice.results,
-    )
+    buffers = GraphBuffers(logits, hidden, siblings=choice.draft_siblings, most_positions=most_positions)
+    return kind.build(parts, buffers, capture=capture)
 
 
 def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:
     """As `GraphBuffers` has it: where all keys are in pages of one kind, whose backends need no lengths when they plan."""
-    geometry = parts.geometry
+    geometry = parts.pool.geometry
     if draft is None or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
         return 0
     chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
@@ -195,15 +157,6 @@ def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draf
 
 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
-    """Of prefills and mixed steps."""
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
-    return PiecewiseGraphs(
-        parts.model,
-        parts.relay,
-        parts.socket,
-        feed=parts.feed,
-        geometry=parts.geometry,
-        capture=CudaPiecewiseCapture(capture),
-        hidden=torch.empty(shape, dtype=choice.dtype, device=choice.device),
-        results=choice.results,
-    )
+    hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
+    return PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))

@@ -1,21 +1,33 @@
-"""One captured decoding step: what it reads and leaves, and what becomes of the drafts that it verifies."""
+"""One captured decoding step: what it reads and leaves, where its rows begin, and what becomes of the drafts that it verifies.
+
+How many guesses of the step before are right is not told yet where one that verifies is launched:
+
+    host      lays each request out where it begins if all that may be wrong are: `behind` positions before the item's start
+              slots     [ s0 s1 s2 s3 | s4 s5 s6 s7 ]   of its rows there, and of as many positions behind them
+    device    moved     = behind - wrong                of the step before, by seat
+              positions + moved, slots[moved : moved + L], kv_lens behind the last row
+
+Its plan is for the longest lengths that there may be. R requests of L rows each, T = R L; P columns of the page table.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, Protocol
 
+import numpy as np
 import torch
 
+from enginery.attention.axes import renewed
 from enginery.attention.relay import BackendRelay
-from enginery.contracts.attention import KVGeometry
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import FULL, ForwardBatch, View
 from enginery.contracts.plan import Accepted
-from enginery.kv.pool import PagedKVPool
-from enginery.speculate.acceptance import accept
-from enginery.worker.drafts.forced import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, move_standing
+from enginery.worker.paths.results import StepParts
+
+_log: Final = logging.getLogger(__name__)
 
 
 class Replayable(Protocol):
@@ -29,17 +41,18 @@ class Replayable(Protocol):
 Capture = Callable[[Callable[[], None]], Replayable]
 
 
-class Combs(NamedTuple):
-    """Of a draft model that guesses combs. pool: where the target keeps what it computes of them."""
-
-    pool: PagedKVPool
-    siblings: int
+def takes_graphs(relay: BackendRelay, most: int, *, what: str) -> bool:
+    """Whether backends can be captured for so many rows; if not, the log says that `what` runs eagerly."""
+    if relay.ask("init_graph_state", max_batch_size=most, max_num_tokens=most) is not None:
+        return True
+    _log.info("%s runs eagerly: %s has no init_graph_state", what, relay.backend_id)
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
     """packed: [fields + 2, T] int64, device: the token fields, the sources, and in its first places the seats of what is sampled.
-    Of a step that verifies, [fields + 4, T]: the slots behind its rows, see `starts`, and, before the sources, in its first places,
+    Of a step that verifies, [fields + 4, T]: the slots behind its rows (`move_on`), and, before the sources, in its first places,
     how many drafts each request has and then how far behind its earliest place it may begin. seats: the seats there, where the
     next step finds what this one samples: [requests] int64, device.
 
@@ -57,11 +70,11 @@ class CapturedStep:
     graph: Replayable
     logits: torch.Tensor
     best: torch.Tensor
-    followed: bool
-    hidden: torch.Tensor | None
-    accepted: torch.Tensor | None
-    standing: Standing | None
-    moving: Replayable | None
+    followed: bool = False
+    hidden: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
+    standing: Standing | None = None
+    moving: Replayable | None = None
     moved: torch.Tensor | None = None
 
     def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
@@ -76,53 +89,18 @@ class CapturedStep:
         self.moving.replay()
 
 
-def told_last(
-    batch: ForwardBatch,
-    marked: torch.Tensor,
-    best: torch.Tensor,
-    num_drafts: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    standing: Standing | None,
-    forced: ForcedAcceptance | None,
-) -> torch.Tensor:
-    """What follows the drafts that are the best tokens, up to the first that is not; out: their number. [requests] int64 both.
-
-    marked, best: [rows], with and without `NAN_TOKEN`. standing: of combs, whose path is written.
-    """
-    shape = (batch.num_requests, batch.decode_len)
-    sampled, inputs, places = (each.view(shape) for each in (marked, batch.input_ids, batch.positions))
-    if forced is not None:
-        inputs = forced.tokens(inputs, sampled, places)
-    parents, depth = (None, None) if standing is None else (standing.parents, standing.depth)
-    path, counts = accept(sampled, inputs, parents, num_drafts, depth=depth)
-    last = right = out.copy_(counts)
-    if standing is not None:
-        standing.path.copy_(path)
-        last = path.gather(1, right[:, None]).squeeze(1)
-    return best.index_select(0, torch.arange(0, len(best), batch.decode_len, device=best.device) + last)
-
-
-class Moved(NamedTuple):
-    """Where what is moved behind a verification lies, and what captures that. combs: None where drafts are chains."""
-
-    combs: Combs | None
-    geometry: KVGeometry
-    capture: Capture
-
-
 def captured_moving(
-    relay: BackendRelay, batch: ForwardBatch, accepted: torch.Tensor, standing: Standing | None, *, memory: Moved
+    parts: StepParts, batch: ForwardBatch, accepted: torch.Tensor, standing: Standing | None, *, capture: Capture
 ) -> Replayable | None:
     """Moves states behind so many drafts of each request of a captured batch, [requests] int64, device, or rows that stand.
 
     Which is found in each replay. None: there is nothing to move.
     """
-    combs, geometry, capture = memory
-    if standing is not None and combs is not None:
-        path, pool = standing.path, combs.pool
+    relay, pool = parts.relay, parts.pool
+    if standing is not None:
+        path = standing.path
         return capture(lambda: move_standing(batch, path, accepted, pool))
-    if all(layer.recurrent is None for layer in geometry.layers):
+    if all(layer.recurrent is None for layer in pool.geometry.layers):
         return None
 
     def move() -> None:
@@ -130,3 +108,34 @@ def captured_moving(
         assert done is not None, "a backend of recurrent layers that verifies commits states"
 
     return capture(move)
+
+
+def at_the_earliest(batch: ForwardBatch, behind: int, *, page_size: int) -> tuple[ForwardBatch, torch.Tensor]:
+    """A batch that verifies with its rows `behind` positions before where they are, and the slots behind those; host, [T] int64."""
+    count, length, view = batch.num_requests, batch.decode_len, batch.pages
+    begins = batch.kv_lens_cpu.numpy().astype(np.int64) - length - behind
+    places = np.maximum(begins[:, None] + np.arange(2 * length), 0)
+    columns, offsets = np.divmod(places, page_size)
+    table = view.page_table_cpu.numpy()
+    pages = table[np.arange(count)[:, None], np.minimum(columns, table.shape[1] - 1)].astype(np.int64)  # [R, 2 L]
+    slots, later = np.split(pages * page_size + offsets, 2, axis=1)
+    there = View(slots=torch.from_numpy(slots.ravel()), page_table_cpu=view.page_table_cpu)
+    earlier = renewed(batch, positions=(batch.positions - behind).clamp(min=0), views={**batch.views, FULL: there})
+    return earlier, torch.from_numpy(later.ravel())
+
+
+def move_on(
+    batch: ForwardBatch, later: torch.Tensor, *, behind: torch.Tensor, wrong: torch.Tensor, out: torch.Tensor, most_positions: int
+) -> None:
+    """Bring the batch's rows to where they begin: its positions, slots and `kv_lens` are written. Device work only.
+
+    later: [T], see `at_the_earliest`. behind: [R] int64, 0 of a request that is where it begins. wrong: [R] int64, of its guesses
+    in the step before. out: [R] int64, how far it was moved. most_positions: what lies further is a row that nobody is told.
+    """
+    shape = batch.num_requests, batch.decode_len
+    slots, positions = batch.pages.slots.view(shape), batch.positions.view(shape)
+    moved = torch.clamp(behind - wrong, min=0, out=out)[:, None]
+    places = torch.arange(shape[1], device=moved.device) + moved
+    torch.gather(torch.cat((slots, later.view(shape)), 1), 1, places, out=slots)
+    positions.add_(moved).clamp_(max=most_positions - 1)
+    torch.add(positions[:, 0], shape[1], out=batch.kv_lens)

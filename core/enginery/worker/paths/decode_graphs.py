@@ -23,26 +23,31 @@ from typing import Final, NamedTuple
 
 import torch
 
-from enginery.attention.axes import pad, renewed, token_fields
+from enginery.attention.axes import pad, renewed, token_fields, with_token_fields
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import FEATURES
-from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable
 from enginery.contracts.step import StepInput, Way
 from enginery.errors import Unsupported
-from enginery.worker.drafts.forced import ForcedAcceptance
+from enginery.speculate.acceptance import accept
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
-from enginery.worker.named_tensors import NamedTensors
-from enginery.worker.paths.captured_step import Capture, CapturedStep, Combs, Moved, Replayable, captured_moving, told_last
+from enginery.worker.paths.captured_step import (
+    Capture,
+    CapturedStep,
+    Replayable,
+    at_the_earliest,
+    captured_moving,
+    move_on,
+    takes_graphs,
+)
 from enginery.worker.paths.path import Forwarded
-from enginery.worker.paths.results import ModelResults
-from enginery.worker.paths.starts import at_the_earliest, move_on
+from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.sampling import mark_nan
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.token_feed import NamedTensors, TokenFeed
 
 _log: Final = logging.getLogger(__name__)
 
@@ -97,18 +102,14 @@ class GraphKey(NamedTuple):
 class GraphBuffers(NamedTuple):
     """What all graphs of decoding steps write. logits: [most rows, V], of several ranks this one's columns; hidden: [most rows, C],
     where a draft model takes the hidden states. forced: for benchmarks, writes over drafts, so that they are right by chance.
-    combs: whose rows are moved where they stand; None: drafts that branch are verified eagerly. most_positions: of a request,
-    where verifications may begin where the device finds, see `starts`; 0: their lengths are known when they are launched."""
+    siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. most_positions: of a
+    request, where verifications may begin where the device finds, see `captured_step`; 0: their lengths are known at the launch."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     forced: ForcedAcceptance | None = None
-    combs: Combs | None = None
+    siblings: int = 0
     most_positions: int = 0
-
-    def hidden_rows(self, count: int) -> torch.Tensor | None:
-        """Where so many are kept, if a draft model takes them."""
-        return None if self.hidden is None else self.hidden[:count]
 
 
 class _Best(NamedTuple):
@@ -128,25 +129,10 @@ class DecodeGraphs:
 
     captured = follows = True
 
-    def __init__(
-        self,
-        model: Model,
-        relay: BackendRelay,
-        *,
-        ops: OpTable,
-        feed: TokenFeed,
-        geometry: KVGeometry,
-        capture: Capture,
-        buffers: GraphBuffers,
-        results: ModelResults,
-    ) -> None:
-        self.model = model
-        self.relay = relay
-        self.results = results
-        self.ops = ops
-        self.feed = feed
-        self.geometry = geometry
-        self.buffers = buffers
+    def __init__(self, parts: StepParts, buffers: GraphBuffers, *, capture: Capture) -> None:
+        self.parts, self.buffers = parts, buffers
+        self.model, self.relay, self.ops, _, self.feed, pool, self.results = parts
+        self.geometry = pool.geometry
         most = len(buffers.logits)
         self.best = torch.empty(most, dtype=torch.int64, device=buffers.logits.device)
         self.sizes = graph_sizes(most)
@@ -155,43 +141,21 @@ class DecodeGraphs:
         self._capture = capture
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._refused: set[GraphKey] = set()
-        self._serves_drafts = buffers.hidden is not None or FEATURES in feed.named.buffers
+        self._serves_drafts = buffers.hidden is not None or FEATURES in self.feed.named.buffers
 
     @classmethod
-    def build(
-        cls,
-        model: Model,
-        relay: BackendRelay,
-        *,
-        ops: OpTable,
-        feed: TokenFeed,
-        geometry: KVGeometry,
-        capture: Capture,
-        buffers: GraphBuffers,
-        results: ModelResults,
-    ) -> DecodeGraphs | None:
+    def build(cls, parts: StepParts, buffers: GraphBuffers, *, capture: Capture) -> DecodeGraphs | None:
         """None, with the reason in the log, where a backend has no `init_graph_state`."""
-        most = len(buffers.logits)
-        if relay.ask("init_graph_state", max_batch_size=most, max_num_tokens=most) is None:
-            _log.info("decoding runs eagerly: %s has no init_graph_state", relay.backend_id)
+        if not takes_graphs(parts.relay, len(buffers.logits), what="decoding"):
             return None
-        graphs = cls(model, relay, ops=ops, feed=feed, geometry=geometry, capture=capture, buffers=buffers, results=results)
+        graphs = cls(parts, buffers, capture=capture)
         graphs.capture_first()
         return graphs
 
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
         """Graphs of the same sizes of another backend, in the memory of these, which are given up."""
         self._captured.clear()
-        return self.build(
-            self.model,
-            relay,
-            ops=self.ops,
-            feed=self.feed,
-            geometry=self.geometry,
-            capture=self._capture,
-            buffers=self.buffers,
-            results=self.results,
-        )
+        return self.build(self.parts._replace(relay=relay), self.buffers, capture=self._capture)
 
     @property
     def waiting(self) -> list[GraphKey]:
@@ -201,14 +165,13 @@ class DecodeGraphs:
 
     @property
     def steps(self) -> Sequence[CapturedStep]:
-        """Those that are captured."""
         return tuple(self._captured.values())
 
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
         self.capture(GraphKey(self.sizes[-1], 1, followed=False))
-        most, length, combs = self.sizes[-1], self.feed.width, self.buffers.combs
-        depth = 0 if combs is None else (length - 1) // (1 + combs.siblings)
+        most, length, siblings = self.sizes[-1], self.feed.width, self.buffers.siblings
+        depth = (length - 1) // (1 + siblings) if siblings else 0
         fitting = [size for size in self.sizes if length > 1 and size * length <= most]
         if fitting and self._capture_verifying(GraphKey(fitting[-1], length, self._serves_drafts, depth)):
             self.verified_rows = most
@@ -226,14 +189,16 @@ class DecodeGraphs:
     def capture(self, key: GraphKey) -> None:
         """Capture a graph. Takes as long as two or three eager steps."""
         size, length, followed, depth = key
-        combs, memory = self.buffers.combs, Moved(self.buffers.combs, self.geometry, self._capture)
+        buffers = self.buffers
         batch, packed = padding_alone(self.feed, self.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
-        moved = None if accepted is None or not self.buffers.most_positions else torch.zeros_like(accepted)
+        moved = None if accepted is None or not buffers.most_positions else torch.zeros_like(accepted)
         batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
         batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
-        kept = self.buffers.hidden_rows(size * length) if followed else None
-        standing = None if combs is None or not depth else standing_in_comb(size, length, depth, combs.siblings, batch, self.relay)
+        kept = buffers.hidden[: size * length] if followed and buffers.hidden is not None else None
+        standing = (
+            standing_in_comb(size, length, depth, buffers.siblings, batch, self.relay) if buffers.siblings and depth else None
+        )
         found = list[_Best]()
 
         def run() -> None:
@@ -257,7 +222,7 @@ class DecodeGraphs:
             hidden=kept,
             accepted=accepted,
             standing=standing,
-            moving=None if accepted is None else captured_moving(self.relay, batch, accepted, standing, memory=memory),
+            moving=None if accepted is None else captured_moving(self.parts, batch, accepted, standing, capture=self._capture),
             moved=moved,
         )
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
@@ -362,9 +327,18 @@ def _keep(
     if out is None:
         graphs.feed.keep(found.best, seats)
         return
-    num_drafts, forced = packed[-3, : len(seats)], graphs.buffers.forced
-    told = told_last(batch, found.marked, found.best, num_drafts, out=out, standing=standing, forced=forced)
-    graphs.feed.keep(told, seats)
+    num_drafts, shape = packed[-3, : len(seats)], (batch.num_requests, batch.decode_len)
+    sampled, inputs, places = (each.view(shape) for each in (found.marked, batch.input_ids, batch.positions))
+    if graphs.buffers.forced is not None:
+        inputs = graphs.buffers.forced.tokens(inputs, sampled, places)
+    parents, depth = (None, None) if standing is None else (standing.parents, standing.depth)
+    path, counts = accept(sampled, inputs, parents, num_drafts, depth=depth)
+    last = right = out.copy_(counts)
+    if standing is not None:
+        standing.path.copy_(path)
+        last = path.gather(1, right[:, None]).squeeze(1)
+    begins = torch.arange(0, len(found.best), batch.decode_len, device=found.best.device)
+    graphs.feed.keep(found.best.index_select(0, begins + last), seats)
     graphs.feed.wrong.index_copy_(0, seats, num_drafts - out)
 
 
@@ -387,4 +361,4 @@ def padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple
     nobody = torch.full((num_rows,), feed.scratch_seat)
     beside = [] if key.length == 1 else [torch.zeros(num_rows, dtype=torch.int64)] * 2
     packed = torch.stack([*token_fields(batch), *beside, torch.full((num_rows,), KNOWN), nobody]).to(feed.device)
-    return feed.unpack(batch, packed), packed
+    return with_token_fields(batch, iter(packed)), packed

@@ -43,7 +43,6 @@ class HostRecording(NamedTuple):
     kept: Sequence[object]
 
     def replay(self) -> None:
-        """Do it again, in inference mode."""
         for function, arguments in self.calls:
             function(*arguments)
 

@@ -1,41 +1,24 @@
-"""What every way to run a batch has in common, and what it gives back.
+"""What every way to run a batch has in common, what it gives back, and the way that takes every step: kernel by kernel.
 
 T tokens, N rows that need logits, S items that sample, C channels, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
 from enginery.contracts.batch import FULL, ForwardBatch, View
+from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.drafts.trees import Standing, standing_first
+from enginery.worker.drafts.trees import standing_first, write_masks
 from enginery.worker.layout import sampled_seats
-
-
-class CapturedBatch(Protocol):
-    """What a graph was captured with, and is replayed with: other graphs may read it. batch: planned, padded."""
-
-    @property
-    def batch(self) -> ForwardBatch: ...
-
-    @property
-    def standing(self) -> Standing | None:
-        """Where it verifies combs, which rows stand."""
-        ...
-
-    @property
-    def moved(self) -> torch.Tensor | None:
-        """Where the device finds where requests begin: how far behind its earliest place each does, [requests] int64, device."""
-        ...
-
-    def keep_accepted(self, right: torch.Tensor, path: torch.Tensor | None = None) -> None:
-        """Move states behind so many drafts of each request that has some, or the rows that stand: [n] and [n, N] int64, device."""
-        ...
+from enginery.worker.paths.captured_step import CapturedStep
+from enginery.worker.paths.results import StepParts
 
 
 class Forwarded(NamedTuple):
@@ -59,7 +42,7 @@ class Forwarded(NamedTuple):
     batch: ForwardBatch | None = None
     hidden: torch.Tensor | None = None
     accepted: torch.Tensor | None = None
-    captured: CapturedBatch | None = None
+    captured: CapturedStep | None = None
     padded: ForwardBatch | None = None
 
     def unpadded(self, num_requests: int) -> ForwardBatch:
@@ -156,15 +139,11 @@ def hidden_states(
     wanted = hidden if rows is None or len(hidden) == len(rows) else hidden.index_select(0, rows)  # [N, C]
     places = batch.num_logits_cpu.long().cumsum(0)[torch.from_numpy(step.sampling)] - 1  # [S]
     if step.verifies:
-        places = _last_rows(places, torch.from_numpy(step.sampled_rows))
+        counts = torch.from_numpy(step.sampled_rows)
+        ends = counts.cumsum(0)
+        places = torch.arange(int(ends[-1])) + (places + 1 - ends).repeat_interleave(counts)  # the last `counts` of each: [R]
     last = wanted if len(places) == len(wanted) else wanted.index_select(0, to_device(places, wanted.device))  # [S, C]
     return Forwarded(planned_s=planned_s, rows=wanted, last=last, batch=batch if step.verifies else None)
-
-
-def _last_rows(places: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Of each item the last `counts` rows, of which `places` has the last: [R] int64."""
-    ends = counts.cumsum(0)
-    return torch.arange(int(ends[-1])) + (places + 1 - ends).repeat_interleave(counts)
 
 
 def rows_with_logits(batch: ForwardBatch, device: torch.device) -> torch.Tensor | None:
@@ -177,3 +156,29 @@ def rows_with_logits(batch: ForwardBatch, device: torch.device) -> torch.Tensor 
     first_of = (counts.cumsum(0) - counts).repeat_interleave(counts)
     rows = ends_of - counts.repeat_interleave(counts) + torch.arange(len(ends_of)) - first_of
     return to_device(rows, device)
+
+
+class EagerPath:
+    """Implements `ForwardPath` for any step."""
+
+    captured = False
+
+    def __init__(self, parts: StepParts, *, keeps_all: bool, writes_late: bool) -> None:
+        """keeps_all: a draft model takes the batch and the hidden states of all rows, of steps that it follows. writes_late: what
+        the model writes for it may come from behind the last attention, so no row may be left out there."""
+        self._model, self._relay, self._feed, self._results = parts.model, parts.relay, parts.feed, parts.results
+        self._keeps_all = keeps_all
+        self._writes_all = any(each.name != FEATURES or writes_late for each in parts.feed.named.outputs)
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """Upload, plan, run. The model is told which rows need logits, unless it has outputs of all rows."""
+        rows = rows_with_logits(batch, self._feed.device)
+        # Outputs may be of rows that need no logits, behind the last attention too.
+        keeps = self._keeps_all and step.draft_len > 0
+        all_rows = keeps or self._writes_all
+        there = self._relay.plan(self._feed.upload(step, batch, logits_rows=None if all_rows else rows))
+        write_masks(step, there, self._relay)
+        planned_s = time.perf_counter()
+        hidden = self._results.hidden(self._model.forward(there), there)
+        forwarded = hidden_states(step, there, hidden, rows=rows, planned_s=planned_s)
+        return forwarded._replace(batch=there, hidden=hidden) if keeps else forwarded

@@ -14,24 +14,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from enginery.attention.axes import pad, token_fields
-from enginery.attention.relay import BackendRelay
+from enginery.attention.axes import pad, token_fields, with_token_fields
 from enginery.attention.socket import LayerCall, LayerSocket
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
 from enginery.worker.layout import KNOWN, no_requests, token_sources
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.decode_graphs import CudaCapture
 from enginery.worker.paths.path import Forwarded, hidden_states, rows_with_logits
-from enginery.worker.paths.results import ModelResults
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.paths.results import StepParts
 
 _log: Final = logging.getLogger(__name__)
 
@@ -116,43 +111,18 @@ class _Memory:
         }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PiecewiseStep:
-    """packed: [fields + 1, size] int64, device: the token fields and the sources. hidden: [size, C], valid until the next step."""
-
-    packed: torch.Tensor
-    pieces: GraphPieces
-    hidden: torch.Tensor
-
-
 class PiecewiseGraphs:
     """Implements `ForwardPath` for prefills and mixed steps. Captures a size when it is first needed, or in idle moments."""
 
     captured = True
 
-    def __init__(
-        self,
-        model: Model,
-        relay: BackendRelay,
-        socket: LayerSocket,
-        *,
-        feed: TokenFeed,
-        geometry: KVGeometry,
-        capture: PiecewiseCapture,
-        hidden: torch.Tensor,
-        results: ModelResults,
-    ) -> None:
+    def __init__(self, parts: StepParts, hidden: torch.Tensor, *, capture: PiecewiseCapture) -> None:
         """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs."""
-        self.model = model
-        self.relay = relay
-        self.results = results
-        self.socket = socket
-        self.feed = feed
-        self.geometry = geometry
-        self.hidden = hidden
+        self.model, self.relay, _, self.socket, self.feed, pool, self.results = parts
+        self.geometry, self.hidden = pool.geometry, hidden
         self.sizes = piece_sizes(len(hidden))
         self._capture = capture
-        self._captured: dict[int, PiecewiseStep] = {}
+        self._captured: dict[int, tuple[torch.Tensor, GraphPieces]] = {}  # token fields and sources, [fields + 1, size] int64
         self.capture(self.sizes[-1])
 
     @property
@@ -167,14 +137,14 @@ class PiecewiseGraphs:
             self.feed.named.with_inputs(no_requests(self.geometry)), num_requests=0, num_tokens=size, geometry=self.geometry
         )
         packed = torch.stack([*token_fields(batch), torch.full((size,), KNOWN)]).to(self.feed.device)
-        batch = self.feed.named.placed(self.feed.unpack(batch, packed))
+        batch = self.feed.named.placed(with_token_fields(batch, iter(packed)))
 
         def run() -> None:
             self.feed.fill(batch.input_ids, packed[-1], out=batch.input_ids)
             self.hidden[:size].copy_(self.results.hidden(self.model.forward(batch), batch))
 
         pieces = self._capture(run, self.socket)
-        self._captured[size] = PiecewiseStep(packed=packed, pieces=pieces, hidden=self.hidden[:size])
+        self._captured[size] = packed, pieces
         _log.debug("captured a step of %d tokens in %d pieces", size, len(pieces.graphs))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
@@ -182,30 +152,26 @@ class PiecewiseGraphs:
         size = step.run.size
         if size not in self._captured:
             self.capture(size)
-        captured = self._captured[size]
-        batch = self.relay.plan(self._upload(step, batch, captured))
+        packed, pieces = self._captured[size]
+        batch = self.relay.plan(self._upload(step, batch, packed))
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
-        hidden = self._replay(captured, batch)
-        return hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)._replace(batch=batch, hidden=hidden)
-
-    def _upload(self, step: StepInput, batch: ForwardBatch, captured: PiecewiseStep) -> ForwardBatch:
-        """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""
-        size, count = captured.packed.shape[1], batch.num_tokens
-        batch = self.feed.named.with_inputs(batch, step.inputs)
-        padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
-        self.feed.overwrite(captured.packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
-        self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
-        return self.feed.unpack(batch, captured.packed[:, :count])
-
-    def _replay(self, captured: PiecewiseStep, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, C] of a planned batch whose token fields are those of the graphs."""
-        first, *others = captured.pieces.graphs
+        first, *others = pieces.graphs
         first.replay()
-        for call, graph in zip(captured.pieces.calls, others, strict=True):
+        for call, graph in zip(pieces.calls, others, strict=True):
             self.socket.run(call, batch)
             graph.replay()
-        return captured.hidden[: batch.num_tokens]
+        hidden = self.hidden[: batch.num_tokens]
+        return hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)._replace(batch=batch, hidden=hidden)
+
+    def _upload(self, step: StepInput, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
+        """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""
+        size, count = packed.shape[1], batch.num_tokens
+        batch = self.feed.named.with_inputs(batch, step.inputs)
+        padded = pad(batch, num_requests=batch.num_requests, num_tokens=size, geometry=self.geometry)
+        self.feed.overwrite(packed, [*token_fields(padded), token_sources(step, width=self.feed.width, size=size)])
+        self.feed.named.placed(padded)  # copies the inputs to where the graphs read them
+        return with_token_fields(batch, iter(packed[:, :count]))
 
 
 def piece_sizes(max_tokens: int) -> tuple[int, ...]:

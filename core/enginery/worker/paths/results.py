@@ -1,4 +1,4 @@
-"""What a plugin's model returns is looked at before anything reads it: a wrong shape would end in a kernel, or in wrong tokens.
+"""What a step runs with. What the model returns is looked at before anything reads it: a wrong shape would end in a kernel.
 
 Only shapes are compared, after the call: a microsecond a step, nothing of the device, and no frame between a step and its kernels.
 """
@@ -9,8 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from enginery.attention.relay import BackendRelay
+from enginery.attention.socket import LayerSocket
 from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.model import Model
+from enginery.contracts.ops import OpTable
 from enginery.errors import PluginError
+from enginery.kv.pool import PagedKVPool
+from enginery.worker.token_feed import TokenFeed
 
 
 class ModelResults(NamedTuple):
@@ -36,6 +42,18 @@ class ModelResults(NamedTuple):
             return returned
         wanted = f"logits [{len(hidden)}, {self.vocab_size}]"
         raise PluginError(f"{self.source}: logits of its model returned {_told(returned)} instead of {wanted}")
+
+
+class StepParts(NamedTuple):
+    """What every step of a model runs with. pool: of keys and values. results: what the model has to return."""
+
+    model: Model
+    relay: BackendRelay
+    ops: OpTable
+    socket: LayerSocket
+    feed: TokenFeed
+    pool: PagedKVPool
+    results: ModelResults
 
 
 def _told(returned: object) -> str:

@@ -9,21 +9,35 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from enginery.contracts.request import TokenLogprob
 from enginery.contracts.step import StepInput, StepOutput, StepTimes
-from enginery.worker.drafts.guesses import Guesses
 from enginery.worker.layout import begins_of
-from enginery.worker.logprobs import LogprobTable
-from enginery.worker.sampling import NAN_TOKEN
+from enginery.worker.sampling import NAN_TOKEN, LogprobTable
 
 NAN_ERROR: Final = (
     "the model's logits for it are NaN: float16 overflows in many models, or a kernel or the weights are at fault; try bfloat16, "
     "and engine test-backend"
 )
+
+
+class Guesses(NamedTuple):
+    """What a draft model guesses to follow each item that samples.
+
+    tokens: [S, d] on the host, valid after `ready`; None: they are.
+    """
+
+    tokens: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    def of(self, place: int) -> tuple[int, ...]:
+        """Those of one item, when they have come."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return tuple(self.tokens[place].tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,9 +111,8 @@ class RunningStep:
         return first_rows
 
     def _read_embeddings(self) -> dict[int, tuple[float, ...]]:
-        if self.embedded is None:
-            return {}
-        return {index: tuple(row) for index, row in zip(self.embedding, self.embedded.tolist(), strict=True)}
+        rows = [] if self.embedded is None else self.embedded.tolist()
+        return {index: tuple(row) for index, row in zip(self.embedding, rows, strict=True)}
 
     def _read_logprobs(self, told: Sequence[tuple[int, ...]]) -> dict[int, tuple[TokenLogprob, ...]]:
         if self.logprobs is None:

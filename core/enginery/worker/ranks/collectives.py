@@ -1,20 +1,34 @@
-"""The collectives of a rank that is a process, and the head of a model whose columns several ranks have.
+"""What a rank knows of the others: its collectives, the head of a model whose columns several ranks have, and what these agree on.
 
-N rows, C hidden size, V vocabulary, R tensor ranks.
+All tensor ranks have to know something of a step that a draft model follows, or whose drafts move states. The first tells it.
+
+    first rank    forward │ sample, accept │ tell │ follow │ logits │ choose, tell │ step │ logits │ choose, tell ..
+    the others    forward │                │ hear │ follow │ logits │         hear │ step │ logits │         hear ..
+
+How often they exchange something follows from the step alone. Chains of drafts only: where drafts branch there is one rank.
+
+N rows, C hidden size, V vocabulary, R tensor ranks; S items that sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable, PeerOps
-from enginery.contracts.parallel import StageTensors
+from enginery.contracts.parallel import Collectives, StageTensors
+from enginery.contracts.step import StepInput
+from enginery.nn.parallel import SingleRank
+from enginery.worker.choice import Choice
+from enginery.worker.drafts.draft_model import DraftModel
+from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import NAN_TOKEN
 
@@ -121,7 +135,6 @@ class JoinedHead:
         self._results = results._replace(vocab_size=-(-results.vocab_size // shared.group.size))
 
     def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
-        """As the model does."""
         return self._model.forward(batch, arrived)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -140,3 +153,68 @@ class JoinedHead:
     def columns(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V / R], this rank's columns of logits."""
         return self._results.logits(self._model.logits(hidden), hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Of the tensor ranks of `head`, of what guesses. draft_model: this rank's part of it; None where none follows."""
+
+    head: HeadColumns
+    draft_model: DraftModel | None
+
+    @classmethod
+    def of(cls, joined: JoinedHead, draft_model: DraftModel | None) -> Agreement:
+        """joined: of the target, whose ranks these are, and whose vocabulary it is unless the draft model has one of its own."""
+        own = None if draft_model is None else draft_model.vocab_size
+        return cls(joined.shared if own is None else dataclasses.replace(joined.shared, vocab_size=own), draft_model)
+
+    def outcome(
+        self, step: StepInput, tokens: torch.Tensor | None = None, accepted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What all ranks know of the step: what was sampled, [rows] int64, and how many drafts of each item are right, [S] int64.
+
+        None: none goes on from it. tokens, accepted: the first rank's; None on others, accepted also where there were no drafts.
+        """
+        is_followed = self.draft_model is not None and step.draft_len > 0
+        if not is_followed and not (step.verifies and step.states):
+            return None
+        num_rows, num_items = int(step.sampled_rows.sum()), len(step.sampling)
+        told = torch.zeros(num_rows + num_items, dtype=torch.int64, device=self.head.group.device)
+        if tokens is not None:
+            told[:num_rows] = tokens
+            told[num_rows:] = 0 if accepted is None else accepted
+        if num_rows:
+            self.head.group.from_first(told)
+        return told[:num_rows], told[num_rows:]
+
+    def guess(self, partial: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor], *, greedy: bool) -> torch.Tensor:
+        """This rank's columns of logits, [S, V / N] -> [S] int64 on all ranks, the same.
+
+        choose: how the first rank does it, from [S, V]. greedy: it takes the likeliest, so nobody needs all columns.
+        """
+        if greedy:
+            return self.head.best(partial).clamp(min=0)
+        logits = self.head.gather(partial)
+        guesses = torch.empty(len(partial), dtype=torch.int64, device=partial.device)
+        if self.head.group.rank == 0:
+            guesses.copy_(choose(logits))
+        return self.head.group.from_first(guesses)
+
+
+class Met:
+    """What a rank knows of the others; as it is, that there are none."""
+
+    def compare(self, choice: Choice, *, what: str) -> None:
+        """Raise `ConfigError` where ranks have chosen otherwise. what: is compared, for the message."""
+
+    def smallest(self, memory: MemoryPlan) -> MemoryPlan:
+        """As many pages of each kind as every rank has room for."""
+        return memory
+
+    def collectives(self, ops: OpTable, choice: Choice) -> Collectives:
+        """What the model exchanges."""
+        return SingleRank(ops)
+
+    def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
+        """The model of this rank, with what arrives from the stage before, and the logits of all ranks. comm: its collectives."""
+        return model

@@ -11,10 +11,10 @@ import torch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, logits_of_items, sampled_seats
-from enginery.worker.logprobs import row_blocks
 from enginery.worker.paths.path import Launched
 from enginery.worker.ranks.nccl import TensorGroup
 from enginery.worker.runner import Runner
+from enginery.worker.sampling import row_blocks
 
 
 class Follower:
@@ -28,19 +28,14 @@ class Follower:
         """The next one; it returns when this rank's part of it is done, on a device when it is launched."""
         launched = self._runner.launch(step)
         self._join_prompts(launched)
-        self._speculate(launched)
+        agreement = self._runner.agreement
+        assert agreement is not None, "where ranks follow, the head is joined"
+        tokens, accepted = agreement.outcome(step) or (None, None)
+        if step.verifies and accepted is not None:
+            self._runner.keep_accepted(launched, accepted[: step.num_decode])  # moves states no further than the right drafts
+        self._runner.draft(launched, None, tokens, accepted)
         if self._tells_tokens and (tokens := share_tokens(self._group, step, None)) is not None:
             self._runner.feed.keep(tokens, to_device(sampled_seats(step), self._runner.device))
-
-    def _speculate(self, launched: Launched) -> None:
-        """Move states no further than the drafts that are right, and guess with the draft model, where there is one."""
-        step, agreement = launched.step, self._runner.agreement
-        assert agreement is not None, "where ranks follow, the head is joined"
-        told = agreement.outcome(step)
-        tokens, accepted = told or (None, None)
-        if step.verifies and accepted is not None:
-            self._runner.keep_accepted(launched, accepted[: step.num_decode])
-        self._runner.draft(launched, None, tokens, accepted)
 
     def _join_prompts(self, launched: Launched) -> None:
         """The logits of prompts whose log-probabilities are asked for: items with more rows of logits than are sampled from."""

@@ -24,6 +24,7 @@ from enginery.errors import EnginError
 
 LOOPBACK: Final = "127.0.0.1"
 MeetingStore: TypeAlias = Store
+Sending = tuple[torch.Tensor, Work]  # on its way; the tensor lives until it has arrived
 _DESCRIPTORS: Final = "/proc/self/fd"
 _TCP: Final = "tcp://"
 _MEETING_S: Final = 60.0
@@ -36,18 +37,6 @@ class LostRank(EnginError):
     """An exchange failed, because another rank is gone. Who is, and why, is known to those that watch the processes."""
 
 
-class Sending:
-    """A tensor on its way, which lives until it has arrived."""
-
-    def __init__(self, x: torch.Tensor, work: Work) -> None:
-        self._x, self._work = x, work
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has left."""
-        return self._work.is_completed()
-
-
 class Standing:
     """What a process does, for its heartbeat. waits: the exchange that it is in; empty: it is at work of its own.
 
@@ -58,22 +47,18 @@ class Standing:
         self.waits = ""
         self.phase = "start"
         self.number = -1
-        self._connections: set[tuple[int, str]] = set()
+        self.connections: set[tuple[int, str]] = set()  # of groups, see `_sockets`
         self._enders: list[Callable[[], None]] = []
 
     def on_sever(self, end: Callable[[], None]) -> None:
         """Have exchanges of a device end too. end: called from another thread, and may take as long as it likes."""
         self._enders.append(end)
 
-    def connected(self, connections: set[tuple[int, str]]) -> None:
-        """Groups have these, of `_sockets`."""
-        self._connections |= connections
-
     def sever(self) -> None:
         """End exchanges, from another thread: who waits in one with a rank that is gone would wait for ever."""
         for end in self._enders:
             threading.Thread(target=end, name="sever", daemon=True).start()
-        for descriptor, _ in self._connections & _sockets():
+        for descriptor, _ in self.connections & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -97,7 +82,7 @@ class Group:
         except RuntimeError as error:
             raise LostRank(f"the ranks of {name} did not meet: {error}") from error
         standing.waits = ""
-        standing.connected(_sockets() - before)
+        standing.connections |= _sockets() - before
         made._set_default_timeout(FOR_EVER)
         self._group = cast("ProcessGroup", made)  # it has its methods
 
@@ -156,7 +141,7 @@ class Group:
     def send(self, x: torch.Tensor, rank: int) -> Sending:
         """To that rank, which receives what is sent in this order. Does not wait; `x` is not to be changed any more."""
         x = x.contiguous()
-        return Sending(x, self._group.send([x], rank, TAG))
+        return x, self._group.send([x], rank, TAG)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The next that this rank sent."""

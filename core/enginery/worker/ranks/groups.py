@@ -20,19 +20,19 @@ from enginery.contracts.parallel import Collectives, ParallelFacts
 from enginery.errors import ConfigError, Unsupported
 from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
-from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, RankCollectives
+from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, Met, RankCollectives
 from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
 from enginery.worker.ranks.peers import Peers, bind_peer_ops
-from enginery.worker.ranks.stages import LastStage, PassingStage, StageLinks
+from enginery.worker.ranks.stages import LinkedStage, StageLinks
 from enginery.worker.weights.shares import stage_of
 
 _SOME_BYTES: Final = 4096
 
 
-class RankGroups:
-    """Implements `Met`: the groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come.
+class RankGroups(Met):
+    """The groups that one rank is in. All make them in one order. Raises `LostRank` where one does not come.
 
     tensor: the ranks of its lane that have a part of each layer. everyone: those of all lanes, of its stage. world: all, for what
     is in host memory.
@@ -74,7 +74,10 @@ class RankGroups:
 
     def compare(self, choice: Choice, *, what: str = "ranks") -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
-        found = [msgspec.json.decode(said, type=dict[str, str]) for said in self.world.texts(_packed(choice))]
+        found = [
+            msgspec.json.decode(said, type=dict[str, str])
+            for said in self.world.texts(msgspec.json.encode(_stated(choice)).decode())
+        ]
         problems = [
             f"{name} is {other.get(name)} on rank {rank}, and {value} on rank 0"
             for rank, other in enumerate(found)
@@ -108,10 +111,8 @@ class RankGroups:
         """With what crosses between stages, and the logits of the last stage's ranks."""
         if self._stages is not None:
             links = StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype, host=self.world)
-            if not self.parallel.is_last_stage:
-                return PassingStage(model, links, first=self.parallel.stage == 0)
-            model = LastStage(model, links)
-        if self.everyone.size == 1:
+            model = LinkedStage(model, links)
+        if self.everyone.size == 1 or not self.parallel.is_last_stage:
             return model
         assert isinstance(comm, RankCollectives), "they are this rank's"
         exchanges = [group for group in (self.tensor, self._across) if isinstance(group, Group)]
@@ -144,10 +145,6 @@ def refuse_for_ranks(choice: Choice) -> None:
         raise Unsupported(
             f"stage {choice.parallel.stage} has no layer with attention or a state; divide the layers otherwise, by --pp-layers"
         )
-
-
-def _packed(choice: Choice) -> str:
-    return msgspec.json.encode(_stated(choice)).decode()
 
 
 def _stated(choice: Choice) -> Mapping[str, str]:

@@ -18,16 +18,13 @@ import numpy as np
 import torch
 
 from enginery.attention.axes import pad
-from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import Model
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import begins_of, places_within
 from enginery.worker.paths.path import Forwarded
-from enginery.worker.paths.results import ModelResults
-from enginery.worker.token_feed import TokenFeed
+from enginery.worker.paths.results import StepParts
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
     from enginery.worker.ranks.nccl import TensorGroup
@@ -42,7 +39,6 @@ class LaneRows:
 
     @property
     def lane(self) -> int:
-        """The number of this one."""
         return self.across.rank
 
     def pad(self, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
@@ -57,13 +53,10 @@ class LaneRows:
         rows = (ends - counts).repeat(counts) + places_within(counts)
         return torch.from_numpy(np.pad(rows.astype(np.int64), (0, _most_logits(step) - len(rows))))
 
-    def of_all(self, step: StepInput, own: torch.Tensor) -> torch.Tensor:
-        """[N, C] of each lane -> the rows that need logits, of all of the step's items in order."""
-        return torch.cat(self.across.of_all(own)).index_select(0, to_device(torch.from_numpy(rows_of_all(step)), own.device))
-
     def sampled(self, step: StepInput, own: torch.Tensor, planned_s: float) -> Forwarded:
         """[N, C] of each lane, brought together: what is sampled from of all."""
-        of_all = last = self.of_all(step, own)
+        rows = to_device(torch.from_numpy(rows_of_all(step)), own.device)
+        of_all = last = torch.cat(self.across.of_all(own)).index_select(0, rows)
         if len(step.sampling) < len(of_all):
             ends = np.cumsum(step.columns().num_logits)[step.sampling]
             last = of_all.index_select(0, to_device(torch.from_numpy(ends - 1), of_all.device))
@@ -90,11 +83,11 @@ class LanePath:
 
     captured = False
 
-    def __init__(self, model: Model, relay: BackendRelay, feed: TokenFeed, *, results: ModelResults, lanes: LaneRows) -> None:
-        self._model, self._relay, self._feed, self._results, self._lanes = model, relay, feed, results, lanes
+    def __init__(self, parts: StepParts, lanes: LaneRows) -> None:
+        self._model, self._relay, self._feed = parts.model, parts.relay, parts.feed
+        self._results, self._lanes = parts.results, lanes
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
-        """Pad, upload, plan, run, and bring together what is sampled from."""
         rows = to_device(self._lanes.own(step), self._feed.device)
         batch = self._lanes.pad(step, batch)
         # Outputs may be of rows that need no logits; where no lane has such rows, the model is told of none.

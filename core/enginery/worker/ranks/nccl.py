@@ -60,14 +60,12 @@ class DeviceGroup:
         self._group.abort()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place where `x` is contiguous: the same bits on all of them."""
         x, options = x.contiguous(), dist.AllreduceOptions()
         options.asyncOp = False
         _order(self._group.allreduce([x], options))
         return x
 
     def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """[R N, C] -> [N, C]: of the sum over all ranks this rank's part."""
         x, options = x.contiguous(), dist.ReduceScatterOptions()
         options.asyncOp = False
         found = x.new_empty(len(x) // self.size, *x.shape[1:])
@@ -75,7 +73,6 @@ class DeviceGroup:
         return found
 
     def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank has, of one shape, by rank."""
         x, options = x.contiguous(), AllgatherOptions()
         options.asyncOp = False
         found = x.new_empty(self.size, *x.shape)
@@ -83,7 +80,6 @@ class DeviceGroup:
         return list(found)
 
     def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The same on the first rank; nothing on the others."""
         x, options = x.contiguous(), dist.GatherOptions()
         options.rootRank, options.asyncOp = FIRST, False
         found = list(x.new_empty(self.size, *x.shape)) if self.rank == FIRST else []
@@ -91,7 +87,6 @@ class DeviceGroup:
         return found
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
-        """What the first rank has, in place."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = FIRST, 0, False
         _order(self._group.broadcast([x], options))
@@ -100,7 +95,7 @@ class DeviceGroup:
     def send(self, x: torch.Tensor, rank: int) -> Sending:
         """To that rank, beside what follows on this stream. `x` is not to be changed any more."""
         x = x.contiguous()
-        return Sending(x, self._group.send([x], rank, TAG))
+        return x, self._group.send([x], rank, TAG)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The next that this rank sent: what follows on this stream waits for it."""

@@ -1,16 +1,30 @@
-"""A step that asks for nothing but the likeliest tokens: several ranks find them without bringing their logits together.
+"""Ways to run a step on several ranks.
 
-S items that sample, R sampled rows.
+Of a step that asks for nothing but the likeliest tokens they find these without bringing their logits together. Decoding steps are
+recorded on ranks that are processes: the model's forward alone, with its exchanges among the calls that are told.
+
+    recorded   embed(..) | norm(..) | linear(..) | attend(..) | exchange | ..  ──> hidden states [size, C]      then as in any step
+
+To record exchanges nothing, so a rank records when it likes. One that cannot runs the step eagerly, padded to the same size, and
+the others notice nothing. A lane without work runs a recording of padding. S items that sample, R sampled rows.
 """
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
+import torch
+
+from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
-from enginery.worker.layout import sampled_seats
-from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.path import Forwarded, ForwardPath
+from enginery.worker.layout import no_requests, sampled_seats
+from enginery.worker.paths.captured_step import CapturedStep
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, padding_alone
+from enginery.worker.paths.path import Forwarded, ForwardPath, first_rows
+from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
 from enginery.worker.token_feed import TokenFeed
 
@@ -54,3 +68,57 @@ class GatheredLogits:
         assert forwarded.logits is not None, "graphs leave logits"
         columns = forwarded.logits[:count]
         return forwarded._replace(logits=columns[:, :0] if step.run.tokens_only else self._head.shared.gather(columns))
+
+
+class RecordedForwards(RecordedSteps):
+    """Of a `CapturedStep` here there are hidden states and no logits: what is chosen from these is of all ranks."""
+
+    @torch.inference_mode()
+    def record(self, key: GraphKey) -> None:
+        batch, packed = padding_alone(self.feed, self.geometry, key)
+        batch = self.relay.plan(self.feed.named.placed(batch), capture=True)
+        found: list[torch.Tensor] = []
+
+        def run() -> None:
+            self.relay.ask("device_prologue", plan=batch.plan)
+            found.append(self.results.hidden(self.model.forward(batch), batch))
+
+        graph, seats = self._capture(run), packed[-1]
+        self._captured[key] = CapturedStep(packed=packed, seats=seats, batch=batch, graph=graph, logits=found[-1], best=seats)
+
+    def hidden(self, step: StepInput, batch: ForwardBatch) -> tuple[torch.Tensor, float]:
+        """Of a step of one lane, [size, C], valid until the next, and when it was planned. There is a recording."""
+        captured = self._captured[GraphKey.of(step, serves_drafts=False)]
+        self._update(captured, step, batch)
+        planned_s = time.perf_counter()
+        captured.graph.replay()
+        return captured.logits, planned_s
+
+
+class RankSteps:
+    """Implements `ForwardPath` for steps that are to be recorded. captured: whether the last one was."""
+
+    def __init__(self, recorded: RecordedForwards, head: JoinedHead) -> None:
+        self._recorded, self._head = recorded, head
+        self.captured = False
+
+    def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
+        """As `EagerPath`, and as `LanePath` where there are lanes."""
+        lanes = self._head.lanes
+        own = step if lanes is None else step.of_lane(lanes.lane)
+        if not own.num_items:
+            batch = no_requests(self._recorded.geometry)
+        self.captured = self._recorded.ready(step)
+        if self.captured:
+            hidden, planned_s = self._recorded.hidden(own, batch)
+        else:
+            recorded, size = self._recorded, step.run.size
+            padded = pad(batch, num_requests=size, num_tokens=size, geometry=recorded.geometry)
+            there = recorded.relay.plan(recorded.feed.upload(own, padded, logits_rows=None))
+            planned_s = time.perf_counter()
+            hidden = recorded.results.hidden(recorded.model.forward(there), there)
+        if lanes is not None:
+            return lanes.sampled(step, hidden.index_select(0, lanes.own(step)), planned_s)
+        rows = first_rows(hidden, step.num_items)
+        last = rows if len(step.sampling) == len(rows) else rows.index_select(0, torch.from_numpy(step.sampling.astype(np.int64)))
+        return Forwarded(planned_s=planned_s, rows=rows, last=last)

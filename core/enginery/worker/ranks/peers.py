@@ -37,16 +37,13 @@ class CountedStore(Store):
         self._store, self._num_set = store, 0
 
     def set(self, key: str, value: str) -> None:
-        """Of the next exchange."""
         self._num_set += 1
         self._store.set(self._counted(key), value)
 
     def get(self, key: str) -> bytes:
-        """Of the exchange that is on its way."""
         return self._store.get(self._counted(key))
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """As long as the other store waits."""
         self._store.wait([self._counted(key) for key in keys])
 
     def _counted(self, key: str) -> str:

@@ -14,7 +14,6 @@ from collections import deque
 
 import torch
 
-from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.parallel import Channel, ParallelFacts, StageTensors
@@ -23,10 +22,10 @@ from enginery.errors import PluginError
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.worker.layout import lay_out
 from enginery.worker.page_tables import PageTables
+from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.gloo import Group, Sending
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import TensorGroup
-from enginery.worker.token_feed import TokenFeed
 
 
 class StageLinks:
@@ -38,6 +37,7 @@ class StageLinks:
         """group: all ranks, for nothing else. dtype: of channels that state none. host: all ranks, for numbers of rows."""
         self._group, self._dtype, self._host = group, dtype, host
         self._boundary, self._num_lanes = boundary, parallel.num_lanes
+        self.is_first, self.is_last = parallel.stage == 0, parallel.is_last_stage
         of_stage = parallel.num_lanes * parallel.tensor_size
         self._before, self._behind = parallel.rank + of_stage, parallel.rank - of_stage
         self._sent: deque[list[Sending]] = deque()
@@ -59,7 +59,7 @@ class StageLinks:
         if self._num_lanes > 1:  # first: NCCL's first exchange of two ranks begins when both have called it
             sending.append(self._host.send(torch.tensor([len(each) for each in found]), self._behind))
         sending += [self._group.send(each, self._behind) for each in found]
-        while self._sent and all(each.is_done for each in self._sent[0]):
+        while self._sent and all(work.is_completed() for _, work in self._sent[0]):
             self._sent.popleft()
         self._sent.append(sending)
 
@@ -77,43 +77,31 @@ class StageLinks:
         return self._dtype if channel.dtype is None else TORCH_DTYPES[channel.dtype]
 
 
-class LastStage:
-    """Implements `Model` over the last stage's: it goes on from what arrives."""
+class LinkedStage:
+    """Implements `Model` over that of one of several stages: it goes on from what arrives, and what it gives goes to the next."""
 
     def __init__(self, model: Model, links: StageLinks) -> None:
-        self._links = links
-        self._forward = model.forward
-        self.logits = model.logits
+        self._links, self._forward, self.logits = links, model.forward, model.logits
 
     def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
-        """Waits for the stage before."""
-        return self._forward(batch, self._links.arrive(batch.num_tokens))
-
-
-class PassingStage:
-    """Implements `Model` over that of a stage before the last: what it gives goes to the next. first: nothing arrives here."""
-
-    def __init__(self, model: Model, links: StageLinks, *, first: bool) -> None:
-        self._links, self._first = links, first
-        self._forward = model.forward
-        self.logits = model.logits
-
-    def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> StageTensors:
         """Waits for the stage before, and not for the next. Raises `PluginError` for what the family has not said."""
-        passed = self._forward(batch, None if self._first else self._links.arrive(batch.num_tokens))
+        links = self._links
+        passed = self._forward(batch, None if links.is_first else links.arrive(batch.num_tokens))
+        if links.is_last:
+            return passed
         if isinstance(passed, torch.Tensor):
             raise PluginError("a stage before the last returned hidden states, not what crosses to the next")
-        self._links.pass_on(passed, batch.num_tokens)
+        links.pass_on(passed, batch.num_tokens)
         return passed
 
 
 class EarlyStage:
     """Runs the steps of another rank on a stage before the last, where nothing is sampled."""
 
-    def __init__(self, model: Model, relay: BackendRelay, *, tables: PageTables, feed: TokenFeed, lanes: LaneRows | None) -> None:
-        """model: a `PassingStage`. lanes: where there are several."""
-        self._model, self._relay, self._tables, self._feed = model, relay, tables, feed
-        self._lanes = lanes
+    def __init__(self, parts: StepParts, *, tables: PageTables, lanes: LaneRows | None) -> None:
+        """parts: with a `LinkedStage`. lanes: where there are several."""
+        self._model, self._relay, self._feed = parts.model, parts.relay, parts.feed
+        self._tables, self._lanes = tables, lanes
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> None:

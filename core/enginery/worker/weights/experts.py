@@ -14,8 +14,8 @@ from enginery.contracts.ops import ExpertBiases
 from enginery.contracts.weights import Experts, ExpertsShape, Scheme, StoredWeight
 from enginery.nn.moe import BoundExperts, JoinedExperts, OwnExperts
 from enginery.worker.weights.matrices import Matrices, Range
-from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.shares import share_unevenly
+from enginery.worker.weights.store import Piece, Slice
 
 
 @dataclass(frozen=True)
@@ -76,22 +76,25 @@ class ExpertStacks:
             assert not shape.joined, "an MLP that every token has is of all ranks, not of the one that has some experts"
             return 0, shape.inner
         unit = 1 if stays is None else math.lcm(*(size or 1 for size in stays.block))
-        return self.matrices.share_blocks(shape.inner, block=unit, what=f"the inner size of {self.prefix}experts")
+        what = f"the inner size of {self.prefix}experts"
+        if unit == 1:
+            return self.matrices.share(shape.inner, unit=1, what=what, repeats=False)
+        return share_unevenly(shape.inner, unit=unit, parallel=self.matrices.setting.parallel, what=what)
+
+    def _gates(self, inner: Range) -> list[tuple[str, int, Range]]:
+        """The modules of an expert with rows of gate, then of up, or of both by turns: name, all rows, this rank's."""
+        names, size, (start, length) = self.shape.names, self.shape.inner, inner
+        if self.shape.order == "interleaved":
+            return [(names.gate, 2 * size, (2 * start, 2 * length))]
+        return [(names.gate, size, inner), (names.up, size, inner)]
 
     def _gate_rows(self, inner: Range) -> list[Slice]:
-        """Each expert's rows of gate, then of up; or of both by turns, as they are stored."""
         shape, (start, length), columns = self.shape, inner, (0, self.shape.hidden)
-        slices = []
-        for expert in self.own:
-            module = f"{self.prefix}experts.{expert}."
-            if shape.order == "interleaved":
-                whole = (2 * shape.inner, shape.hidden)
-                rows = 2 * start, 2 * length
-                slices.append(self.matrices.matrix(module + shape.names.gate, whole, rows, columns, turned=shape.turned))
-            else:
-                for name in (shape.names.gate, shape.names.up):
-                    whole = (shape.inner, shape.hidden)
-                    slices.append(self.matrices.matrix(module + name, whole, inner, columns, turned=shape.turned))
+        slices = [
+            self.matrices.matrix(f"{self.prefix}experts.{expert}.{name}", (rows, shape.hidden), own, columns, turned=shape.turned)
+            for expert in self.own
+            for name, rows, own in self._gates(inner)
+        ]
         for place in range(shape.joined):
             for name in ("gate_proj", "up_proj"):
                 module, whole = f"{self.prefix}{shape.names.shared}.{name}", (shape.joined * shape.inner, shape.hidden)
@@ -113,14 +116,9 @@ class ExpertStacks:
         if not shape.bias:
             return None
         assert not shape.joined, "an MLP that is cut into experts has no biases"
-        (start, length), gates, downs = inner, [], []
-        for expert in self.own:
-            stem = f"{self.prefix}experts.{expert}."
-            if shape.order == "interleaved":
-                gates.append(_vector(f"{stem}{shape.names.gate}.bias", 2 * shape.inner, (2 * start, 2 * length)))
-            else:
-                gates += [_vector(f"{stem}{name}.bias", shape.inner, inner) for name in (shape.names.gate, shape.names.up)]
-            downs.append(_vector(f"{stem}{shape.names.down}.bias", shape.hidden, (0, shape.hidden)))
+        stems = [f"{self.prefix}experts.{expert}." for expert in self.own]
+        gates = [_vector(f"{stem}{name}.bias", rows, own) for stem in stems for name, rows, own in self._gates(inner)]
+        downs = [_vector(f"{stem}{shape.names.down}.bias", shape.hidden, (0, shape.hidden)) for stem in stems]
         count = len(self.own)
         gate_up = _apart(store.tensor(Piece(tuple(gates), store.dtype)).view(count, -1), shape)
         down = store.tensor(Piece(tuple(downs), store.dtype)).view(count, -1)
@@ -130,7 +128,6 @@ class ExpertStacks:
 
 
 def _modules(shape: ExpertsShape, prefix: str) -> list[str]:
-    """By their full names."""
     names = shape.names
     own = (names.gate, names.down) if shape.order == "interleaved" else (names.gate, names.up, names.down)
     modules = [f"{prefix}experts.{expert}.{name}" for expert in range(shape.count) for name in own]

@@ -72,7 +72,6 @@ class FormatReader:
     def load(
         cls, offer: Offer[WeightFormatSpec], config: Mapping[str, object], stored: Mapping[str, StoredTensor] | None
     ) -> FormatReader:
-        """Import what is heavy."""
         with inside(offer, f"load the weight format {offer.name!r}"):
             return cls(offer, config, checked(offer, offer.spec.load(), WeightFormat), stored)
 
@@ -86,7 +85,6 @@ class FormatReader:
         return None if scheme is None else check_is(self.offer, scheme, Scheme, by=f"reads of {module}")
 
     def parts(self, scheme: Scheme) -> Sequence[StoredPart]:
-        """The tensors of a matrix."""
         if scheme not in self._parts:
             with inside(self.offer, f"name the tensors of weights in {scheme}"):
                 self._parts[scheme] = tuple(self.weight_format.parts(scheme))

@@ -14,9 +14,8 @@ from enginery.contracts.parallel import Collectives, Cut, ParallelFacts
 from enginery.contracts.weights import Scheme, StoredPart, StoredWeight
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.worker.weights.formats import FormatReader
-from enginery.worker.weights.pieces import Piece, Slice
-from enginery.worker.weights.shares import share, share_unevenly
-from enginery.worker.weights.store import PieceStore
+from enginery.worker.weights.shares import share
+from enginery.worker.weights.store import Piece, PieceStore, Slice
 
 NAMES = {dtype: name for name, dtype in READABLE.items()}
 Range = tuple[int, int]  # start, length
@@ -45,17 +44,10 @@ class Matrices:
     setting: RankSetting
 
     def over_lanes(self) -> Matrices:
-        """The same for what is cut over the ranks of all lanes."""
         return replace(self, setting=replace(self.setting, parallel=self.setting.parallel.over_lanes()))
 
     def share(self, size: int, *, unit: int, what: str, repeats: bool) -> Range:
         return share(size, unit=unit, parallel=self.setting.parallel, what=what, repeats=repeats)
-
-    def share_blocks(self, size: int, *, block: int, what: str) -> Range:
-        """Of what is stored in blocks along this axis, whole ones; evenly where nothing is."""
-        if block == 1:
-            return self.share(size, unit=1, what=what, repeats=False)
-        return share_unevenly(size, unit=block, parallel=self.setting.parallel, what=what)
 
     def slices(
         self, name: str, whole: tuple[int, ...], dtype: torch.dtype, *, cut: Cut, parts: Sequence[tuple[int, int]]
@@ -79,12 +71,10 @@ class Matrices:
         return Slice(name=name, whole=whole, starts=starts, shape=lengths, dtype=None if is_plain else NAMES.get(dtype))
 
     def scheme(self, module: str) -> Scheme | None:
-        """How a module, by its full name, is stored."""
         reader = self.setting.reader
         return None if reader is None else reader.scheme(module)
 
     def common_scheme(self, modules: Iterable[str]) -> Scheme | None:
-        """Of modules that are all stored in one."""
         schemes = {self.scheme(module) for module in modules}
         return schemes.pop() if len(schemes) == 1 else None
 

@@ -25,10 +25,9 @@ from enginery.nn.parallel import SingleRank
 from enginery.nn.reference_ops import reference_ops
 from enginery.worker.weights.formats import FormatReader
 from enginery.worker.weights.matrices import Matrices, RankSetting
-from enginery.worker.weights.pieces import Slice
 from enginery.worker.weights.rank import RankWeights
 from enginery.worker.weights.shares import stage_of
-from enginery.worker.weights.store import WeightRecord
+from enginery.worker.weights.store import Slice, WeightRecord
 
 _EXPERT: Final = re.compile(r"(.*\bexperts)\.(\d+)\.")
 _PER_TOKEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")

@@ -19,8 +19,8 @@ from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Experts, ExpertsShape, Linear, LinearPart, LinearShape, StoredWeight
 from enginery.worker.weights.experts import ExpertStacks
 from enginery.worker.weights.matrices import Matrices, Range, merged
-from enginery.worker.weights.pieces import Piece, Slice
 from enginery.worker.weights.shares import share_unevenly
+from enginery.worker.weights.store import Piece, Slice
 
 
 class BoundLinear:
@@ -49,7 +49,6 @@ class RankWeights:
         return replace(self, prefix=f"{self.prefix}{prefix}.")
 
     def over_lanes(self) -> RankWeights:
-        """A view for feed-forwards."""
         return replace(self, matrices=self.matrices.over_lanes())
 
     def take(
@@ -62,7 +61,6 @@ class RankWeights:
         unit: int | tuple[int, ...] = 1,
         parts: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        """This rank's part of one tensor."""
         whole = tuple(shape)
         sizes, dtype = parts or whole[:1], dtype or self.matrices.store.dtype
         units = unit if isinstance(unit, tuple) else (unit,) * len(sizes)
@@ -87,7 +85,6 @@ class RankWeights:
         return self.matrices.store.has(self.prefix + name)
 
     def linear(self, shape: LinearShape) -> Linear:
-        """Bind this rank's part of a product."""
         setting, parts = self.matrices.setting, shape.parts
         ranges = [self._rows(part, padded=shape.padded) for part in parts]
         lengths = self._lengths(shape, ranges)

@@ -57,10 +57,7 @@ def rank_layer(layer: AttnLayerFacts, parallel: ParallelFacts) -> AttnLayerFacts
         return layer
     if (rule := layer.recurrent) is not None:
         _, values = share(rule.value_heads, unit=1, parallel=parallel, what="a recurrent layer's value heads", repeats=False)
-        shared = rule.ssm or rule.rule in (
-            "conv",
-            "scan",
-        )  # heads of a group have one key, as KV heads; or there is none
+        shared = rule.ssm or rule.rule in ("conv", "scan")  # heads of a group have one key, as KV heads; or there is none
         _, keys = share(rule.key_heads, unit=1, parallel=parallel, what="a recurrent layer's key heads", repeats=shared)
         rule = dataclasses.replace(rule, key_heads=keys, value_heads=values)
         return dataclasses.replace(layer, num_heads=keys, num_kv_heads=keys, recurrent=rule)

@@ -200,6 +200,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             response_format=_response_format(self.output_config),
             reasoning_effort=_effort(self.thinking, self.output_config),
+            continue_final_message=True if messages and _is_begun(messages[-1]) else None,
         )
 
 
@@ -220,6 +221,11 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
         """The same conversation as a body of /v1/chat/completions, with how to sample. Raises `RequestError`."""
         same = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p", "speculation")}
         return msgspec.structs.replace(super().as_chat(), stop=self.stop_sequences, **same)
+
+
+def _is_begun(final: chat.ChatMessage) -> bool:
+    """Whether the answer goes on with this message, as Anthropic's does: it is the assistant's, and has text and no calls."""
+    return final.role == "assistant" and bool(final.content) and not final.tool_calls
 
 
 def _effort(thinking: Thinking | None, asked: OutputConfig | None) -> chat.Effort | None:

@@ -24,9 +24,9 @@ from enginery.testing.kits.ranks import Meeting
 from enginery.worker.choice import Choice
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks import groups
-from enginery.worker.ranks.follower import Follower, share_tokens
 from enginery.worker.ranks.gloo import Standing
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
+from enginery.worker.ranks.stages import Follower, share_tokens
 from enginery.worker.runner import Runner
 
 

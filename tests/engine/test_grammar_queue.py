@@ -113,8 +113,8 @@ def test_clients_take_turns() -> None:
     lane, order = Lane(1, "test"), list[str]()
 
     def put(name: str, client: str, *, wanted: bool = True) -> None:
-        job = CompileJob(grammar=regex(name), client=client, work=lambda: order.append(name) or Compiled(), num_waiting=int(wanted))
-        lane.put(job, client)
+        work = lambda: order.append(name) or Compiled()  # noqa: E731
+        lane.put(CompileJob(grammar=regex(name), client=client, work=work, lane=lane, num_waiting=int(wanted)), client)
 
     for number in range(3):
         put(f"a{number}", "a")
@@ -219,7 +219,7 @@ def test_nothing_is_left_of_requests_that_went_away(queue: GrammarQueue, compile
     for number in range(3):
         queue.drop(f"evil {number}")
     settle(queue, lambda _: not queue._jobs)
-    assert queue._lane_of == {}
+    assert queue._jobs == {}
 
 
 def test_json_objects_never_wait(queue: GrammarQueue, compilers: Compilers) -> None:

@@ -11,7 +11,6 @@ from engine.nests import GROUPED, LATENT, STEPS, Memory, over, run
 from pairwise import in_turn
 
 from enginery.attention.composite import CompositePlan
-from enginery.attention.draft_steps import plan_steps
 from enginery.attention.latent import RaggedPart
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.relay import BackendRelay
@@ -92,7 +91,7 @@ def draft_batches(memory: Memory, num_steps: int) -> list[ForwardBatch]:
 def test_a_plan_of_n_steps_equals_n_single_plans(kinds: tuple[str, ...]) -> None:
     memory, single = Memory(GROUPED), Memory(GROUPED)
     relay, leaf = nest(memory, kinds), single.leaf()
-    steps = plan_steps(relay, draft_batches(memory, 3))
+    steps = relay.plan_steps(draft_batches(memory, 3))
     for step, alone in zip(steps, draft_batches(single, 3), strict=True):
         expected = single.attend(leaf, leaf.plan(alone), single.layers[0])
         torch.testing.assert_close(memory.attend(relay, step, memory.layers[0]), expected)
@@ -124,7 +123,7 @@ def test_draft_steps_use_what_their_child_plans_at_once() -> None:
     memory, single = Memory(GROUPED), Memory(GROUPED)
     leaf, plain = PlansAtOnce(memory), single.leaf()
     relay = over(MicroBatches(over(leaf)))
-    for step, alone in zip(plan_steps(relay, draft_batches(memory, 3)), draft_batches(single, 3), strict=True):
+    for step, alone in zip(relay.plan_steps(draft_batches(memory, 3)), draft_batches(single, 3), strict=True):
         expected = single.attend(plain, plain.plan(alone), single.layers[0])
         torch.testing.assert_close(memory.attend(relay, step, memory.layers[0]), expected)
     assert leaf.num_single_plans == 0
@@ -137,14 +136,14 @@ def test_plans_of_draft_steps_are_one_for_each_batch(wrong: str, micro: bool) ->
     memory = Memory(GROUPED)
     relay = over(PlansAtOnce(memory, wrong))
     with pytest.raises(PluginError, match="answered draft_steps_plan with"):
-        plan_steps(over(MicroBatches(relay)) if micro else relay, draft_batches(memory, 3))
+        (over(MicroBatches(relay)) if micro else relay).plan_steps(draft_batches(memory, 3))
 
 
 @pytest.mark.parametrize("kinds", [("micro",), ()], ids=str)
 def test_draft_steps_can_be_captured(kinds: tuple[str, ...]) -> None:
     """Hole 8."""
     memory = Memory(GROUPED)
-    steps = plan_steps(nest(memory, kinds), draft_batches(memory, 2), capture=True)
+    steps = nest(memory, kinds).plan_steps(draft_batches(memory, 2), capture=True)
     assert [step.plan.key.capture for step in steps if step.plan is not None] == [True, True]
 
 
@@ -180,5 +179,5 @@ def test_where_lengths_are_true_on_the_device_alone_there_is_one_draft_unless_a_
     memory = Memory(GROUPED)
     batches = [dataclasses.replace(step, kv_lens=step.kv_lens_cpu.clone()) for step in draft_batches(memory, 3)]
     without = over(PlansOnItsInstance(memory))
-    assert len(plan_steps(over(MicroBatches(without)) if in_halves else without, batches)) == 1
-    assert len(plan_steps(nest(memory, ("micro",) if in_halves else ()), batches)) == 3
+    assert len((over(MicroBatches(without)) if in_halves else without).plan_steps(batches)) == 1
+    assert len(nest(memory, ("micro",) if in_halves else ()).plan_steps(batches)) == 3

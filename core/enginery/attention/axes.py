@@ -8,7 +8,7 @@ What is cut or padded is another batch, without a plan: plans are made last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +26,6 @@ from enginery.contracts.batch import (
     NamedTensor,
     Phase,
     Split,
-    Stated,
     StateView,
     View,
     Whole,
@@ -36,8 +35,7 @@ from enginery.contracts.batch import (
 AnyView = View | StateView
 AnyCut = ForwardBatch | View | StateView
 CutT = TypeVar("CutT", bound=AnyCut)
-# A tensor, what its field states, and the kind of memory that it is about, if any.
-Change = Callable[[torch.Tensor, Axis, Fill, MemoryKind], torch.Tensor]
+MaybeT = TypeVar("MaybeT", torch.Tensor, torch.Tensor | None)
 
 _GROWING: Final = tuple((name, stated) for name, stated in STATED.items() if stated.axis in (Axis.TOKEN, Axis.REQUEST))
 _KEPT: Final = tuple(name for name, stated in STATED.items() if stated.axis is Axis.NONE and stated.split is Split.SHARED)
@@ -81,8 +79,7 @@ def renewed(batch: ForwardBatch, **changes: object) -> ForwardBatch:
 
 def _like(value: CutT, changes: Mapping[str, object]) -> CutT:
     other = object.__new__(type(value))
-    vars(other).update(vars(value))
-    vars(other).update(changes)
+    vars(other).update(vars(value), **changes)
     return other
 
 
@@ -133,11 +130,8 @@ def cut_at(batch: ForwardBatch, count: int, num_tokens: int, phases: tuple[Phase
     """
     requests = (slice(0, count), slice(count, batch.num_requests))
     rows = (slice(0, num_tokens), slice(num_tokens, batch.num_tokens))
-    return [
-        Cut(part, some, _sliced(batch, some, part, phase))
-        for some, part, phase in zip(requests, rows, phases, strict=True)
-        if some.start < some.stop
-    ]
+    each = zip(requests, rows, phases, strict=True)
+    return [Cut(part, some, _sliced(batch, some, part, phase)) for some, part, phase in each if some.start < some.stop]
 
 
 def _sliced(batch: ForwardBatch, requests: slice, rows: slice, phase: Phase) -> ForwardBatch:
@@ -175,7 +169,6 @@ def _part(whole: CutT, rows: slice, requests: slice) -> CutT:
 
 
 def _split_named(tensors: Mapping[str, Named], rows: slice, requests: slice) -> dict[str, Named]:
-    """Of a part: cut, the same, or not there."""
     ranges = {Axis.TOKEN: rows, Axis.REQUEST: requests}
     found = {}
     for name, (values, stated) in tensors.items():
@@ -200,30 +193,30 @@ def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, geometry: KV
     length = batch.decode_len if more_tokens == more_requests * batch.decode_len else 0
     more = {Axis.TOKEN: more_tokens, Axis.REQUEST: more_requests}
 
-    def grow(values: torch.Tensor, axis: Axis, fill: Fill, kind: MemoryKind) -> torch.Tensor:
-        if not (count := more[axis]):
+    def grown(values: MaybeT, axis: Axis, fill: Fill | None, kind: MemoryKind = "") -> MaybeT:
+        if values is None or fill is None or not (count := more.get(axis, 0)):
             return values
         value = _fill_value(fill, kind, length=length, geometry=geometry)
         return torch.constant_pad_nd(values, [0, 0] * (values.dim() - 1) + [0, count], value)
 
+    def named(tensors: Mapping[str, Named]) -> dict[str, Named]:
+        return {name: Named(grown(values, stated.axis, stated.fill), stated) for name, (values, stated) in tensors.items()}
+
     padded = renewed(
         batch,
-        **_changed(batch, grow),
-        inputs=_grown(grow, batch.inputs),
-        outputs=_grown(grow, batch.outputs),
+        **{name: grown(READ[name](batch), stated.axis, stated.fill) for name, stated in _GROWING},
+        views={
+            kind: _like(view, {name: grown(READ[name](view), each.axis, each.fill, kind) for name, each in _OF_VIEW[type(view)]})
+            for kind, view in batch.views.items()
+        },
+        inputs=named(batch.inputs),
+        outputs=named(batch.outputs),
         num_requests=num_requests,
         num_tokens=num_tokens,
         whole=None,
     )
     vars(padded).pop("num_decode_requests", None)  # as far as it was counted: of fewer requests
     return padded
-
-
-def _grown(grow: Change, tensors: Mapping[str, Named]) -> Mapping[str, Named]:
-    def one(values: torch.Tensor, stated: NamedTensor) -> torch.Tensor:
-        return values if stated.axis is Axis.NONE else grow(values, stated.axis, stated.fill, "")
-
-    return {name: Named(one(*named), named.stated) for name, named in tensors.items()} if tensors else tensors
 
 
 def _fill_value(fill: Fill, kind: MemoryKind, *, length: int, geometry: KVGeometry) -> int:
@@ -235,19 +228,3 @@ def _fill_value(fill: Fill, kind: MemoryKind, *, length: int, geometry: KVGeomet
         return geometry.num_seats
     page = geometry.scratch_page(kind)
     return page * geometry.page_size if fill is Fill.SCRATCH_SLOT else page
-
-
-def _changed(batch: ForwardBatch, change: Change) -> dict[str, Any]:
-    """Every tensor along tokens or requests of the batch and its views, changed; what is None stays None."""
-    found: dict[str, Any] = {name: _maybe(change, READ[name](batch), stated, "") for name, stated in _GROWING}
-    views: dict[MemoryKind, AnyView] = {}
-    for kind, view in batch.views.items():
-        changed = {name: _maybe(change, READ[name](view), stated, kind) for name, stated in _OF_VIEW[type(view)]}
-        views[kind] = _like(view, changed)
-    return {**found, "views": views}
-
-
-def _maybe(change: Change, values: torch.Tensor | None, stated: Stated, kind: MemoryKind) -> torch.Tensor | None:
-    if values is None or stated.fill is None:
-        return values
-    return change(values, stated.axis, stated.fill, kind)

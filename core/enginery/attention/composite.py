@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,19 +48,15 @@ class Part:
         """A step has a dozen parts, so the fields are set at once."""
         vars(self).update(child=child, rows=rows, batch=batch, requests=requests, plan=plan)
 
+    @property
+    def has_trees(self) -> bool:
+        """Whether it is planned, and drafts of its requests branch."""
+        return self.plan is not None and self.batch.trees and self.batch.num_decode_requests > 0
+
     def planned(self, plan: ForwardPlan) -> Part:
-        """The part with its child's plan."""
         same = object.__new__(type(self))
         vars(same).update(vars(self), plan=plan)
         return same
-
-
-def _is_planned(part: Part) -> bool:
-    return part.plan is not None
-
-
-def _has_trees(part: Part) -> bool:
-    return part.plan is not None and part.batch.trees and part.batch.num_decode_requests > 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,12 +90,10 @@ class Composite(ABC):
 
     @hookimpl
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
-        """Cut the batch and have each part planned by its child."""
         parts = [self.plan_part(part, capture=capture) for part in self.cut(batch, capture=capture)]
         return CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
 
     def plan_part(self, part: Part, *, capture: bool) -> Part:
-        """The part with its child's plan."""
         return part.planned(self.children[part.child].make_plan(part.batch, capture=capture))
 
     @hookimpl
@@ -164,16 +158,29 @@ class Composite(ABC):
 
     def dispatch(self, policy: Policy, hook: str, arguments: Mapping[str, object]) -> object:
         """The answer of the children to `hook`, as the policy says; None if they have none."""
-        return _ANSWERS[policy](self, hook, arguments)
+        if policy is Policy.EACH_PART:
+            return True if any(answer is not None for _, answer in self.ask_parts(hook, arguments)) else None
+        if policy is Policy.ALL_OF:
+            answers = [child.ask(hook, **arguments) for child in self.children]
+            return True if all(answer is not None for answer in answers) else None
+        if policy is Policy.BY_PHASE:
+            return self._by_phase(hook, arguments)
+        return _joined(self.ask_parts(hook, arguments, trees=policy is Policy.OF_TREES))
 
-    def ask(self, child: int, hook: str, arguments: Mapping[str, object]) -> object:
-        """The answer of one child to a hook; None if it has none."""
-        return self.children[child].ask(hook, **arguments)
+    def _by_phase(self, hook: str, arguments: Mapping[str, object]) -> object:
+        batch = arguments["batch"]
+        assert isinstance(batch, ForwardBatch), f"{hook} is asked with {batch!r:.100} as its batch"
+        asked = (self.children[child].ask(hook, **arguments) for child in self.serving_phase(batch.phase))
+        answer: object = next((found for found in asked if found is not None), None)
+        if isinstance(answer, ChunkPlan):
+            return dataclasses.replace(answer, key=answer.key._replace(backend=self.backend_id))
+        return answer
 
-    def ask_parts(
-        self, hook: str, arguments: Mapping[str, object], fits: Callable[[Part], bool] = _is_planned
-    ) -> list[tuple[Part, object]]:
-        """What the child of each part that fits answers, given its plan, its batch, and what of its requests was accepted."""
+    def ask_parts(self, hook: str, arguments: Mapping[str, object], *, trees: bool = False) -> list[tuple[Part, object]]:
+        """What the child of each planned part answers, given its plan, its batch, and what of its requests was accepted.
+
+        trees: of parts with trees of drafts alone.
+        """
         plan = arguments["plan"]
         assert isinstance(plan, CompositePlan), f"{hook} is asked with {plan!r:.100}"
         if plan.key.backend != self.backend_id:
@@ -183,9 +190,9 @@ class Composite(ABC):
         cuts = self.cut(batch, capture=plan.key.capture) if isinstance(batch, ForwardBatch) and replayed else plan.parts
         answers = []
         for part, cut in zip(plan.parts, cuts, strict=True):
-            if fits(part):
+            if part.has_trees if trees else part.plan is not None:
                 asked = {name: _of_part(value, part, cut) for name, value in arguments.items()}
-                answers.append((part, self.ask(part.child, hook, asked)))
+                answers.append((part, self.children[part.child].ask(hook, **asked)))
         return answers
 
 
@@ -199,20 +206,8 @@ def _of_part(value: object, part: Part, cut: Part) -> object:
     return value
 
 
-def _each_part(composite: Composite, hook: str, arguments: Mapping[str, object]) -> bool | None:
-    return True if any(answer is not None for _, answer in composite.ask_parts(hook, arguments)) else None
-
-
-def _joined(composite: Composite, hook: str, arguments: Mapping[str, object]) -> VerifyMask | IndexerPlan | None:
+def _joined(answers: Sequence[tuple[Part, object]]) -> VerifyMask | IndexerPlan | None:
     """Of parts that share their rows, the one that answers; of all others, what they answer, one after the other."""
-    return _put_together(composite.ask_parts(hook, arguments))
-
-
-def _of_trees(composite: Composite, hook: str, arguments: Mapping[str, object]) -> VerifyMask | IndexerPlan | None:
-    return _put_together(composite.ask_parts(hook, arguments, _has_trees))
-
-
-def _put_together(answers: Sequence[tuple[Part, object]]) -> VerifyMask | IndexerPlan | None:
     by_rows: dict[int, VerifyMask | IndexerPlan | None] = {}
     for part, answer in answers:
         first = 0 if part.rows is None else part.rows.start
@@ -221,7 +216,6 @@ def _put_together(answers: Sequence[tuple[Part, object]]) -> VerifyMask | Indexe
 
 
 def _together(first: VerifyMask | IndexerPlan | None, second: VerifyMask | IndexerPlan | None) -> VerifyMask | IndexerPlan | None:
-    """Two answers as one; None if either is."""
     if isinstance(first, VerifyMask) and isinstance(second, VerifyMask):
         return VerifyMask(parts=(*first.parts, *second.parts))
     if isinstance(first, IndexerPlan) and isinstance(second, IndexerPlan):
@@ -242,31 +236,3 @@ def _moved(answer: object, part: Part) -> VerifyMask | IndexerPlan | None:
 
 def _later(places: slice, by: int) -> slice:
     return slice(places.start + by, places.stop + by)
-
-
-def _first(composite: Composite, hook: str, arguments: Mapping[str, object], children: Iterable[int]) -> object:
-    answers = (composite.ask(child, hook, arguments) for child in children)
-    return next((answer for answer in answers if answer is not None), None)
-
-
-def _by_phase(composite: Composite, hook: str, arguments: Mapping[str, object]) -> object:
-    batch = arguments["batch"]
-    assert isinstance(batch, ForwardBatch), f"{hook} is asked with {batch!r:.100} as its batch"
-    answer = _first(composite, hook, arguments, composite.serving_phase(batch.phase))
-    if isinstance(answer, ChunkPlan):
-        return dataclasses.replace(answer, key=answer.key._replace(backend=composite.backend_id))
-    return answer
-
-
-def _all_of(composite: Composite, hook: str, arguments: Mapping[str, object]) -> bool | None:
-    answers = [composite.ask(child, hook, arguments) for child in range(len(composite.children))]
-    return True if all(answer is not None for answer in answers) else None
-
-
-_ANSWERS: dict[Policy, Callable[[Composite, str, Mapping[str, object]], object]] = {
-    Policy.EACH_PART: _each_part,
-    Policy.JOINED: _joined,
-    Policy.OF_TREES: _of_trees,
-    Policy.BY_PHASE: _by_phase,
-    Policy.ALL_OF: _all_of,
-}

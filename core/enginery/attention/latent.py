@@ -4,22 +4,23 @@ S rows, L tokens of a piece; H, R, N, P as in `contracts/attention.py`, V value 
 
 Absorbed, a row costs 2 R + P multiply-adds per key and head; over keys and values made from the latents it costs N + P + V, after
 R (N + V) once for each of the request's tokens. So long prefills are ragged, and short ones over a long prefix are absorbed.
-The strategy is chosen when the batch is planned, and what the backend denies is not begun.
+The strategy is chosen when the batch is planned, and what the backend denies is not begun. Log-sum-exps are natural in here; from a
+backend they come in the base that its capabilities state.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
 
 from enginery.attention.axes import cut_by_phase
 from enginery.attention.composite import Composite, CompositePlan, Part
-from enginery.attention.lse import fold, to_natural_log
 from enginery.attention.prefill_strategy import cut_pieces, strategies_to_try
 from enginery.attention.relay import CHUNKS, BackendRelay
 from enginery.contracts.attention import Capabilities, KVGeometry, LayerSpec
@@ -109,14 +110,12 @@ class LatentAttention(Composite):
                     pieces=pieces,
                     slots=tuple(self._slots(piece, batch) for piece in pieces),
                 )
-            self._say_denied(strategy, answer.reason if isinstance(answer, Denied) else f"it has no {CHUNKS}")
+            why = answer.reason if isinstance(answer, Denied) else f"it has no {CHUNKS}"
+            said = f"{self.children[0].backend_id} denies MLA prefill {strategy}: {why}; another strategy is taken"
+            if said not in self._said:
+                self._said.add(said)
+                _log.warning(said)
         return None
-
-    def _say_denied(self, strategy: PrefillStrategy, why: str) -> None:
-        said = f"{self.children[0].backend_id} denies MLA prefill {strategy}: {why}; another strategy is taken"
-        if said not in self._said:
-            self._said.add(said)
-            _log.warning(said)
 
     def _slots(self, piece: KVPiece, batch: ForwardBatch) -> torch.Tensor | None:
         """Where the latents of a piece's tokens are: [L] int64, device; None for the step's own."""
@@ -169,14 +168,14 @@ class LatentAttention(Composite):
             raise StalePlan(f"the pieces were planned for {part.chunk_plan.key}, and batch {part.batch.identity} is to run")
         attend = part.chunk_plan.attend
         if len(part.pieces) == 1:
-            attend(q, *self._keys_values(layer, self._latents(k, layer, part.slots[0])), layer, part.pieces[0], out, None)
+            attend(q, *self._keys_values(k, layer, part.slots[0]), layer, part.pieces[0], out, None)
             return
         base = self.capabilities.lse_base
         assert base is not None
         whole, whole_lse = out, torch.empty(q.shape[:2], device=q.device)  # [S, H]
         for piece, slots in zip(part.pieces, part.slots, strict=True):
             lse = torch.empty_like(whole_lse)
-            attend(q, *self._keys_values(layer, self._latents(k, layer, slots)), layer, piece, out, lse)
+            attend(q, *self._keys_values(k, layer, slots), layer, piece, out, lse)
             lse = to_natural_log(lse, base)
             if whole is out:  # the first piece
                 whole, whole_lse = out.to(torch.float32, copy=True), lse
@@ -184,15 +183,12 @@ class LatentAttention(Composite):
                 whole_lse = fold(whole, whole_lse, out, lse)
         out.copy_(whole)
 
-    def _latents(self, k: torch.Tensor, layer: LayerSpec, slots: torch.Tensor | None) -> torch.Tensor:
-        """Of a piece's tokens: [L, R + P]."""
-        if slots is None:
-            return k[:, 0]
-        pages = self.pool.layer(layer.local_id).k
-        return pages.view(-1, pages.shape[-1]).index_select(0, slots)
-
-    def _keys_values(self, layer: LayerSpec, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [L, H, N + P] and values [L, H, V], made from latents."""
+    def _keys_values(self, k: torch.Tensor, layer: LayerSpec, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [L, H, N + P] and values [L, H, V] of a piece's tokens, made from latents: from `k`, or from those in `slots`."""
+        latents = k[:, 0]  # [L, R + P]
+        if slots is not None:
+            pages = self.pool.layer(layer.local_id).k
+            latents = pages.view(-1, pages.shape[-1]).index_select(0, slots)
         facts, kv_b = self.facts, _projection(layer)
         heads, length = len(kv_b), len(latents)
         keys = latents.new_empty((length, heads, facts.nope_dim + facts.rope_dim))
@@ -203,6 +199,23 @@ class LatentAttention(Composite):
         torch.bmm(each, from_value, out=values.transpose(0, 1))
         keys[..., facts.nope_dim :] = latents[:, None, facts.rank :]
         return keys, values
+
+
+def to_natural_log(lse: torch.Tensor, base: Literal["e", "2"]) -> torch.Tensor:
+    """[S, H] float32, converted in place where it is in base 2."""
+    return lse.mul_(math.log(2.0)) if base == "2" else lse
+
+
+def fold(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
+    """Softmax attention over two disjoint sets of keys from that over each (the merge of split-KV kernels, arXiv:2311.01282).
+
+    out: [S, H, V] float32, overwritten with that over both; more: [S, H, V], of any dtype; lse, more_lse: [S, H] float32, natural,
+    -inf for rows that saw nothing, whose outputs must be 0. Returns the log-sum-exp over both sets, [S, H].
+    """
+    whole = torch.logaddexp(lse, more_lse)
+    share = torch.where(more_lse == float("-inf"), 0.0, (more_lse - whole).exp())
+    out.lerp_(more.to(out.dtype), share[..., None])
+    return whole
 
 
 def _projection(layer: LayerSpec) -> torch.Tensor:

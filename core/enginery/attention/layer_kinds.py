@@ -38,7 +38,6 @@ class LayerKinds(Composite):
         self._nested = tuple(_holds_kinds(child) for child in self.children)
 
     def serving_layer(self, layer: LayerSpec) -> Sequence[int]:
-        """By what the layer keeps."""
         return self._places.get(layer.kind, ())
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
@@ -50,19 +49,15 @@ class LayerKinds(Composite):
 def of_kind(batch: ForwardBatch, kind: str) -> ForwardBatch:
     """The batch with the view of one kind alone, as a leaf is given it; another batch, unplanned. Lengths count what is held."""
     view = batch.views[kind]
-    if isinstance(view, StateView):
+    if isinstance(view, StateView) or view.starts_cpu is None:
         return narrowed(batch, {kind: view})
-    if view.starts_cpu is None:
-        return narrowed(batch, {kind: view})
-    plain = View(slots=view.slots, page_table_cpu=view.page_table_cpu)
-    shorter = narrowed(batch, {kind: plain})
     kv_lens = batch.kv_lens
     if kv_lens is not None:
         kv_lens = kv_lens - to_device(view.starts_cpu, kv_lens.device)
+    shorter = narrowed(batch, {kind: View(slots=view.slots, page_table_cpu=view.page_table_cpu)})
     return renewed(shorter, kv_lens_cpu=batch.kv_lens_cpu - view.starts_cpu, kv_lens=kv_lens)
 
 
 def _holds_kinds(relay: BackendRelay) -> bool:
-    """Whether it narrows batches further in."""
     backend = relay.backend
     return isinstance(backend, LayerKinds) or (isinstance(backend, Composite) and any(map(_holds_kinds, backend.children)))

@@ -8,7 +8,6 @@ import numpy as np
 
 from enginery.attention.axes import cut_at
 from enginery.attention.composite import Composite, Part
-from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch, Phase
 
 
@@ -20,16 +19,13 @@ class MicroBatches(Composite):
 
     kind = "micro"
 
-    def __init__(self, child: BackendRelay) -> None:
-        super().__init__(child)
-
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """Both parts go to the one child: it keeps no plan, so it can hold two."""
         count = batch.num_requests
         if count < 2 or capture:
             yield Part(child=0, rows=None, batch=batch)
             return
-        if batch.phase is Phase.DECODE:
+        if batch.phase is Phase.DECODE:  # lengths are equal; to look for the middle takes 18 us of the 90 of planning
             middle = count // 2
             first_tokens = middle * batch.decode_len
         else:

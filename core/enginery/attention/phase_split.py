@@ -24,7 +24,6 @@ class PhaseSplit(Composite):
         super().__init__(prefill, decode)
 
     def serving_phase(self, phase: Phase) -> Sequence[int]:
-        """Both have their part in a mixed batch."""
         if phase is Phase.MIXED:
             return (_PREFILL, _DECODE)
         return (_PREFILL,) if phase is Phase.PREFILL else (_DECODE,)
@@ -32,8 +31,8 @@ class PhaseSplit(Composite):
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool | None:
         """Graphs are of decoding steps, which only one of the two sees."""
-        sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
-        return True if self.ask(_DECODE, "init_graph_state", sizes) is not None else None
+        done = self.children[_DECODE].ask("init_graph_state", max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
+        return None if done is None else True
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
         """One part, or of a mixed batch the decoding requests at its front and the rest."""

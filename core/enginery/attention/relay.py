@@ -59,7 +59,13 @@ class BackendRelay:
         self._watch = watch
         self.methods = _layer_methods(backend, source)
         self.attend, self.advance = (self._called(name) for name in LAYER_METHODS)
-        hooks = _hooks_of(backend, source)
+        manager = StrictPluginManager(BackendHooks)
+        try:
+            manager.register(backend, name=backend.backend_id)
+        except PluginError as error:
+            raise PluginError(f"{source}: {error}") from None
+        manager.freeze()
+        hooks = {hook: found[0] for hook in HOOKS if (found := manager.subset_hook_caller(hook, ()).get_hookimpls())}
         if PLANNING not in hooks:
             raise PluginError(
                 f"{source}: {type(backend).__name__} has no @hookimpl {PLANNING}(batch, capture); every backend plans"
@@ -83,6 +89,11 @@ class BackendRelay:
         if plan is not None and plan.key.covers(batch, self.backend_id, epoch=plan.key.epoch, capture=capture):
             return batch
         return batch.planned(self.make_plan(batch, capture=capture))
+
+    def plan_steps(self, batches: Sequence[ForwardBatch], *, capture: bool = False) -> list[ForwardBatch]:
+        """Several decoding steps of a drafter, each with its own plan, before the first of them runs; see `make_step_plans`."""
+        plans = self.make_step_plans(batches, capture=capture)
+        return [batch.planned(plan) for batch, plan in zip(batches, plans, strict=False)]
 
     def make_plan(self, batch: ForwardBatch, *, capture: bool) -> ForwardPlan:
         """The backend's plan for a batch. An eager plan covers no capture, nor the other way round."""
@@ -146,20 +157,18 @@ class BackendRelay:
         def refuse(*given: object) -> None:
             raise Unsupported(f"{self.backend_id} has no {name}, and a layer was given to it")
 
+        if method is None or watch is None:
+            return method or refuse
+
         def watched(*given: Any) -> None:
             *rows, layer, batch, plan, out = given
-            assert method is not None
-            assert watch is not None
             watch.before(batch, plan, out)
             self.needs_none(method(*rows, layer, batch, plan, out))
             watch.after(rows, batch, out, self.backend_id)
 
-        if method is None:
-            return refuse
-        return method if watch is None else functools.update_wrapper(watched, method)
+        return functools.update_wrapper(watched, method)
 
     def _checked(self, plan: object, batch: ForwardBatch, hook: str, *, capture: bool) -> ForwardPlan:
-        """The plan, if it is one for this batch by this backend."""
         if not isinstance(plan, ForwardPlan):
             raise PluginError(
                 f"{self.source}: {self.backend_id} answered {hook} with {plan!r:.100}; a ForwardPlan is needed for every batch"
@@ -195,17 +204,6 @@ def _layer_methods(backend: AttnBackend, source: str) -> dict[str, Callable[...,
                 f"{source}: {name}{signature} of {type(backend).__name__} must take {takes}, in this order, and need no more"
             )
     return found
-
-
-def _hooks_of(backend: AttnBackend, source: str) -> dict[str, pluggy.HookImpl]:
-    """The hooks that it has, by name. Raises `PluginError` with every broken rule."""
-    manager = StrictPluginManager(BackendHooks)
-    try:
-        manager.register(backend, name=backend.backend_id)
-    except PluginError as error:
-        raise PluginError(f"{source}: {error}") from None
-    manager.freeze()
-    return {hook: found[0] for hook in HOOKS if (found := manager.subset_hook_caller(hook, ()).get_hookimpls())}
 
 
 def _bind(implementation: pluggy.HookImpl) -> Callable[[Mapping[str, object]], object]:

@@ -76,10 +76,8 @@ class LayerSocket:
         relay, plan = self._ready(batch)
         count, out = batch.num_tokens, call.out
         rows = [tensor[:count] for tensor in call.rows]
-        if call.method == "attend":
-            relay.needs_none(relay.attend(rows[0], rows[1], rows[2], call.layer, batch, plan, out[:count]))
-        else:
-            relay.needs_none(relay.advance(rows[0], rows[1], call.layer, batch, plan, out[:count]))
+        method = relay.attend if call.method == "attend" else relay.advance
+        relay.needs_none(method(*rows, call.layer, batch, plan, out[:count]))
         if count < len(out):
             out[count:].zero_()
 

@@ -6,7 +6,7 @@ Torch keeps no version of tensors that inference makes, so a host tensor that is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -49,7 +49,6 @@ class Watch:
         self._digests: weakref.WeakKeyDictionary[ForwardPlan, int] = weakref.WeakKeyDictionary()
 
     def planned(self, batch: ForwardBatch, plan: ForwardPlan) -> None:
-        """Remember what the host tensors held."""
         self._digests[plan] = digest(batch)
 
     def before(self, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor) -> None:
@@ -79,11 +78,6 @@ def is_capturing(tensor: torch.Tensor) -> bool:
 
 def digest(batch: ForwardBatch) -> int:
     """Of all that a batch has in host memory."""
-    return hash(tuple(tensor.numpy().tobytes() for tensor in _host_tensors(batch)))
-
-
-def _host_tensors(batch: ForwardBatch) -> Iterator[torch.Tensor]:
-    for owner, stated in ((batch, STATED), *((view, VIEWS[type(view)]) for view in batch.views.values())):
-        for name in stated:
-            if name.endswith("_cpu") and (value := READ[name](owner)) is not None:
-                yield value
+    owners = ((batch, STATED), *((view, VIEWS[type(view)]) for view in batch.views.values()))
+    values = (READ[name](owner) for owner, stated in owners for name in stated if name.endswith("_cpu"))
+    return hash(tuple(tensor.numpy().tobytes() for tensor in values if tensor is not None))

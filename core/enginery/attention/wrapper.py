@@ -28,5 +28,4 @@ class Wrapper(Composite):
         super().__init__(BackendRelay(inner, type(inner).__name__))
 
     def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
-        """The whole batch, for the one child."""
         yield Part(child=0, rows=None, batch=batch)

@@ -276,7 +276,6 @@ def read_decoder_shape(
 
 
 def _check_served(config: Mapping[str, object], key: str, served: tuple[object, ...]) -> None:
-    """Raise `CheckpointError` for a value that is stated and not served."""
     if config.get(key) is not None and config[key] not in served:
         raise CheckpointError(
             f"config.json has {key} {config[key]!r}; this architecture is served with {' or '.join(map(repr, served))} only"

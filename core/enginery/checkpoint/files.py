@@ -86,7 +86,6 @@ def _scanned(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> Mapping[
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensors to the names of their files."""
     stated = read_json(index).get("weight_map")
     if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
         raise CheckpointError(f'{index} has no "weight_map" from tensors to files, which is all it is for; fetch it again')

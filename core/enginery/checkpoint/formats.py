@@ -55,7 +55,6 @@ _QUANTIZATIONS: Final = {  # quant_method of quantization_config
 
 
 def refuse_file(path: Path) -> CheckpointError:
-    """Why a file is no model."""
     if format_name := _OTHER_WEIGHTS.get(path.suffix):
         return CheckpointError(f"{path} is {format_name}")
     return CheckpointError(f"{path} is a file; give the folder that holds config.json and the weights")

@@ -45,7 +45,6 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in the file."""
         return READABLE[self.stored.dtype]
 
     @property
@@ -72,7 +71,9 @@ def read_tensors(
     by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
     for name, target in targets:
         by_file.setdefault(stored[name].file, []).append((name, target))
-    spans = deque(_taking_turns([list(_spans_of(named, stored)) for named in by_file.values()]))
+    # Of all files in turn: each is read from its beginning to its end, and several at once.
+    turns = zip_longest(*(_spans_of(named, stored) for named in by_file.values()))
+    spans = deque(span for span in chain.from_iterable(turns) if span is not None)
     num_threads = min(len(spans), _num_threads(spans, device))
     num_spans, total_bytes = len(spans), sum(part.num_bytes for span in spans for part in span)
 
@@ -129,10 +130,10 @@ def taken(waiting: deque[ItemT]) -> Iterator[ItemT]:
 
 
 def _spans_of(named: Iterable[tuple[str, torch.Tensor]], stored: Mapping[str, StoredTensor]) -> Iterator[Span]:
-    """One file's tensors in the order of their bytes."""
     span: list[Part] = []
     room = SPAN_BYTES
-    for part in _parts(sorted(named, key=lambda one: stored[one[0]].start), stored):
+    in_order = sorted(named, key=lambda one: stored[one[0]].start)
+    for part in (part for name, target in in_order for part in _parts(name, stored[name], target)):
         size = -(-part.num_bytes // ALIGNMENT) * ALIGNMENT
         if size > room:
             yield span
@@ -143,19 +144,11 @@ def _spans_of(named: Iterable[tuple[str, torch.Tensor]], stored: Mapping[str, St
         yield span
 
 
-def _parts(named: Iterable[tuple[str, torch.Tensor]], stored: Mapping[str, StoredTensor]) -> Iterator[Part]:
-    for name, target in named:
-        tensor = stored[name]
-        itemsize = READABLE[tensor.dtype].itemsize
-        values = target.view(-1)
-        for start in range(0, len(values), SPAN_BYTES // itemsize):
-            piece = values[start : start + SPAN_BYTES // itemsize]
-            yield Part(name=name, stored=tensor, start=tensor.start + start * itemsize, target=piece)
-
-
-def _taking_turns(files: Sequence[Sequence[Span]]) -> Iterator[Span]:
-    """Spans of all files in turn: each is read from its beginning to its end, and several at once."""
-    return (span for span in chain.from_iterable(zip_longest(*files)) if span is not None)
+def _parts(name: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Part]:
+    itemsize, values = READABLE[stored.dtype].itemsize, target.view(-1)
+    for start in range(0, len(values), SPAN_BYTES // itemsize):
+        piece = values[start : start + SPAN_BYTES // itemsize]
+        yield Part(name=name, stored=stored, start=stored.start + start * itemsize, target=piece)
 
 
 def _num_threads(spans: Iterable[Span], device: torch.device) -> int:

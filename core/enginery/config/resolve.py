@@ -165,7 +165,6 @@ def _check_placing(asked: EngineOptions) -> None:
 
 
 def _check_lanes(asked: EngineOptions) -> None:
-    """What lanes do not run with yet."""
     given = {
         "--drafter": asked.drafter != "off",
         "--micro-batches": asked.micro_batches,

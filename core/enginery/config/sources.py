@@ -76,12 +76,9 @@ def _from_environment(
         if name not in kinds:
             hint = did_you_mean(variable, [PREFIX + known.upper() for known in (*kinds, *others)])
             raise ConfigError(f"{variable} is set, and there is no such setting{hint or '.'} Unset it, or correct its name.")
-        value = _listed(text) if kinds[name] in _LISTS else text
+        parts = [part.strip() for part in text.split(",")]
+        value = list(filter(None, parts)) if kinds[name] in _LISTS else text
         yield name, Sourced(value=_checked(value, kinds[name], variable, strict=False), source=variable)
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _from_file(file: Path, kinds: Mapping[str, object], others: Collection[str]) -> Iterator[tuple[str, Sourced]]:

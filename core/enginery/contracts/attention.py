@@ -284,7 +284,6 @@ class AttnBackend(Protocol):
 
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan:
         """Plan one padded batch from its host tensors alone. capture: the plan will be captured in a graph."""
-        ...
 
 
 class KernelStore(Protocol):
@@ -296,11 +295,9 @@ class KernelStore(Protocol):
 
     def missing(self, needs: AttnNeeds, options: object | None) -> Sequence[str]:
         """What has to be compiled before a backend for `needs` can be built, by name. Empty: it can be built at once."""
-        ...
 
     def compile(self, needs: AttnNeeds, options: object | None) -> None:
         """Compile all that is missing. Raises `Unsupported` with the compiler's words."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,21 +349,17 @@ def capability_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
     allowed = {"head dim": can.head_dims, "latent rank and rope dim": can.latent_dims, "recurrence": can.recurrences}
     for rule, value in sorted({_shape_of(layer) for layer in needs.layers}, key=str):
         member(rule, value, allowed[rule])
-    return [*reasons, *_compute_capability_refusals(can, needs), *_feature_refusals(can, needs)]
+    missing = [rule for rule, (asked, offered) in _asked_and_offered(can, needs).items() if asked and not offered]
+    features = [Reason(rule=rule, text=f"{rule} is needed and not offered") for rule in missing]
+    return [*reasons, *_compute_capability_refusals(can, needs), *features]
 
 
 def _shape_of(layer: AttnLayerFacts) -> tuple[str, object]:
-    """What a backend must take of a layer, and by which rule."""
     if layer.recurrent is not None:
         return "recurrence", (layer.recurrent.rule, layer.recurrent.decay)
     if layer.latent is not None:
         return "latent rank and rope dim", (layer.latent.rank, layer.latent.rope_dim)
     return "head dim", layer.head_dim
-
-
-def _feature_refusals(can: Capabilities, needs: AttnNeeds) -> list[Reason]:
-    missing = [rule for rule, (asked, offered) in _asked_and_offered(can, needs).items() if asked and not offered]
-    return [Reason(rule=rule, text=f"{rule} is needed and not offered") for rule in missing]
 
 
 def _asked_and_offered(can: Capabilities, needs: AttnNeeds) -> dict[str, tuple[bool, bool]]:

@@ -83,11 +83,9 @@ class HostDrafter(Protocol):
         its tokens only grow, so an index can take in what is new. A request is not asked about before every step: not amid its
         prompt, and not while it waits.
         """
-        ...
 
     def forget(self, key: str) -> None:
         """The request has ended. Unknown keys are ignored."""
-        ...
 
 
 @runtime_checkable

@@ -149,7 +149,6 @@ class EngineMeter(Protocol):
 
     def profile(self, num_steps: int) -> str:
         """Trace what the host does in the next steps. Returns the path of the file it will be in."""
-        ...
 
 
 class EngineHandle(Protocol):
@@ -158,16 +157,13 @@ class EngineHandle(Protocol):
     @property
     def state(self) -> str:
         """loading, restarting, ready, silent, stopping or dead, as `/health` tells."""
-        ...
 
     @property
     def stats(self) -> EngineStats:
         """How it does, as last reported, several times a second."""
-        ...
 
     async def ready(self) -> EngineFacts:
         """Wait until it is ready. Raises `EngineDied` if it does not start."""
-        ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AbstractAsyncContextManager[AsyncIterator[RequestOutput]]:
         """Send requests, whose ids no other request may have: `async with engine.generate([request]) as outputs`.
@@ -176,11 +172,9 @@ class EngineHandle(Protocol):
         it, those that have not are aborted. Entering raises `RequestError` or `QueueFull` if one is rejected, then none runs, and
         `EngineDied`.
         """
-        ...
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its client is told. Returns False if there is none of that id."""
-        ...
 
 
 class EngineLike(Protocol):
@@ -192,34 +186,27 @@ class EngineLike(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        ...
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request, or put it aside until its grammar is compiled: then `step` answers (`RequestOutput.is_answer`).
 
         Raises `RequestError` for one that can never be served, `QueueFull` for one too many.
         """
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a request at whatever stage it is; unknown and finished ones are ignored. Nothing more comes of it."""
-        ...
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it added; empty when idle."""
-        ...
 
     def recover(self, error: Exception) -> list[RequestOutput]:
         """After `step` raised `error`: what the requests that it gave up are told. Raises it again where nothing can go on."""
-        ...
 
     @property
     def meter(self) -> EngineMeter: ...
 
     def flush_prefix_cache(self) -> int:
         """Free the cached pages that no request uses. Returns how many."""
-        ...
 
     def prepare(self) -> bool:
         """Use a moment without work to make later steps faster. Says whether there was something to do."""
-        ...

@@ -88,16 +88,13 @@ class GrammarState(Protocol):
         The end-of-sequence tokens are among them where the answer may end. Called on the step loop, but while the device works.
         Raises `RequestError` when the grammar goes beyond a limit here.
         """
-        ...
 
     def accept(self, token_id: int) -> bool:
         """Take the answer's next token. False: the grammar does not allow it."""
-        ...
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing may follow but the end."""
-        ...
 
 
 @runtime_checkable
@@ -109,7 +106,6 @@ class RevocableGrammarState(GrammarState, Protocol):
 
         count: may be 0. A token that `accept` refused and a `fill_mask` that raised behind these tokens are forgotten, too.
         """
-        ...
 
 
 class CompiledGrammar(Protocol):
@@ -117,7 +113,6 @@ class CompiledGrammar(Protocol):
 
     def start(self) -> GrammarState:
         """The state of an answer that is still empty. Quick: called on the step loop."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,7 +134,6 @@ class GrammarCompiler(Protocol):
         Raises `RequestError` that says what is wrong with the grammar: invalid, not supported, never satisfied or too large; and
         `Overloaded` where it is not to blame.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,18 +116,15 @@ class KVPool(Protocol):
 
     def layer(self, layer: LocalLayerId) -> LayerKV:
         """The pages of one layer of this stage."""
-        ...
 
     def by_slot(self, layer: LocalLayerId) -> LayerKV:
         """The same without the pages: a row per slot."""
-        ...
 
     def write(self, layer: LocalLayerId, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store this step's keys and values, [T, K, D] each, at `slots` [T] int64 (page * page_size + offset).
 
         An MLA layer keeps k alone, [T, 1, R + P].
         """
-        ...
 
 
 class StatePool(Protocol):
@@ -138,7 +135,6 @@ class StatePool(Protocol):
 
         Which page a request's are read from and written to, its batch's `StateView` says.
         """
-        ...
 
 
 class WorkspaceArena(Protocol):
@@ -150,4 +146,3 @@ class WorkspaceArena(Protocol):
         Ask for the most first: a purpose that wants more later raises `Unsupported`, because what was planned with the smaller one
         would not share its memory. may_move: whoever has the smaller one keeps to it, and the larger one is new memory.
         """
-        ...

@@ -129,19 +129,15 @@ class WeightSource(Protocol):
 
     def scope(self, prefix: str) -> WeightSource:
         """The same source with `prefix` and a dot before every name."""
-        ...
 
     def over_lanes(self) -> WeightSource:
         """The same source for the products of a feed-forward: it is given the rows of all lanes, and cut over the ranks of all."""
-        ...
 
     def linear(self, shape: LinearShape) -> Linear:
         """A product bound to its weights. Raises `Unsupported` for sizes that the ranks cannot share."""
-        ...
 
     def experts(self, shape: ExpertsShape) -> Experts:
         """Experts bound to their weights, of all lanes. With several ranks they give partial sums, which the caller has to add."""
-        ...
 
     def take(
         self,
@@ -159,25 +155,21 @@ class WeightSource(Protocol):
         of a packed tensor, which are cut by themselves. What is stored in a format comes as plain numbers. An integer `dtype`
         takes an integer tensor as it is.
         """
-        ...
 
     def share(self, size: int, *, unit: int = 1) -> range:
         """Which of `size` rows this rank has of what is cut, in multiples of `unit`: for what is computed, as decays of heads."""
-        ...
 
     def own_experts(self, count: int) -> range:
         """Which of so many experts this rank computes whole; all of them where it has a part of each, or is alone.
 
         Where it has some, `experts` gives nothing for the others, whose rank adds them. What is no expert is cut as ever.
         """
-        ...
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of that name, for layouts that config.json does not tell apart.
 
         Both builds get the same answer. It is no for random weights.
         """
-        ...
 
 
 class AttendFn(Protocol):
@@ -202,11 +194,9 @@ class DraftTarget(Protocol):
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """[N] int64 -> [N, C], what the first layer is given for these tokens."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C], as after the last norm, -> [N, V]."""
-        ...
 
 
 @runtime_checkable
@@ -253,14 +243,12 @@ class Model(Protocol):
         arrived: what the stage before returned; None on the first. Stages before the last return what crosses to the next.
         Keys and values go to `batch.slots_for(layer)`; named outputs are written to `batch.outputs`.
         """
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, V], in the model's dtype; of several ranks each has some columns, which the caller joins.
 
         It is called on every rank of the last stage, as often as the step says and no rank decides.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,26 +232,21 @@ class PeerOps(Protocol):
 
     def takes_sum(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether `add_rms_norm` is to be called for these: it can, and is faster than a sum and a norm."""
-        ...
 
     def add_rms_norm(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`OpTable.add_rms_norm` of the sum of all ranks' partial [N, C]: the same bits on all of them."""
-        ...
 
     def takes_best(self, columns: torch.Tensor) -> bool:
         """Whether `best` is to be called for these."""
-        ...
 
     def best(self, columns: torch.Tensor, first: int) -> torch.Tensor:
         """Each rank's [N, V / R] of the logits -> [N] int64 on all ranks: the largest's index, of equal ones the lowest.
 
         first: index of this rank's first column; it may have none, [N, 0]. -1 where the largest is NaN, which counts as infinite.
         """
-        ...
 
     def end(self) -> None:
         """Have kernels end that wait for other ranks, whatever they give then. Called from another thread; nothing follows it."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

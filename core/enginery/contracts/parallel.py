@@ -100,15 +100,12 @@ class Collectives(Protocol):
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, C] -> [N, C], the sum over the lane's tensor ranks: bitwise equal on all of them."""
-        ...
 
     def all_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[N, C] -> the rows of all lanes, one lane after the other: what a feed-forward of all lanes is given."""
-        ...
 
     def own_rows_sum(self, partial: torch.Tensor) -> torch.Tensor:
         """The rows of all lanes -> [N, C]: the sum over the stage's ranks, of this lane's rows."""
-        ...
 
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
@@ -117,15 +114,12 @@ class Collectives(Protocol):
 
         partial, residual: [N, C]; residual keeps the sum, and the norm of it is returned. One kernel where there is one.
         """
-        ...
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, V / R] of each rank -> [N, V] without the columns that only pad: logits, for the rank that samples."""
-        ...
 
     def best(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, V / R] of each rank -> [N] int64 on all ranks: the column of the largest, of equal ones the first."""
-        ...
 
 
 class Death(NamedTuple):
@@ -142,23 +136,18 @@ class RunningRanks(Protocol):
 
     def boot(self, rank: int, frame: bytes) -> None:
         """Give a rank its boot frame."""
-        ...
 
     def name(self, rank: int) -> str:
         """What people find it by."""
-        ...
 
     def poll(self) -> list[Death]:
         """Those that have ended since the last call."""
-        ...
 
     def dump_stacks(self) -> None:
         """Have all write the stacks of their threads to stderr, even if they are stuck."""
-        ...
 
     def end(self, *, grace_s: float) -> None:
         """Wait so long for them to end by themselves, then kill them."""
-        ...
 
 
 class Joining(Protocol):
@@ -167,19 +156,16 @@ class Joining(Protocol):
     @property
     def address(self) -> str:
         """tcp://ADDRESS:PORT, of this host."""
-        ...
 
     @property
     def key(self) -> str:
         """What the file has. Who knows it can run code as the engine."""
-        ...
 
     def wait(self, look: Callable[[], None] = ...) -> RunningRanks:
         """Until all ranks have joined. look: called several times a second meanwhile; what it raises ends the start.
 
         Raises `EngineDied` with those that have not come in ten times `--step-deadline`.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,11 +91,9 @@ class OutputParser(Protocol):
 
     def feed(self, text: str) -> list[ParserEvent]:
         """The events that are certain now; what may become a marker is held back."""
-        ...
 
     def finish(self) -> list[ParserEvent]:
         """The rest: nothing follows. Called once, for a stop, a limit and an abort alike."""
-        ...
 
 
 class ForceFn(Protocol):

@@ -141,7 +141,6 @@ class Attends(Protocol):
         q: [T, H, D]; k: [T, K, D]; v: [T, K, value_dim]; out: [T, H, value_dim]; all in the model's dtype on the device. plan: what
         this backend planned for this batch; raises `StalePlan` if it is not.
         """
-        ...
 
 
 @runtime_checkable
@@ -166,4 +165,3 @@ class Advances(Protocol):
         Where `batch.decode_len` is above 1, the leading `num_decode_requests` verify drafts: their rows are computed from the
         state, which does not move before the `commit_state` hook says how many of them stand.
         """
-        ...

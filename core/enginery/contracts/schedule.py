@@ -35,11 +35,9 @@ class PageCounts:
 def all_pages(every: Sequence[Mapping[str, PageCounts]]) -> dict[str, PageCounts]:
     """Of several owners of pages together, by kind of memory."""
     kinds = dict.fromkeys(kind for pages in every for kind in pages)
-    return {kind: _summed([pages[kind] for pages in every if kind in pages]) for kind in kinds}
-
-
-def _summed(every: Sequence[PageCounts]) -> PageCounts:
-    return PageCounts(**{field.name: sum(vars(counts)[field.name] for counts in every) for field in fields(PageCounts)})
+    names = [field.name for field in fields(PageCounts)]
+    of_kind = {kind: [vars(pages[kind]) for pages in every if kind in pages] for kind in kinds}
+    return {kind: PageCounts(**{name: sum(each[name] for each in found) for name in names}) for kind, found in of_kind.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,6 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, columns] -> [N, sum of rows]; of a COLUMNS product, x has this rank's columns."""
-        ...
 
 
 # Experts
@@ -170,15 +169,12 @@ class ExpertNames:
     def stacked(self) -> dict[str, tuple[str, ...]]:
         """`ModelSpec.stacked_weights`: how transformers 5 has experts in memory, and stores them where it is told to."""
         stem = f".{self.block}.experts.{{}}."
-        renamed = {} if self.block == "mlp" else {f".mlp.{name}": (f".{self.block}.{name}",) for name in self._of_router}
+        of_router = () if self.block == "mlp" else (f"{self.router}.weight", self.correction)
+        renamed = {f".mlp.{name}": (f".{self.block}.{name}",) for name in of_router}
         return renamed | {
             ".mlp.experts.gate_up_proj": (f"{stem}{self.gate}.weight", f"{stem}{self.up}.weight"),
             ".mlp.experts.down_proj": (f"{stem}{self.down}.weight",),
         }
-
-    @property
-    def _of_router(self) -> tuple[str, str]:
-        return f"{self.router}.weight", self.correction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +211,6 @@ class Experts(Protocol):
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The weighted sum of each token's experts, [T, C] -> [T, C]; with several ranks a partial sum."""
-        ...
 
 
 # Formats
@@ -286,14 +281,12 @@ class WeightFormat(Protocol):
 
     def parts(self, scheme: Scheme) -> Sequence[StoredPart]:
         """The tensors that a matrix is stored in, the values first."""
-        ...
 
     def unpack(self, parts: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
         """The weight from its parts by suffix, each [rows, columns] / `per_element`, with several matrices stacked along rows.
 
         Runs on the model's device. May keep the tensors it is given.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

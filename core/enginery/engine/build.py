@@ -61,7 +61,7 @@ from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Met
-from enginery.worker.runner import Captured, Runner, Speculation
+from enginery.worker.runner import Captured, Runner
 from enginery.worker.token_feed import NamedTensors, TokenFeed
 from enginery.worker.warm_up import warm_up
 
@@ -94,7 +94,6 @@ class BuiltParts:
 
     @property
     def geometry(self) -> KVGeometry:
-        """Of the model's memory."""
         return self.pool.geometry
 
     @property
@@ -103,7 +102,6 @@ class BuiltParts:
         return StepParts(self.model, self.relay, self.ops, self.socket, self.feed, self.pool, self.choice.results)
 
     def facts(self) -> EngineFacts:
-        """What the engine says of itself."""
         choice, memory = self.choice, self.memory
         return EngineFacts(
             model_name=choice.checkpoint.name,
@@ -222,7 +220,9 @@ def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> R
         parts.step,
         tables=PageTables(parts.geometry),
         captured=Captured(graphs, parts.pieces, parts.draft_graphs),
-        speculation=Speculation(parts.draft_model, forced, parts.choice.draft_siblings),
+        draft_model=parts.draft_model,
+        forced=forced,
+        siblings=parts.choice.draft_siblings,
     )
 
 
@@ -278,7 +278,7 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
         + workspace_bytes(
             settings,
             facts,
-            backend_bytes=_backend_bytes(choice) + _kept_bytes(choice) + _recorded_bytes(choice) + exchange_bytes(choice),
+            backend_bytes=backend_bytes(choice),
             itemsize=choice.dtype.itemsize,
             sampling_copies=0 if sampled_in_place else SAMPLING_COPIES,
             num_lanes=choice.parallel.num_lanes,
@@ -292,33 +292,30 @@ def plan_sizes(asked: EngineOptions, choice: Choice, needed: NeededWeights, draf
     return memory
 
 
-def _kept_bytes(choice: Choice) -> int:
-    """What recurrent layers keep, in float32, of the rows that verify drafts, until it is known how many of them stand: of those of
-    an eager step, and for good of those of a captured one.
-    """
-    layers = [layer.recurrent for layer in choice.facts.layers if layer.recurrent is not None and choice.drafter is not None]
-    rows = choice.settings.max_batch_requests + choice.settings.max_graph_requests
-    return rows * sum(4 * (layer.mixed_width + layer.gates_width) for layer in layers)
-
-
-def _recorded_bytes(choice: Choice) -> int:
-    """What recordings of decoding steps keep, on a CPU: for each size logits, and of every layer twice what is alive at once."""
-    if choice.device.type != "cpu":
-        return 0
-    facts, rows = choice.facts, choice.parallel.num_lanes * sum(recorded_sizes(choice.settings.max_graph_requests))
-    return rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
+def backend_bytes(choice: Choice) -> int:
+    """What the attention backends' workspaces take, and all else that is kept beside a step's own tensors."""
+    facts, settings = choice.facts, choice.settings
+    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
+    found = sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
+    if choice.drafter is not None:
+        # Recurrent layers keep, in float32, the rows that verify drafts until it is known how many of them stand: those of an eager
+        # step, and for good those of a captured one.
+        widths = (
+            layer.recurrent.mixed_width + layer.recurrent.gates_width for layer in facts.layers if layer.recurrent is not None
+        )
+        found += (settings.max_batch_requests + settings.max_graph_requests) * sum(4 * width for width in widths)
+    if choice.device.type == "cpu":
+        # Recordings of decoding steps keep for each size logits, and of every layer twice what is alive at once.
+        rows = choice.parallel.num_lanes * sum(recorded_sizes(settings.max_graph_requests))
+        return found + rows * (2 * facts.num_decoder_layers * facts.activation_width + facts.vocab_size) * choice.dtype.itemsize
+    return found + exchange_bytes(choice)
 
 
 def exchange_bytes(choice: Choice) -> int:
     """What exchanges with other ranks take on a GPU: NCCL's buffers, and memory that ranks reach of each other."""
-    if choice.device.type == "cpu" or choice.parallel.num_ranks == 1:
+    if choice.parallel.num_ranks == 1:
         return 0
     return NCCL_BYTES + max((offer.spec.peer_ops.num_bytes for offer in choice.ops if offer.spec.peer_ops is not None), default=0)
-
-
-def _backend_bytes(choice: Choice) -> int:
-    chosen = [attention for attention in (choice.attention, choice.first_attention) if attention is not None]
-    return sum(offer.spec.capabilities.workspace_bytes for attention in chosen for offer in attention.by_role.values())
 
 
 def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:

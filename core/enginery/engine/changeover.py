@@ -26,7 +26,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Changeover:
-    """Compiles from the moment it is made. running: the attention backends that run now.
+    """Compiles from the moment it is made. running: the attention backends that run now. stop: ends the process that compiles.
 
     build: makes the chosen ones; called once, in a thread, when all is compiled. Should compiling fail, the engine stays with what
     it has, and the log says why.
@@ -44,12 +44,12 @@ class Changeover:
         self._built: BackendRelay | None = None
         self._failure = ""
         self._process = CompileProcess(registry, [(wish.backend, wish.needs) for wish in wishes])
+        self.stop = self._process.stop
         _log.info("%d kernels of %s are compiled beside the engine: %s", len(self._names), self._backends, ", ".join(self._names))
         threading.Thread(target=self._run, name="kernels", daemon=True).start()
 
     @property
     def is_ready(self) -> bool:
-        """Whether the change can be made."""
         return self._built is not None
 
     def change(self, runner: Runner) -> None:
@@ -66,13 +66,8 @@ class Changeover:
 
     @property
     def state(self) -> KernelState:
-        """How far it is."""
         until = time.monotonic() if self._names else self._ended_s
         return KernelState(compiling=self._names, failure=self._failure, seconds=until - self._began_s)
-
-    def stop(self) -> None:
-        """End the process that compiles, if it still runs."""
-        self._process.stop()
 
     def _run(self) -> None:
         try:

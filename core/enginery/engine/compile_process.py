@@ -83,7 +83,6 @@ def _end_with_parent(stdin: IO[bytes]) -> None:
 
 
 def main() -> int:
-    """The whole life of the process."""
     os.nice(_NICENESS)
     stdin = sys.stdin.buffer
     order = msgspec.msgpack.decode(read_frame(stdin) or b"", type=Order)

@@ -22,21 +22,22 @@ _Work = Callable[[], CompiledGrammar | UnfinishedGrammar]
 class CompileJob:
     """A grammar on its way, or what came of it (outcome).
 
-    client: whose request was the first. work: what is to be done next. since_s: when that was queued or, once there is a `future`,
-    begun. num_waiting: requests that want it; a job that nobody wants is not begun.
+    client: whose request was the first. work: what is to be done next, in this lane. since_s: when that was queued or, once there
+    is a `future`, begun. num_waiting: requests that want it; a job that nobody wants is not begun.
     """
 
     grammar: Grammar
     client: str
     work: _Work
+    lane: Lane
     since_s: float = field(default_factory=time.monotonic)
     future: Future[CompiledGrammar | UnfinishedGrammar] | None = None
     outcome: CompiledGrammar | RequestError | None = None
     num_waiting: int = 0
 
-    def go_on(self, work: _Work) -> None:
-        """There is more to be done, and it is to be queued."""
-        self.work, self.future, self.since_s = work, None, time.monotonic()
+    def go_on(self, work: _Work, lane: Lane) -> None:
+        self.work, self.lane, self.future, self.since_s = work, lane, None, time.monotonic()
+        lane.put(self, self.client)
 
 
 class Lane:
@@ -67,17 +68,14 @@ class Lane:
             if not self._queues[client]:
                 del self._queues[client]
             if job.num_waiting and job.future is None and job.outcome is None:
-                job.future, job.since_s = self._submit(job.work), time.monotonic()
+                usual = threading.stack_size(_STACK_BYTES)
+                try:
+                    job.future, job.since_s = self._pool.submit(job.work), time.monotonic()
+                finally:
+                    threading.stack_size(usual)
                 self._running.append((job.future, client))
 
     def _next_client(self) -> str | None:
         busy = [client for _, client in self._running]
         most = max(1, self._num_threads - 1)
         return next((client for client in self._queues if busy.count(client) < most), None)
-
-    def _submit(self, work: _Work) -> Future[CompiledGrammar | UnfinishedGrammar]:
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            return self._pool.submit(work)
-        finally:
-            threading.stack_size(usual)

@@ -129,7 +129,6 @@ class GrammarQueue:
         self._compilers = compilers
         self._quick, self._long = Lane(4, "grammar"), Lane(2, "long-grammar")
         self._jobs: dict[Grammar, CompileJob] = {}  # under way
-        self._lane_of: dict[Grammar, Lane] = {}
         self._kept: OrderedDict[Grammar, CompileJob] = OrderedDict()
         self._refused: OrderedDict[Grammar, CompileJob] = OrderedDict()
         self._waiting: dict[str, tuple[CompileJob, float]] = {}  # and since when
@@ -168,7 +167,7 @@ class GrammarQueue:
         job, _ = self._waiting.pop(request_id)
         job.num_waiting -= 1
         if not job.num_waiting and job.future is None and job.outcome is None:
-            self._forget(job)
+            del self._jobs[job.grammar]
 
     def settled(self, *, idle: bool) -> Iterator[tuple[str, GrammarState | RequestError]]:
         """The requests that wait no longer, and what came of it. idle: wait a moment for the first of them."""
@@ -195,11 +194,11 @@ class GrammarQueue:
                 cache.move_to_end(grammar)
                 return cache[grammar]
         if grammar not in self._jobs:
-            self._jobs[grammar] = CompileJob(grammar=grammar, client=client, work=partial(self._compilers.compile, grammar))
-            self._lane_of[grammar] = self._quick
+            work = partial(self._compilers.compile, grammar)
+            self._jobs[grammar] = CompileJob(grammar=grammar, client=client, work=work, lane=self._quick)
         job = self._jobs[grammar]
         if job.future is None:
-            self._lane_of[grammar].put(job, client)
+            job.lane.put(job, client)
         return job
 
     def _take_in(self) -> None:
@@ -208,15 +207,12 @@ class GrammarQueue:
             if future is None or not future.done():
                 continue
             found = _outcome(future)
-            if isinstance(found, UnfinishedGrammar):
-                if not job.num_waiting:
-                    self._forget(job)
-                    continue
-                job.go_on(found.finish)
-                self._lane_of[job.grammar] = self._long
-                self._long.put(job, job.client)
+            if isinstance(found, UnfinishedGrammar) and job.num_waiting:
+                job.go_on(found.finish, self._long)
                 continue
-            self._forget(job)
+            del self._jobs[job.grammar]
+            if isinstance(found, UnfinishedGrammar):
+                continue
             job.outcome = found
             if not isinstance(found, Overloaded):
                 cache = self._refused if isinstance(found, RequestError) else self._kept
@@ -224,9 +220,6 @@ class GrammarQueue:
                 _shrink(cache)
         self._quick.start()
         self._long.start()
-
-    def _forget(self, job: CompileJob) -> None:
-        del self._jobs[job.grammar], self._lane_of[job.grammar]
 
 
 def _begun(found: CompiledGrammar) -> GrammarState | RequestError:

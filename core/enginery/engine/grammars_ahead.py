@@ -45,7 +45,7 @@ class DraftMasks:
             try:
                 self._rows.append(_mask_of(state, num_words))
                 for token in self._drafts:
-                    if not _allows(self._rows[-1], token):
+                    if not self._rows[-1].view(np.uint32)[token >> 5] >> (token & 31) & 1:
                         break
                     if not state.accept(token):
                         self._rows.pop()  # too wide: who draws this token is to do so in a decoding row
@@ -63,10 +63,6 @@ def _mask_of(state: GrammarState, num_words: int) -> np.ndarray:
     row = np.empty(num_words, np.int32)
     state.fill_mask(row)
     return row
-
-
-def _allows(row: np.ndarray, token: int) -> bool:
-    return bool(row.view(np.uint32)[token >> 5] >> (token & 31) & 1)
 
 
 class GrammarAhead(NamedTuple):

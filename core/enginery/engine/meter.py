@@ -43,23 +43,18 @@ class StepTrace:
         self._events: list[dict[str, object]] = []
 
     def add(self, step: StepInput, times: StepTimes, *, began_s: float, scheduled_s: float) -> None:
-        """A step whose tokens have come."""
         if not self._missing:
             return
         edges = [began_s, scheduled_s, times.laid_out_s, times.planned_s, times.launched_s]
         said = {"requests": step.num_items, "tokens": step.num_tokens, "decoding": step.num_decode}
-        for name, start, end in zip(_PARTS, edges[:-1], edges[1:], strict=True):
-            self._event(name, start, end, said)
-        self._event("wait", times.waited_from_s, times.arrived_s, said)
+        spans = [*zip(_PARTS, edges[:-1], edges[1:], strict=True), ("wait", times.waited_from_s, times.arrived_s)]
+        for name, start_s, end_s in spans:
+            in_us = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+            self._events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, "args": said, **in_us})
         self._missing -= 1
         if not self._missing:
             self.path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
             log.warning("the trace of %d steps is in %s", len(self._events) // (len(_PARTS) + 1), self.path)
-
-    def _event(self, name: str, start_s: float, end_s: float, said: dict[str, int]) -> None:
-        """Times of the format are in microseconds."""
-        times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
-        self._events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, "args": said, **times})
 
 
 class StepMeter:
@@ -108,7 +103,25 @@ class StepMeter:
         """The scheduler has taken the step's tokens in."""
         times, num_tokens = output.times, step.num_tokens
         if self._registry.observers:
-            self._registry.observers.report(self._report(step, output, at))
+            scheduler, pages = self._scheduler, self._scheduler.pages
+            report = StepReport(
+                step=self.num_steps,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_tokens=num_tokens,
+                num_prefill_tokens=num_tokens - int(step.columns().num_tokens[: step.num_decode].sum()),
+                num_preempted=at.num_preempted,
+                free_pages=sum(counts.free for counts in pages.values()),
+                cached_pages=sum(counts.cached for counts in pages.values()),
+                total_pages=sum(counts.total for counts in pages.values()),
+                pages=pages,
+                attn_backend=self._attn_backend,
+                captured=output.captured,
+                schedule_s=at.scheduled_s - at.began_s,
+                plan_s=times.planned_s - at.scheduled_s,
+                run_s=times.arrived_s - times.planned_s,
+            )
+            self._registry.observers.report(report)
         self.num_steps += 1
         self._failed_in_a_row = 0
         self._steps_by_backend[self._attn_backend] += 1
@@ -166,19 +179,14 @@ class StepMeter:
             run_s=self._run_s,
             attn_backend=self._attn_backend,
             steps_by_backend=dict(self._steps_by_backend),
-            drafts=self._draft_counts(),
+            drafts=DraftCounts(
+                verifications=self._verifications,
+                told=self._told,
+                drafted=self._drafted,
+                accepted=self._accepted_at.total(),
+                by_position=tuple(self._accepted_at[place] for place in range(max(self._accepted_at, default=-1) + 1)),
+            ),
             kernels=KernelState() if self._changeover is None else self._changeover.state,
-        )
-
-    def _draft_counts(self) -> DraftCounts:
-        at = self._accepted_at
-        by_position = tuple(at[place] for place in range(max(at, default=-1) + 1))
-        return DraftCounts(
-            verifications=self._verifications,
-            told=self._told,
-            drafted=self._drafted,
-            accepted=sum(by_position),
-            by_position=by_position,
         )
 
     @property
@@ -189,24 +197,3 @@ class StepMeter:
         """Trace what the host does in the next steps, instead of what is being traced. Returns the file it will be in."""
         self._trace = StepTrace(num_steps, self._trace_file)
         return str(self._trace_file)
-
-    def _report(self, step: StepInput, output: StepOutput, at: SteppedAt) -> StepReport:
-        scheduler, times, num_tokens = self._scheduler, output.times, step.num_tokens
-        pages = scheduler.pages
-        return StepReport(
-            step=self.num_steps,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_tokens=num_tokens,
-            num_prefill_tokens=num_tokens - int(step.columns().num_tokens[: step.num_decode].sum()),
-            num_preempted=at.num_preempted,
-            free_pages=sum(counts.free for counts in pages.values()),
-            cached_pages=sum(counts.cached for counts in pages.values()),
-            total_pages=sum(counts.total for counts in pages.values()),
-            pages=pages,
-            attn_backend=self._attn_backend,
-            captured=output.captured,
-            schedule_s=at.scheduled_s - at.began_s,
-            plan_s=times.planned_s - at.scheduled_s,
-            run_s=times.arrived_s - times.planned_s,
-        )

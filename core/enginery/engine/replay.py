@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import torch
 
-from enginery.attention.socket import LayerCall
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import FULL
 from enginery.contracts.step import Run, StepInput
@@ -87,7 +86,7 @@ class Replica:
         self._runner = Runner(parts.step, tables=PageTables(parts.geometry), captured=Captured())
         self._calls: list[Wrote] = []
         self.socket = parts.socket
-        self.socket.on_written = self._noted
+        self.socket.on_written = lambda call: self._calls.append(Wrote(call.layer.global_id, call.out.clone()))
 
     @torch.inference_mode()
     def run(self, recorded: RecordedStep) -> Ran:
@@ -119,9 +118,6 @@ class Replica:
         right = torch.tensor([len(found) - 1 for found in told], device=device)
         self._runner.keep_accepted(launched, right, path)
         return path
-
-    def _noted(self, call: LayerCall) -> None:
-        self._calls.append(Wrote(call.layer.global_id, call.out.clone()))
 
 
 def replay_options(
@@ -185,7 +181,6 @@ def compare_tokens(recording: Recording, replica: Replica, *, tolerance: float |
 
 
 def _until_they_part(recording: Recording, differences: Callable[[RecordedStep], Iterator[Difference]], allowed: float) -> Outcome:
-    """Look at the differences of each step in turn, up to the first that is not allowed."""
     num_calls, largest = 0, None
     for count, recorded in enumerate(recording.steps, start=1):
         for difference in differences(recorded):

@@ -1,6 +1,6 @@
 """How the rows of a step are sampled, as values: from what requests ask for, what they have said, and what their grammars allow.
 
-S rows that sample, V vocabulary.
+S rows that sample, V vocabulary, W = ceil(V / 32) words of a mask: a bit for each token, on the host.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import SamplingParams
 from enginery.contracts.step import Entries, Items, PromptTargets, SamplingInput, StepInput, pack_params, unpack_params
 from enginery.engine.grammar_budget import RevocableBoundedState
-from enginery.engine.grammars_ahead import DraftMasks, GrammarAhead
-from enginery.engine.token_masks import fill_masks
+from enginery.engine.grammars_ahead import ALL, DraftMasks, GrammarAhead
+from enginery.errors import RequestError
 from enginery.schedule.request import Request, RequestStatus
 from enginery.worker.drafts.trees import depths_of, ways_of
 from enginery.worker.layout import drafts_of_items, places_within
@@ -76,7 +76,9 @@ def prepare_sampling(
         rows = _rows(step, requests, positions.tolist())
         values, failed = sampling_input(rows, eos_token_ids, vocab_size=vocab_size, prompts=prompts)
         return values, _failures_by_item(failed, places, ahead)
-    return _unadjusted(asked, positions, prompts), NO_FAILURES
+    params, seeds = unpack_params([request.packed_params for request in asked])  # packed when they came
+    num_top = _num_top([request.asked.params.logprobs for request in asked])
+    return SamplingInput(params=params, seeds=seeds, positions=positions, num_top=num_top, prompts=prompts), NO_FAILURES
 
 
 def reads_pending(step: StepInput, requests: Sequence[Request]) -> bool:
@@ -96,13 +98,6 @@ def _failures_by_item(failed: Mapping[int, str], places: Sequence[int], ahead: n
     return GrammarFailures(refused, {item: most for item, most in cuts.items() if most})
 
 
-def _unadjusted(asked: Sequence[Request], positions: np.ndarray, prompts: Mapping[int, PromptTargets]) -> SamplingInput:
-    """Of requests whose logits are sampled from as they are, by what was packed when they came."""
-    params, seeds = unpack_params([request.packed_params for request in asked])
-    num_top = _num_top([request.asked.params.logprobs for request in asked])
-    return SamplingInput(params=params, seeds=seeds, positions=positions, num_top=num_top, prompts=prompts)
-
-
 def sampling_input(
     rows: Sequence[SamplingRow],
     eos_token_ids: frozenset[int],
@@ -111,7 +106,7 @@ def sampling_input(
     prompts: Mapping[int, PromptTargets] | None = None,
 ) -> tuple[SamplingInput, Mapping[int, str]]:
     """The rows as arrays, and why grammars of some cannot go on. Each `params.seed` is set."""
-    masks = fill_masks(rows, eos_token_ids, vocab_size=vocab_size)
+    words, failed = fill_masks(rows, eos_token_ids, vocab_size=vocab_size)
     params, seeds = unpack_params([pack_params(row.params) for row in rows])
     values = SamplingInput(
         params=params,
@@ -121,11 +116,48 @@ def sampling_input(
         penalties=_entries(rows, _penalties),
         biases=_entries(rows, _biases),
         forbidden=_entries(rows, lambda row: _forbidden(row, eos_token_ids)),
-        mask=None if masks is None else masks.words,
+        mask=words,
         num_top=_num_top([row.params.logprobs for row in rows]),
         prompts=prompts or {},
     )
-    return values, {} if masks is None else masks.failed
+    return values, failed
+
+
+def fill_masks(
+    rows: Sequence[SamplingRow], eos_token_ids: frozenset[int], *, vocab_size: int
+) -> tuple[np.ndarray | None, Mapping[int, str]]:
+    """Ask each row's grammar: [S, W] int32, the lowest bit first; a row without one has all bits. None: no row has one.
+
+    And the rows that cannot go on, and why.
+    """
+    if all(row.grammar is None for row in rows):
+        return None, {}
+    words = np.full((len(rows), -(-vocab_size // 32)), ALL, dtype=np.int32)
+    failed: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        if row.grammar is None:
+            continue
+        try:
+            row.grammar.fill_mask(words[index])
+            _put_off_end(words[index], row, eos_token_ids)
+            if not words[index].any():
+                raise RequestError("the grammar allows no token here, not even the end")
+        except RequestError as error:
+            failed[index] = str(error)
+            words[index] = ALL  # what it samples is dropped
+    return words, failed
+
+
+def _put_off_end(mask: np.ndarray, row: SamplingRow, eos_token_ids: frozenset[int]) -> None:
+    """Where `min_tokens` or `ignore_eos` forbid the end, it comes only if the grammar allows nothing else. mask: [W]."""
+    ends = set(eos_token_ids) if row.params.ignore_eos else set()
+    if row.num_output_tokens < row.params.min_tokens:
+        ends |= {*eos_token_ids, *row.params.stop_token_ids}
+    kept = mask.copy()
+    for token in ends:
+        kept.view(np.uint32)[token >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (token & 31)))
+    if kept.any():
+        mask[:] = kept
 
 
 def _num_top(asked: Sequence[int | None]) -> tuple[int, ...]:
@@ -137,7 +169,9 @@ def _rows(step: StepInput, requests: Sequence[Request], positions: Sequence[int]
     drafts, rows = drafts_of_items(step), list[SamplingRow]()
     ways = ways_of(step) if step.parents else None
     for index, count in zip(step.sampling.tolist(), step.sampled_rows.tolist(), strict=True):
-        row = _row_of(requests[index], positions[len(rows)])
+        request, position = requests[index], positions[len(rows)]
+        grammar = None if request.status is RequestStatus.FINISHED else request.grammar  # its end may be new since it was scheduled
+        row = SamplingRow(request.asked.params, request.token_ids, request.num_prompt_tokens, position, grammar)
         rows.append(row)
         if count > 1 and ways is not None:
             rows += _rows_of_tree(row, drafts[index], ways[index], count - 1)
@@ -171,24 +205,18 @@ def _rows_behind(row: SamplingRow, drafts: Sequence[int], count: int) -> list[Sa
     return [*behind, *(row._replace(position=row.position + 1 + ahead, grammar=None) for ahead in range(len(drafts), count))]
 
 
-def _row_of(request: Request, position: int) -> SamplingRow:
-    grammar = None if request.status is RequestStatus.FINISHED else request.grammar  # its end may be new since it was scheduled
-    return SamplingRow(request.asked.params, request.token_ids, request.num_prompt_tokens, position, grammar)
-
-
 def _prompt_targets(items: Items, requests: Sequence[Request]) -> dict[int, PromptTargets]:
-    """Of the items whose prompts' log-probabilities are asked for."""
-    ends = items.start + items.num_tokens
-    return {
-        index: _targets(requests[index], int(ends[index] - items.num_logits[index]), int(ends[index]))
-        for index in np.flatnonzero(items.num_logits > items.samples + items.num_drafts).tolist()
-    }
+    """Of the items whose prompts' log-probabilities are asked for: what follows their rows, as far as it is the prompt.
 
-
-def _targets(request: Request, first: int, end: int) -> PromptTargets:
-    """What follows the rows `first .. end - 1`, as far as it is the prompt; output tokens that are computed again are left out."""
-    following = request.token_ids[first + 1 : min(end + 1, request.num_prompt_tokens)]
-    return PromptTargets(token_ids=np.array(following, np.int64), num_top=request.asked.params.prompt_logprobs or 0)
+    Output tokens that are computed again are left out.
+    """
+    found: dict[int, PromptTargets] = {}
+    for index in np.flatnonzero(items.num_logits > items.samples + items.num_drafts).tolist():
+        request, end = requests[index], int(items.start[index] + items.num_tokens[index])
+        following = request.token_ids[end - int(items.num_logits[index]) + 1 : min(end + 1, request.num_prompt_tokens)]
+        num_top = request.asked.params.prompt_logprobs or 0
+        found[index] = PromptTargets(token_ids=np.array(following, np.int64), num_top=num_top)
+    return found
 
 
 _Adjustment = tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray | float]  # tokens, and a value for each or for all

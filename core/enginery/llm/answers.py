@@ -117,7 +117,6 @@ class GrowingCompletion:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended or failed."""
         return self.finish_reason is not None or self.error is not None
 
     def add(self, output: RequestOutput) -> None:

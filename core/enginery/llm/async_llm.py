@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from types import TracebackType
 
 from enginery.config.sources import registry_for
@@ -18,11 +18,10 @@ from enginery.llm.engine_thread import EngineThread
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
 from enginery.llm.prompts import Messages, Prompt, PromptEncoder, checked_params
-from enginery.text.tokenizer import Tokenizer
 
 
-class AsyncLLM:
-    """A model in memory, with a thread that runs it. Keyword arguments are those of `LLM`.
+class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
+    """A model in memory, with a thread that runs it. Keyword arguments, and `tokenizer`, are those of `LLM`.
 
     Requests that are open at the same time share their steps, and join and leave the batch as they come. A task that is cancelled
     ends its request, and a request that fails ends nobody else's. Also an asynchronous context manager, which closes at its end.
@@ -41,21 +40,19 @@ class AsyncLLM:
 
         self._thread = EngineThread(build)
         self.facts = self._thread.facts
-        self._prompts = prompts[0]
+        self._prompts, self.tokenizer = prompts[0], prompts[0].tokenizer
         self._numbers = itertools.count()
         self._names: dict[str, str] = {}  # of the requests that have an id, as the thread knows them
-        self._closing = weakref.finalize(self, _close, self._thread, self._prompts)
+        thread = self._thread
 
-    async def __aenter__(self) -> AsyncLLM:
-        return self
+        def close() -> None:
+            thread.close()
+            prompts[0].close()
+
+        self._closing = weakref.finalize(self, close)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None if it has no tokenizer.json."""
-        return self._prompts.tokenizer
 
     async def close(self) -> None:
         """Free weights and KV memory. What is open, and what comes later, raises `EnginError`."""
@@ -143,8 +140,3 @@ def _joined(deltas: list[GenerationDelta]) -> Completion:
         finish_reason=deltas[-1].finish_reason or FinishReason.ABORT,
         logprobs=tuple(logprobs) or None,
     )
-
-
-def _close(thread: EngineThread, prompts: PromptEncoder) -> None:
-    thread.close()
-    prompts.close()

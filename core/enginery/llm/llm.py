@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from rich.progress import Progress
@@ -20,16 +21,16 @@ from enginery.llm.answers import Embedding, Generation, GenerationDelta, Growing
 from enginery.llm.keyword_options import engine_options
 from enginery.llm.open_requests import EMBEDDED, OpenRequests
 from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch, checked_params
-from enginery.text.tokenizer import Tokenizer
 
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model in memory. Keyword arguments are the fields of `EngineOptions`; without a model the embedded default is used.
 
     Raises `EnginError` when the model cannot be served. Also a context manager, which frees the memory at its end. Threads take
     turns, a call of `generate` or a step of a stream each; `AsyncLLM` is for asyncio and for requests that come while others run.
+    tokenizer: the checkpoint's; None if it has no tokenizer.json.
     """
 
     def __init__(self, model: str | None = None, **options: object) -> None:
@@ -40,21 +41,13 @@ class LLM:
         self._engine: Engine | None = Engine.build(asked, registry)
         self.facts = self._engine.facts
         self._prompts = PromptEncoder.load(self.facts, asked)
-        self.text = self._prompts.text
+        self.text, self.tokenizer = self._prompts.text, self._prompts.tokenizer
         self._requests: OpenRequests | None = OpenRequests(self._engine, self.tokenizer)
         self._names = map(str, itertools.count())
         self._turn, self._pid = threading.RLock(), os.getpid()
 
-    def __enter__(self) -> LLM:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None if it has no tokenizer.json."""
-        return self._prompts.tokenizer
 
     def close(self) -> None:
         """Free weights and KV memory. Generating afterwards raises `EnginError`."""

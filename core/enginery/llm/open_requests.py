@@ -37,7 +37,9 @@ class OpenRequests:
         try:
             asked = GenerationRequest(request_id=name, prompt_token_ids=ids, params=params, embed=embed, prompt_only=embed)
             for index, request in enumerate(choices_of(asked)):
-                self.engine.submit(request if index == 0 else _without_prompt_logprobs(request))
+                if index:  # the prompt's log-probabilities are the same for all of its completions: the first one reports them
+                    request = dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
+                self.engine.submit(request)
                 text = None if self._tokenizer is None else CompletionText(self._tokenizer, params)
                 growing = GrowingCompletion(
                     request_id=request.request_id, name=name, index=index, num_prompt_tokens=len(ids), text=text
@@ -73,8 +75,3 @@ class OpenRequests:
         for growing in group:
             if self._open.pop(growing.request_id, None) is not None:
                 self.engine.abort(growing.request_id)
-
-
-def _without_prompt_logprobs(request: GenerationRequest) -> GenerationRequest:
-    """The prompt's log-probabilities are the same for all of its completions, so only the first one reports them."""
-    return dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeGuard
+from typing import SupportsIndex, TypeGuard, cast
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
@@ -39,7 +39,6 @@ class PromptEncoder:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None if it has no tokenizer.json."""
         return None if self.text is None else self.text.tokenizer
 
     def encode(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -77,7 +76,9 @@ class PromptEncoder:
         """The tokens of one prompt: text, token ids, or the messages of a chat. Raises `RequestError`."""
         if isinstance(prompt, str):
             return self.encode(prompt)
-        return self.encode_chat(prompt) if _is_chat(prompt) else _token_ids(prompt)
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return self.encode_chat(cast("Messages", prompt))
+        return _token_ids(prompt)
 
     def check_pooling(self) -> None:
         """Raises `RequestError` for a checkpoint whose embeddings are not the hidden state of the last token."""
@@ -85,7 +86,6 @@ class PromptEncoder:
             self.text.check_pooling()
 
     def close(self) -> None:
-        """End the process that renders chat templates."""
         if self.text is not None:
             self.text.template.close()
 
@@ -123,12 +123,7 @@ def _check_tools(tools: Messages, template: str | None) -> None:
         raise RequestError("the chat template does not write tools, so the model would not know of them", param="tools")
 
 
-def _is_chat(prompt: object) -> TypeGuard[Messages]:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
 def _token_ids(prompt: object) -> tuple[int, ...]:
-    """A prompt of whole numbers of any kind, as ints. Raises `RequestError`."""
     ids = tuple(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else (None,)
     if set(map(type, ids)) <= {int}:  # looking at each in Python takes ten times as long
         return ids

@@ -90,8 +90,12 @@ def hooks_of(specs: type) -> dict[str, Callable[..., object]]:
 
 def check(plugin: object, specs: type) -> list[str]:
     """Every problem of the plugin's implementations against `specs`, one sentence each; empty if there is none."""
-    wanted = hooks_of(specs)
-    problems = _delegation_problems(plugin)
+    wanted, problems = hooks_of(specs), list[str]()
+    if not isinstance(plugin, types.ModuleType) and inspect.getattr_static(type(plugin), "__getattr__", None) is not None:
+        advice = (
+            "hooks are found without it, so those of what it wraps would be lost; let enginery.attention.wrapper.Wrapper wrap it"
+        )
+        problems.append(f"{type(plugin).__name__} has a __getattr__: {advice}")
     for name in dir(plugin):
         found = _static(plugin, name)
         options = _options(found)
@@ -113,7 +117,10 @@ def _never_called(found: object, name: str, wanted: Collection[str]) -> list[str
     if isinstance(found, _HOLDERS):
         return [f"{name} has the name of a hook but no @hookimpl, so it would never be called"] if name in wanted else []
     if _is_marked_inside(found):
-        return [f"{name} is marked with @hookimpl but is {_kind_of(found)}, which is never called: write a plain function"]
+        kind = f"an object of {type(found).__module__}.{type(found).__name__}"
+        if isinstance(found, type):
+            kind = f"a class, {found.__name__}"
+        return [f"{name} is marked with @hookimpl but is {kind}, which is never called: write a plain function"]
     return []
 
 
@@ -130,25 +137,8 @@ def _is_marked_inside(found: object) -> bool:
             inner = [inspect.getattr_static(found, "__wrapped__", None), inspect.getattr_static(type(found), "__call__", None)]
     attribute = f"{PROJECT}_impl"
     marks = [inspect.getattr_static(each, attribute, None) for each in (found, *inner)]
-    return any(isinstance(mark, dict) for mark in marks) or any(_is_marked_inside(each) for each in inner if not _is_plain(each))
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, types.FunctionType | types.WrapperDescriptorType | type)
-
-
-def _kind_of(found: object) -> str:
-    if isinstance(found, type):
-        return f"a class, {found.__name__}"
-    return f"an object of {type(found).__module__}.{type(found).__name__}"
-
-
-def _delegation_problems(plugin: object) -> list[str]:
-    """An object that answers for others by `__getattr__` has their attributes, and none of their hooks."""
-    if isinstance(plugin, types.ModuleType) or inspect.getattr_static(type(plugin), "__getattr__", None) is None:
-        return []
-    advice = "hooks are found without it, so those of what it wraps would be lost; let enginery.attention.wrapper.Wrapper wrap it"
-    return [f"{type(plugin).__name__} has a __getattr__: {advice}"]
+    holders = (each for each in inner if not isinstance(each, types.FunctionType | types.WrapperDescriptorType | type | None))
+    return any(isinstance(mark, dict) for mark in marks) or any(map(_is_marked_inside, holders))
 
 
 def _static(plugin: object, name: str) -> object:
@@ -197,9 +187,8 @@ def _resolve(annotation: object, scope: dict[str, object]) -> object:
 
 
 def _compare(impl: _Signature, spec: _Signature) -> list[str]:
-    problems: list[str] = []
-    for name, parameter in impl.parameters.items():
-        problems += _parameter_problems(name, parameter, impl, spec)
+    each = (_parameter_problems(name, parameter, impl, spec) for name, parameter in impl.parameters.items())
+    problems = [problem for found in each for problem in found]
     if impl.kind != spec.kind:
         problems.append(f"is {impl.kind}, but the hook is {spec.kind}")
     if not _fits(given=impl.returns, wanted=spec.returns):
@@ -208,15 +197,18 @@ def _compare(impl: _Signature, spec: _Signature) -> list[str]:
 
 
 def _parameter_problems(name: str, parameter: inspect.Parameter, impl: _Signature, spec: _Signature) -> list[str]:
+    has_default = parameter.default is not parameter.empty
     if stars := _STARS.get(parameter.kind):
         return [f"{stars}{name} stays empty: a hook gets the arguments it names"]
     if parameter.kind is parameter.KEYWORD_ONLY:
         return [f"keyword-only parameter {name!r} is never passed; remove the * before it"]
     if name not in spec.parameters:
         free = [other for other in spec.parameters if other not in impl.parameters]
-        return [_unknown(parameter, did_you_mean(name, free) or f"; it can ask for {', '.join(spec.parameters) or 'nothing'}")]
+        hint = did_you_mean(name, free) or f"; it can ask for {', '.join(spec.parameters) or 'nothing'}"
+        default = f" and would keep its default {parameter.default!r} for ever" * has_default
+        return [f"parameter {name!r} is not in the hook's specification{default}{hint}"]
     problems = []
-    if parameter.default is not parameter.empty:
+    if has_default:
         problems.append(f"parameter {name!r} has a default ({parameter.default!r}), so pluggy 1.6 would never pass it; remove it")
     wanted = spec.parameters[name].annotation
     if not _fits(given=wanted, wanted=parameter.annotation):
@@ -224,18 +216,12 @@ def _parameter_problems(name: str, parameter: inspect.Parameter, impl: _Signatur
     return problems
 
 
-def _unknown(parameter: inspect.Parameter, hint: str) -> str:
-    has_default = parameter.default is not parameter.empty
-    default = f" and would keep its default {parameter.default!r} for ever" if has_default else ""
-    return f"parameter {parameter.name!r} is not in the hook's specification{default}{hint}"
-
-
 def _fits(*, given: object, wanted: object) -> bool:
     """Whether a value annotated `given` may go where `wanted` stands. What cannot be decided fits."""
-    if given in _UNKNOWN or wanted in _UNKNOWN or _is_protocol(wanted):
+    if given in _UNKNOWN or _is_any(wanted):
         return True
-    if isinstance(given, str) or isinstance(wanted, str):
-        return _fits_by_text(given, wanted)
+    if isinstance(given, str) or isinstance(wanted, str):  # it could not be resolved: an object fits, and an equal name does
+        return _text(given) == _text(wanted) or any(_is_any(each) for each in alternatives(wanted))
     given_options, wanted_options = alternatives(given), alternatives(wanted)
     if len(given_options) == len(wanted_options) == 1:
         return _fits_alone(given, wanted)
@@ -251,25 +237,17 @@ def _fits_alone(given: object, wanted: object) -> bool:
     return issubclass(given_origin, wanted_origin) and all(_fits(given=one, wanted=other) for one, other in pairs)
 
 
-def _fits_by_text(given: object, wanted: object) -> bool:
-    """One side could not be resolved: equal names fit, and so does an unresolved class where a protocol or an object is wanted."""
-    if not isinstance(wanted, str) and any(_is_protocol(option) or option in _UNKNOWN for option in alternatives(wanted)):
-        return True
-    return _text(given) == _text(wanted)
-
-
 def alternatives(annotation: object) -> tuple[object, ...]:
     """The members of a union; of anything else, itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _is_protocol(annotation: object) -> bool:
-    return inspect.isclass(annotation) and Protocol in annotation.__bases__
+def _is_any(annotation: object) -> bool:
+    return annotation in _UNKNOWN or (inspect.isclass(annotation) and Protocol in annotation.__bases__)
 
 
 def _text(annotation: object) -> str:
-    """An annotation without the modules of its names."""
     raw = annotation.__name__ if inspect.isclass(annotation) and not typing.get_args(annotation) else str(annotation)
     words = "".join(c if c.isidentifier() or c.isdigit() or c == "." else f" {c} " for c in raw).split()
     text = "".join(word.rpartition(".")[2] for word in words)

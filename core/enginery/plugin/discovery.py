@@ -53,7 +53,7 @@ class Found:
     """An installed plugin. entry_point None: it is not to be imported, and the record says why."""
 
     record: PluginRecord
-    entry_point: EntryPoint | None
+    entry_point: EntryPoint | None = None
 
 
 def discover(wanted: Wanted) -> list[Found]:
@@ -79,17 +79,12 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return value in ("1", "true", "yes")
 
 
-def _block(name: str, wanted: Wanted) -> str:
-    """What blocks the plugin; empty if nothing does."""
-    if name in wanted.blocked:
-        return f"-p no:{name} or ENGINERY_BLOCKED_PLUGINS names it"
-    return "--no-plugins or ENGINERY_NO_PLUGINS is set" if wanted.no_plugins else ""
-
-
 def _with_status(item: Found, same_name: list[PluginRecord], wanted: Wanted) -> Found:
     record = item.record
-    if blocked := _block(record.name, wanted):
-        return _settled(item, Status.BLOCKED, f"{blocked}; leave that out to use it")
+    if record.name in wanted.blocked or wanted.no_plugins:
+        named = f"-p no:{record.name} or ENGINERY_BLOCKED_PLUGINS names it"
+        why = named if record.name in wanted.blocked else "--no-plugins or ENGINERY_NO_PLUGINS is set"
+        return _settled(item, Status.BLOCKED, f"{why}; leave that out to use it")
     if record.status is not Status.AVAILABLE:
         return item
     if record.name == CORE:
@@ -111,7 +106,7 @@ def _absent(item: Found, told: Sequence[PluginRecord]) -> Found:
 
 
 def _settled(item: Found, status: Status, reason: str) -> Found:
-    return Found(record=replace(item.record, status=status, reason=reason), entry_point=None)
+    return Found(record=replace(item.record, status=status, reason=reason))
 
 
 def _installed() -> Iterable[Found]:
@@ -126,16 +121,8 @@ def _installed() -> Iterable[Found]:
             others.setdefault(str(canonicalize_name(found.record.name)), found)
     yield from (found for name, found in others.items() if name not in copies)
     for same in copies.values():
-        yield from _of_one_name(same)
-
-
-def _of_one_name(copies: list[_Metadata]) -> Iterable[Found]:
-    used = _used(copies)
-    for metadata in copies:
-        if metadata is used:
-            yield from _offered(metadata)
-        elif metadata.version != used.version:
-            yield from _stale(metadata, used)
+        used = _used(same)
+        yield from (found for metadata in same for found in _offered(metadata, used))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,29 +162,25 @@ def _used(same: list[_Metadata]) -> _Metadata:
     return max(here, key=lambda copy: Version("0" if copy.problem else copy.version))
 
 
-def _offered(metadata: _Metadata) -> Iterable[Found]:
-    if metadata.problem:
+def _offered(metadata: _Metadata, used: _Metadata) -> Iterable[Found]:
+    """Of the copy that is used, or of a stale one, which is told all the same."""
+    status, why = (Status.INCOMPATIBLE, metadata.refusal) if metadata.refusal else (Status.AVAILABLE, "")
+    if metadata is not used:
+        if metadata.version == used.version:
+            return
+        status, old_place = Status.CONFLICT, f"{metadata.name} {metadata.version} in {metadata.place}"
+        advice = "uninstall the distribution until pip finds no more of it, then install it again"
+        why = f"stale metadata, not used: {old_place} besides {used.version} in {used.place}; {advice}"
+    elif metadata.problem:
         why = f"its metadata in {metadata.place} cannot be read: {metadata.problem}; install it again"
-        yield _row(metadata, metadata.name, Status.BROKEN, why)
-    for entry_point in metadata.entry_points:
-        if metadata.refusal:
-            yield _row(metadata, entry_point.name, Status.INCOMPATIBLE, metadata.refusal)
-        else:
-            yield replace(_row(metadata, entry_point.name, Status.AVAILABLE, ""), entry_point=entry_point)
+        yield Found(record=_record(metadata.name, metadata, Status.BROKEN, why))
+    for each in metadata.entry_points:
+        usable = each if status is Status.AVAILABLE else None
+        yield Found(record=_record(each.name, metadata, status, why), entry_point=usable)
 
 
-def _stale(metadata: _Metadata, used: _Metadata) -> Iterable[Found]:
-    why = (
-        f"stale metadata, not used: {metadata.name} {metadata.version} in {metadata.place} besides {used.version} in {used.place}; "
-        "uninstall the distribution until pip finds no more of it, then install it again"
-    )
-    for entry_point in metadata.entry_points:
-        yield _row(metadata, entry_point.name, Status.CONFLICT, why)
-
-
-def _row(metadata: _Metadata, name: str, status: Status, reason: str) -> Found:
-    record = PluginRecord(name=name, distribution=metadata.name, version=metadata.version, status=status, reason=reason)
-    return Found(record=record, entry_point=None)
+def _record(name: str, metadata: _Metadata, status: Status, reason: str) -> PluginRecord:
+    return PluginRecord(name=name, distribution=metadata.name, version=metadata.version, status=status, reason=reason)
 
 
 def _unregistered(distribution: Distribution) -> Found | None:
@@ -216,9 +199,7 @@ def _unregistered(distribution: Distribution) -> Found | None:
         f"it requires enginery and has no entry point in the group {GROUP} ({has}), so nothing of it is used; "
         f"if it is a plugin, give its pyproject.toml [project.entry-points.{GROUP}] and install it again"
     )
-    return Found(
-        record=PluginRecord(name=name, distribution=name, version=version, status=Status.UNREGISTERED, reason=why), entry_point=None
-    )
+    return Found(record=PluginRecord(name=name, distribution=name, version=version, status=Status.UNREGISTERED, reason=why))
 
 
 def _is_core(requirement: Requirement) -> bool:

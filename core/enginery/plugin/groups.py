@@ -81,7 +81,6 @@ def descriptor_problems(group: HookGroup, spec: object) -> list[str]:
 
 
 def _own_problems(spec: Descriptor) -> list[str]:
-    """What is wrong with fields that only this kind of descriptor has."""
     match spec:
         case AttnBackendSpec():
             return _capability_problems(spec.capabilities)
@@ -112,6 +111,17 @@ def _draft_problems(spec: DrafterSpec) -> list[str]:
     return problems
 
 
+def _operation_problems(provided: Iterable[str]) -> list[str]:
+    known = {field.name for field in fields(OpTable)}
+    return _names_problems("provides", provided) or [
+        f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(provided) - known
+    ]
+
+
+def _is_version(api: object) -> bool:
+    return isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)
+
+
 def version_refusal(group: HookGroup, spec: Descriptor) -> str:
     """Why a descriptor's contract version does not fit this core; empty if it does: same major, minor not above the core's."""
     core, (major, minor) = CONTRACT_VERSIONS[group], spec.api
@@ -130,10 +140,6 @@ def claims(group: HookGroup, spec: Descriptor) -> list[str]:
     if options_type(spec) is not None and not shares:
         taken.append(f"options {spec.name}")
     return taken
-
-
-def _is_version(api: object) -> bool:
-    return isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)
 
 
 def _type_problems(given: Mapping[str, object]) -> list[str]:
@@ -160,11 +166,4 @@ def _capability_problems(capabilities: object) -> list[str]:
         f"capabilities.{name} is {sorted(map(str, values[name]))}, of which the engine knows none; it knows {', '.join(known)}"
         for name, known in _KNOWN.items()
         if values[name].isdisjoint(known)
-    ]
-
-
-def _operation_problems(provided: Iterable[str]) -> list[str]:
-    known = {field.name for field in fields(OpTable)}
-    return _names_problems("provides", provided) or [
-        f"it provides {op!r}, which is no operation{did_you_mean(op, known)}" for op in set(provided) - known
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +34,6 @@ class Plugin:
     offers: tuple[Offer[Descriptor], ...] = ()
 
     def failed(self, status: Status, reason: str) -> Plugin:
-        """The same plugin without its parts."""
         return Plugin(record=replace(self.record, status=status, reason=reason))
 
 
@@ -79,7 +78,14 @@ def settle_conflicts(plugins: Sequence[Plugin]) -> list[Plugin]:
     for plugin in plugins:
         for claim in _claims(plugin):
             owners[claim].append(plugin)
-    return [_settled(plugin, owners) for plugin in plugins]
+    settled = []
+    for plugin in plugins:
+        rivals = {claim: owners[claim] for claim in _claims(plugin) if len(owners[claim]) > 1}
+        if rivals and plugin.record.name != CORE:
+            told = (f"{claim} is registered by {' and '.join(str(each.record) for each in by)}" for claim, by in rivals.items())
+            plugin = plugin.failed(Status.CONFLICT, f"{'; '.join(told)}; block one with -p no:NAME or uninstall it")
+        settled.append(plugin)
+    return settled
 
 
 def explain(error: BaseException) -> str:
@@ -126,7 +132,6 @@ def _checked(plugin: Plugin) -> Plugin:
 
 
 def _shown(offers: Sequence[Offer[Descriptor]], manager: StrictPluginManager, name: str) -> tuple[str, ...]:
-    """`PluginRecord.offers`."""
     other = [shown for shown, hook in _OTHER_OFFERS.items() if manager.implements(name, hook)]
     return tuple(sorted([*(f"{offer.group}:{offer.name}" for offer in offers), *other]))
 
@@ -150,7 +155,6 @@ def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -
 
 
 def _plugin_problems(manager: StrictPluginManager, offers: Sequence[Offer[Descriptor]], name: str) -> list[str]:
-    """What is wrong with the descriptors of one plugin taken together."""
     counted = Counter(claim for offer in offers for claim in claims(offer.group, offer.spec))
     problems = [f"{claim} is registered {count} times" for claim, count in sorted(counted.items()) if count > 1]
     for group in GROUPS:
@@ -174,19 +178,6 @@ def _create_problems(manager: StrictPluginManager, group: HookGroup, offered: Se
 def _claims(plugin: Plugin) -> list[str]:
     package = [] if plugin.module is None else [f"package {plugin.module.__name__}"]
     return package + [claim for offer in plugin.offers for claim in claims(offer.group, offer.spec)]
-
-
-def _settled(plugin: Plugin, owners: Mapping[str, Sequence[Plugin]]) -> Plugin:
-    if plugin.record.name == CORE:
-        return plugin
-    reasons = []
-    for claim in _claims(plugin):
-        if len(owners[claim]) > 1:
-            names = " and ".join(str(owner.record) for owner in owners[claim])
-            reasons.append(f"{claim} is registered by {names}")
-    if not reasons:
-        return plugin
-    return plugin.failed(Status.CONFLICT, "; ".join(reasons) + "; block one with -p no:NAME or uninstall it")
 
 
 def _without_device(plugin: Plugin) -> Plugin:

@@ -25,7 +25,6 @@ class Manifest:
 
     @classmethod
     def of(cls, records: Sequence[PluginRecord], *, options: tuple[str, ...], blocked: tuple[str, ...]) -> Manifest:
-        """The manifest of the plugins that these records say are live."""
         entries = (
             PluginId(name=record.name, distribution=record.distribution, version=record.version, offers=record.offers)
             for record in records

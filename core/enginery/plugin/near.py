@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from operator import attrgetter
 from typing import Final
 
 _WORD: Final = re.compile(r"[^\W_]+")
@@ -33,16 +34,12 @@ def _edits(name: str, known: str) -> int | None:
         return None
     letters, given, meant = len(name) + len(known), _plain(name), _plain(known)
     words, meant_words = set(_WORD.findall(given)), set(_WORD.findall(meant))
-    alike = _num_alike(given, meant)
+    alike = sum(map(attrgetter("size"), SequenceMatcher(None, given, meant, autojunk=False).get_matching_blocks()))
     edits = letters - 2 * alike
     is_part = len(name) >= _BEGINNING and (meant.startswith(given) or words < meant_words)
     has_more = set() < meant_words < words or (given.startswith(meant) and 2 * len(name) <= 3 * len(known))
     is_slip = 1 < alike >= edits <= max(2, letters // 12) and _digits(name) == _digits(known)
     return edits if is_part or has_more or is_slip else None
-
-
-def _num_alike(one: str, other: str) -> int:
-    return sum(block.size for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks())
 
 
 def _plain(name: str) -> str:

@@ -76,24 +76,16 @@ def _build(name: str, kind: type, given: Mapping[str, str]) -> object:
             raise ConfigError(
                 f"-o {name}.{key}: {name} has no such option{did_you_mean(key, hints) or '.'} It has {known_names(hints)}."
             )
-        values[key] = _value(f"-o {name}.{key}={text}", text, hints[key])
+        kinds, value = alternatives(hints[key]), text.strip()
+        if value.lower() == "none" and type(None) in kinds:
+            values[key] = None
+            continue
+        try:
+            values[key] = msgspec.convert(value, hints[key], strict=False)
+        except msgspec.ValidationError as error:
+            wanted = " or ".join(_KIND_TEXTS.get(kind) or " or ".join(map(str, typing.get_args(kind))) for kind in kinds)
+            raise ConfigError(f"-o {name}.{key}={text}: the value must be {wanted}") from error
     try:
         return kind(**values)
     except FAULTS as error:  # a plugin's own check
         raise ConfigError(f"the options of {name} do not go together: {error}") from error
-
-
-def _value(shown: str, text: str, hint: object) -> object:
-    if text.strip().lower() == "none" and type(None) in alternatives(hint):
-        return None
-    try:
-        return msgspec.convert(text.strip(), hint, strict=False)
-    except msgspec.ValidationError as error:
-        kinds = " or ".join(_kind_text(kind) for kind in alternatives(hint))
-        raise ConfigError(f"{shown}: the value must be {kinds}") from error
-
-
-def _kind_text(kind: object) -> str:
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(str(choice) for choice in typing.get_args(kind))
-    return _KIND_TEXTS[kind]

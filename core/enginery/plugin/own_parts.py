@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.parallel import ExecutorSpec, LaunchPlan, RunningRanks
-from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
+from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.errors import ConfigError
 from enginery.plugin.hookspecs import hookimpl
-
-
-def _first_come(request: QueuedFacts) -> tuple[float, ...]:
-    return (request.priority, request.arrival_s)
-
-
-def _shortest(request: QueuedFacts) -> tuple[float, ...]:
-    return (request.priority, request.num_tokens, request.arrival_s)
 
 
 @hookimpl
 def register_schedule_policies() -> list[SchedulePolicySpec]:
     """First come first served, the default, and shortest first; both within a priority."""
+    shortest = attrgetter("priority", "num_tokens", "arrival_s")
     return [
-        SchedulePolicySpec(name="fcfs", api=(2, 0), key=_first_come, summary="by priority, then by arrival"),
-        SchedulePolicySpec(name="shortest-first", api=(2, 0), key=_shortest, summary="by priority, then by number of tokens"),
+        SchedulePolicySpec(
+            name="fcfs", api=(2, 0), key=attrgetter("priority", "arrival_s"), summary="by priority, then by arrival"
+        ),
+        SchedulePolicySpec(name="shortest-first", api=(2, 0), key=shortest, summary="by priority, then by number of tokens"),
     ]
-
-
-def _local(plan: LaunchPlan) -> RunningRanks:
-    return plan.start([plan.command] * plan.num_others)
 
 
 def _join(plan: LaunchPlan) -> RunningRanks:
@@ -52,6 +45,11 @@ def register_drafters() -> list[DrafterSpec]:
 def register_executors() -> list[ExecutorSpec]:
     """Ranks as processes of this host, or as those that join from others."""
     return [
-        ExecutorSpec(name="local", api=(2, 0), launch=_local, summary="processes of this host"),
+        ExecutorSpec(
+            name="local",
+            api=(2, 0),
+            launch=lambda plan: plan.start([plan.command] * plan.num_others),
+            summary="processes of this host",
+        ),
         ExecutorSpec(name="join", api=(2, 1), launch=_join, summary="those that join by engine rank --join", listen=_listen),
     ]

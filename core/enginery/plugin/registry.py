@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 from enginery.contracts.attention import (
     AttnBackend,
@@ -42,7 +41,6 @@ from enginery.plugin.selection import Selection, choose_family, ranked, refusals
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-BuiltT = TypeVar("BuiltT")
 _log = logging.getLogger(__name__)
 
 
@@ -100,9 +98,8 @@ class Registry:
     def create_attn_backend(self, name: str, context: BackendContext) -> AttnBackend:
         """Build the backend `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
         offer = named(self.attn_backends, name, "attention backend", self.records)
-        hook = self.manager.only(offer.plugin, "create_attn_backend")
-        build: Callable[[], AttnBackend | None] = functools.partial(hook, name=name, context=context)
-        return _built(offer, hook.name, build)
+        backend: AttnBackend = self._created(offer, "create_attn_backend", name=name, context=context)
+        return backend
 
     def sparse_coordinator(self, name: str) -> Offer[SparseCoordinatorSpec]:
         """The coordinator of that name. Raises `PluginError` with the near matches."""
@@ -111,9 +108,18 @@ class Registry:
     def create_sparse_coordinator(self, name: str, context: CoordinatorContext) -> SparseCoordinator:
         """Build the coordinator `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
         offer = self.sparse_coordinator(name)
-        hook = self.manager.only(offer.plugin, "create_sparse_coordinator")
-        build: Callable[[], SparseCoordinator | None] = functools.partial(hook, context=context)
-        return checked(offer, _built(offer, hook.name, build), SparseCoordinator)
+        coordinator: SparseCoordinator = self._created(offer, "create_sparse_coordinator", context=context)
+        return checked(offer, coordinator, SparseCoordinator)
+
+    def _created(self, offer: Offer[object], hook: str, **given: object) -> Any:
+        try:
+            created = self.manager.only(offer.plugin, hook)(**given)
+        except FAULTS as error:
+            raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
+        if created is None:
+            why = f"registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there"
+            raise PluginError(f"{offer.source} {why}")
+        return created
 
     def find_model(self, config: Mapping[str, Any]) -> tuple[Offer[ModelSpec], str]:
         """The family for a config.json, and why it is that one: of its `architectures` the first that any serves.
@@ -143,7 +149,6 @@ class Registry:
         return named(self.schedule_policies, "fcfs" if name == "auto" else name, "schedule policy", self.records)
 
     def checkpoint(self, name: str) -> Offer[CheckpointSpec] | None:
-        """The installed checkpoint of that name, if there is one."""
         return next((offer for offer in self.checkpoints if offer.name == name), None)
 
     def default_checkpoint(self) -> Offer[CheckpointSpec]:
@@ -158,7 +163,6 @@ class Registry:
         return self.options.get(name)
 
     def implementing(self, hook: str) -> list[PluginRecord]:
-        """The live plugins that implement `hook`."""
         return [record for record in self.records if record.is_live and self.manager.implements(record.name, hook)]
 
     def register_routes(
@@ -208,22 +212,8 @@ def raised_in(error: BaseException, registry: Registry) -> str:
     return ""
 
 
-def _built(offer: Offer[object], hook: str, build: Callable[[], BuiltT | None]) -> BuiltT:
-    """What the plugin's hook builds. Raises `PluginError` that names the plugin."""
-    try:
-        built = build()
-    except FAULTS as error:
-        raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
-    if built is None:
-        raise PluginError(f"{offer.source} registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there")
-    return built
-
-
 def _of(loaded: Loaded, kind: type[SpecT]) -> tuple[Offer[SpecT], ...]:
-    def is_kind(offer: Offer[object]) -> TypeGuard[Offer[SpecT]]:
-        return isinstance(offer.spec, kind)
-
-    return tuple(filter(is_kind, loaded.offers))
+    return cast("tuple[Offer[SpecT], ...]", tuple(offer for offer in loaded.offers if isinstance(offer.spec, kind)))
 
 
 def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blocked: tuple[str, ...]) -> Registry:

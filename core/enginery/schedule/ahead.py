@@ -48,9 +48,9 @@ class Ahead:
         """
         if not self._goes_on():
             return None
-        scheduler, (before, _) = self._scheduler, self._scheduler.in_flight[0]
-        counts = self._drafting.coming(scheduler.table.running, before.draft_len)
-        built = None if counts is None else BatchPlanner(scheduler.table, scheduler.settings).fill_ahead(counts)
+        scheduler, table, (before, _) = self._scheduler, self._scheduler.table, self._scheduler.in_flight[0]
+        counts = self._drafting.coming(table.running, before.draft_len)
+        built = None if counts is None else BatchPlanner(table, scheduler.settings).fill_ahead(counts)
         if built is None:
             return None
         built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)
@@ -65,7 +65,12 @@ class Ahead:
         (before, requests), (ahead, own) = self._scheduler.in_flight
         self.unsettled = None
         if not is_launched and all_end(requests, output):
-            self._take_back(ahead, own)
+            # No worker has heard of the step. Its requests end, and their pages and seats go back as always.
+            self._scheduler.in_flight.pop()
+            self._scheduler.next_number -= 1
+            self._scheduler.table.kv.released[:0] = np.frombuffer(ahead.released, INT).tolist()
+            for request in own:
+                request.in_flight -= 1
             return msgspec.structs.replace(ahead, items=b"")
         step = settled(ahead, own, before, output, is_launched=is_launched)
         self._scheduler.in_flight[-1] = step, own
@@ -79,14 +84,6 @@ class Ahead:
         before, requests = in_flight[0]
         decodes = before.phase in (Phase.DECODE, Phase.VERIFY) and before.draft_len > 0
         return decodes and len(table.running) > 0 and {*table.running} <= {*requests}
-
-    def _take_back(self, step: StepInput, requests: Sequence[Request]) -> None:
-        """No worker has heard of the step. Its requests end, and their pages and seats go back as always."""
-        self._scheduler.in_flight.pop()
-        self._scheduler.next_number -= 1
-        self._scheduler.table.kv.released[:0] = np.frombuffer(step.released, INT).tolist()
-        for request in requests:
-            request.in_flight -= 1
 
 
 def all_end(requests: Sequence[Request], output: StepOutput) -> bool:

@@ -10,10 +10,12 @@ runs too, and all agree on the way and on the padding before anything is planned
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 
 from enginery.contracts.grammars import GrammarState
@@ -26,7 +28,7 @@ from enginery.schedule.queue import prompt_tokens
 from enginery.schedule.request import Request
 from enginery.schedule.routing import Standing, choose
 from enginery.schedule.scheduler import Scheduler
-from enginery.schedule.step import StepBuilder, agreed
+from enginery.schedule.step import agreed
 
 ValueT = TypeVar("ValueT")
 
@@ -51,27 +53,22 @@ class LaneScheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that are admitted, in whichever lane."""
         return sum(lane.num_running for lane in self._lanes)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, in whichever lane."""
         return sum(lane.num_waiting for lane in self._lanes)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended or a step has not completed."""
         return any(lane.has_work for lane in self._lanes)
 
     @property
     def pages(self) -> Mapping[str, PageCounts]:
-        """Of all lanes together, by kind of memory."""
         return all_pages([lane.pages for lane in self._lanes])
 
     @property
     def lanes(self) -> tuple[LaneCounts, ...]:
-        """The requests and pages of each, by its number."""
         return tuple(
             LaneCounts(num_running=lane.num_running, num_waiting=lane.num_waiting, pages=lane.pages) for lane in self._lanes
         )
@@ -80,13 +77,25 @@ class LaneScheduler:
         """Queue it where the least work is left for it. Raises as `Scheduler.submit` does."""
         if self._lane_of(asked.request_id) is not None:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
-        place = _lane_for(asked, self._lanes, self._num_sent)
+        tokens, reuses = prompt_tokens(asked), asked.params.prompt_logprobs is None
+        standings = [
+            Standing(
+                serves=True,
+                is_silent=False,
+                is_full=False,
+                waiting=lane.table.num_ahead,
+                cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0,
+                num_sent=sent,
+            )
+            for lane, sent in zip(self._lanes, self._num_sent, strict=True)
+        ]
+        place = choose(len(tokens), standings)
+        assert place is not None, "every lane serves"
         elsewhere = sum(lane.num_waiting for number, lane in enumerate(self._lanes) if number != place)
         self._lanes[place].submit(asked, held=held, num_elsewhere=elsewhere)
         self._num_sent[place] += 1
 
     def release(self, request_id: str, grammar: GrammarState) -> None:
-        """Let a held request run, with what its output must be."""
         lane = self._lane_of(request_id)
         assert lane is not None, f"request {request_id!r} is held"
         lane.release(request_id, grammar)
@@ -106,17 +115,25 @@ class LaneScheduler:
             self.requests = ()
             return self._lanes[0].begin(built[0], way)
         step = together([lane.begin(each, way, even_idle=True) for lane, each in zip(self._lanes, built, strict=True)])
-        self.requests = _in_order(step, built)
+        of_lanes = list(itertools.chain.from_iterable(each.requests for each in built))
+        self.requests = [of_lanes[place] for place in np.argsort(np.concatenate(step.lane_places)).tolist()]
         return step
 
     def complete(
         self, step: StepInput, output: StepOutput, refused: Mapping[int, str] = MappingProxyType({})
     ) -> list[RequestOutput]:
-        """Take in what a step gave, lane by lane."""
         outputs: list[RequestOutput] = []
         for lane, own, places in zip(self._lanes, step.lanes, step.lane_places, strict=True):
             at = places.tolist()
-            outputs += lane.complete(own, _part(output, at), _of(refused, at))
+            part = msgspec.structs.replace(
+                output,
+                token_ids=[output.token_ids[place] for place in at],
+                logprobs=_of(output.logprobs, at),
+                prompt_logprobs=_of(output.prompt_logprobs, at),
+                embeddings=_of(output.embeddings, at),
+                failed=_of(output.failed, at),
+            )
+            outputs += lane.complete(own, part, _of(refused, at))
         return outputs
 
     def fail(self, failed: StepInput | Iterable[str]) -> list[Request]:
@@ -127,7 +144,6 @@ class LaneScheduler:
         return [request for lane in self._lanes for request in lane.fail(asked)]
 
     def check_idle(self) -> None:
-        """Of every lane by itself, see `Scheduler.check_idle`."""
         for lane in self._lanes:
             lane.check_idle()
 
@@ -138,44 +154,6 @@ class LaneScheduler:
 AnyScheduler: TypeAlias = Scheduler | LaneScheduler
 
 
-def _lane_for(asked: GenerationRequest, lanes: Sequence[Scheduler], num_sent: Sequence[int]) -> int:
-    """The place of the lane with the fewest tokens to compute, those of the prompt that it has not cached with them."""
-    tokens, reuses = prompt_tokens(asked), asked.params.prompt_logprobs is None
-    standings = [
-        Standing(
-            serves=True,
-            is_silent=False,
-            is_full=False,
-            waiting=lane.table.num_ahead,
-            cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0,
-            num_sent=sent,
-        )
-        for lane, sent in zip(lanes, num_sent, strict=True)
-    ]
-    place = choose(len(tokens), standings)
-    assert place is not None, "every lane serves"
-    return place
-
-
-def _in_order(step: StepInput, built: Sequence[StepBuilder]) -> list[Request]:
-    """Of the step's items."""
-    of_lanes = [request for each in built for request in each.requests]
-    return [of_lanes[place] for place in np.argsort(np.concatenate(step.lane_places)).tolist()]
-
-
-def _part(output: StepOutput, at: Sequence[int]) -> StepOutput:
-    """What it says of the items at these places, counted from 0."""
-    return StepOutput(
-        number=output.number,
-        token_ids=[output.token_ids[place] for place in at],
-        logprobs=_of(output.logprobs, at),
-        prompt_logprobs=_of(output.prompt_logprobs, at),
-        embeddings=_of(output.embeddings, at),
-        failed=_of(output.failed, at),
-        captured=output.captured,
-        times=output.times,
-    )
-
-
 def _of(by_place: Mapping[int, ValueT], at: Sequence[int]) -> dict[int, ValueT]:
+    """What is said of the items at these places, counted from 0."""
     return {own: by_place[place] for own, place in enumerate(at) if place in by_place}

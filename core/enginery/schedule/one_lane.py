@@ -42,7 +42,10 @@ def _as_one(step: StepInput, pages: Mapping[MemoryKind, int]) -> StepInput:
     if any(own.inputs or own.parents for own in step.lanes):
         raise ConfigError(f"step {step.number} has inputs of a model's own, or branches, and of lanes these are not run again")
     order = np.argsort(np.concatenate(step.lane_places)).tolist()
-    ids = [part for own in step.lanes for part in _ids_of_items(own)]
+    ids = list[np.ndarray]()  # the tokens of each item that the host knows
+    for own in step.lanes:
+        items = own.columns()
+        ids += np.split(np.frombuffer(own.input_ids, INT), np.cumsum(items.num_tokens - items.pending))[:-1]
     return msgspec.structs.replace(
         step,
         input_ids=b"".join([ids[place].tobytes() for place in order]),
@@ -51,13 +54,6 @@ def _as_one(step: StepInput, pages: Mapping[MemoryKind, int]) -> StepInput:
         released=b"".join([own.released for own in step.lanes]),
         lanes=(),
     )
-
-
-def _ids_of_items(step: StepInput) -> list[np.ndarray]:
-    """The tokens of each that the host knows."""
-    items = step.columns()
-    parts = np.split(np.frombuffer(step.input_ids, INT), np.cumsum(items.num_tokens - items.pending))
-    return parts[:-1]  # behind the last there is nothing
 
 
 def _moved_pages(step: StepInput, pages: Mapping[MemoryKind, int]) -> dict[MemoryKind, NewPages]:

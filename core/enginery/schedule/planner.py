@@ -56,7 +56,9 @@ class BatchPlanner:
         prompts = self._schedule_verifications() if self._drafts else self._schedule_decodes()
         self._step.num_decode = num_decode = len(self._step.requests)
         if num_decode:
-            self._budget = self._prefill_budget(prompts, num_decode)
+            waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
+            wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
+            self._budget = min(self._budget, -(-(wanted + num_decode) // TILE_ROWS) * TILE_ROWS - num_decode)
         for request in prompts:
             self._schedule_chunk(request)
         if not self.preempted:
@@ -138,7 +140,6 @@ class BatchPlanner:
         return [request for request in self._table.running if request.num_expected - request.num_computed > 1]
 
     def _add_drafts(self, chosen: Sequence[tuple[Request, Sequence[int]]]) -> None:
-        """Schedule the last token of these requests, and their drafts. They have the pages."""
         length = self._step.decode_len = 1 + max((len(drafts) for _, drafts in chosen), default=0)
         self._budget -= length * len(chosen)
         for request, drafts in chosen:
@@ -149,19 +150,11 @@ class BatchPlanner:
 
     def _drafts_with_room(self, request: Request, drafts: Sequence[int]) -> Sequence[int]:
         """Of these those whose pages are there: nobody is preempted for a guess."""
-        start, kv = request.num_computed, request.kv
-        while drafts and not self._kv.missing(kv, start, start + 1 + len(drafts)).fits(self._kv.available):
+        while drafts and not self._is_room(request, 1 + len(drafts)):
             drafts = drafts[:-1]
         return drafts
 
-    def _prefill_budget(self, prompts: list[Request], num_decode: int) -> int:
-        """Prompt tokens that may join so many decoding requests."""
-        waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
-        wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
-        return min(self._budget, -(-(wanted + num_decode) // TILE_ROWS) * TILE_ROWS - num_decode)
-
     def _schedule_chunk(self, request: Request) -> None:
-        """As much of its known tokens as budget and memory allow."""
         if not self._budget or request.status is not RequestStatus.RUNNING:
             return
         start, known = request.num_computed, request.num_expected
@@ -172,7 +165,6 @@ class BatchPlanner:
             self._add(request, num_tokens)
 
     def _admit(self, prompts: list[Request]) -> None:
-        """Let waiting requests in, the head first, and schedule their first chunks."""
         table, headroom = self._table, -(-HEADROOM_TOKENS // self._settings.page_size)
         promised = NOTHING
         for request in prompts:
@@ -194,14 +186,16 @@ class BatchPlanner:
 
     def _find_room(self, request: Request, num_tokens: int) -> bool:
         """The same, without taking them."""
-        kv, start = request.kv, request.num_computed
-        stop = start + num_tokens
-        while not self._kv.missing(kv, start, stop).fits(self._kv.available):
+        while not self._is_room(request, num_tokens):
             # The pages of a leaving request come back with the step it is in; until then nobody else has to go.
             if self._table.running[-1] is request or self._table.leaving:
                 return False
             self.preempted.append(self._table.preempt_last().request_id)
         return True
+
+    def _is_room(self, request: Request, num_tokens: int) -> bool:
+        start = request.num_computed
+        return self._kv.missing(request.kv, start, start + num_tokens).fits(self._kv.available)
 
     def _take_pages(self, request: Request, num_tokens: int) -> None:
         """Its next item's, which are there."""

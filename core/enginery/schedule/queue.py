@@ -9,10 +9,10 @@ from operator import attrgetter
 
 from enginery.config.schema import ScheduleSettings
 from enginery.contracts.ops import LEAST_TEMPERATURE
-from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.request import GenerationRequest
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec
 from enginery.contracts.step import pack_params
-from enginery.errors import QueueFull, RequestError
+from enginery.errors import RequestError
 from enginery.kv.manager import SequenceKV
 from enginery.kv.prefix import TOKEN_TYPECODE
 from enginery.schedule.request import NEVER, Request
@@ -46,37 +46,28 @@ class WaitingQueue:
     def accept(self, asked: GenerationRequest, arrival_s: float) -> Request:
         """Make a request of what a sender asks for, ready to be added. Raises `RequestError` if it can never run."""
         limit = token_limit(asked, self._settings)
-        token_ids = prompt_tokens(asked)
-        facts = QueuedFacts(
-            request_id=asked.request_id, priority=asked.priority, arrival_s=arrival_s, num_tokens=len(asked.prompt_token_ids)
-        )
-        eos = frozenset[int]() if asked.params.ignore_eos else self._eos_token_ids
+        token_ids, params = prompt_tokens(asked), asked.params
+        num_prompt = len(token_ids)
+        facts = QueuedFacts(request_id=asked.request_id, priority=asked.priority, arrival_s=arrival_s, num_tokens=num_prompt)
+        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        is_greedy = params.temperature < LEAST_TEMPERATURE and not params.reads_tokens and not params.logit_bias
         return Request(
             asked=asked,
             token_ids=token_ids,
             limit=limit,
-            stop_ids=eos.union(asked.params.stop_token_ids),
+            stop_ids=eos.union(params.stop_token_ids),
             order=(self._policy.key(facts), arrival_s, next(self._numbers)),
-            num_prompt_tokens=len(token_ids),
-            num_expected=len(token_ids),
-            greedy_from=_greedy_from(asked),
-            reads_tokens=asked.params.reads_tokens,
-            reports_logprobs=asked.params.logprobs is not None or asked.params.prompt_logprobs is not None,
-            adjusts=_adjusts(asked.params),
-            packed_params=pack_params(asked.params),
+            num_prompt_tokens=num_prompt,
+            num_expected=num_prompt,
+            greedy_from=num_prompt + params.min_tokens if is_greedy else NEVER,
+            reads_tokens=params.reads_tokens,
+            reports_logprobs=params.logprobs is not None or params.prompt_logprobs is not None,
+            adjusts=params.reads_tokens or bool(params.logit_bias) or params.min_tokens > 0,
+            packed_params=pack_params(params),
             kv=SequenceKV(token_ids=token_ids, salt=asked.cache_salt),
         )
 
-    def check_room(self, *, num_held: int = 0) -> None:
-        """Raise `QueueFull` if a new request may not join, as others may that are held. Preempted ones always may."""
-        most = self._settings.max_queued_requests
-        if (waiting := len(self) + num_held) >= most:
-            raise QueueFull(
-                f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); retry in a few seconds"
-            )
-
     def add(self, request: Request) -> None:
-        """Put it at its place."""
         insort(self._requests, request, key=_order)
         self.num_tokens += request.num_expected
 
@@ -91,17 +82,6 @@ class WaitingQueue:
         """Raise AssertionError unless the requests stand in order and their tokens are counted."""
         assert self._requests == sorted(self._requests, key=_order), "the waiting requests are out of order"
         assert self.num_tokens == sum(request.num_expected for request in self._requests), "waiting tokens are miscounted"
-
-
-def _adjusts(params: SamplingParams) -> bool:
-    return params.reads_tokens or bool(params.logit_bias) or params.min_tokens > 0
-
-
-def _greedy_from(asked: GenerationRequest) -> int:
-    params = asked.params
-    if params.temperature >= LEAST_TEMPERATURE or params.reads_tokens or params.logit_bias:
-        return NEVER
-    return len(asked.prompt_token_ids) + params.min_tokens
 
 
 def prompt_tokens(asked: GenerationRequest) -> array[int]:

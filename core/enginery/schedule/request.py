@@ -71,7 +71,6 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """As its sender named it."""
         return self.asked.request_id
 
     @property
@@ -81,7 +80,6 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

@@ -31,7 +31,11 @@ def take_in(
     told, most = output.token_ids[index], num_drafts
     request.kv.num_written = end
     if num_drafts:
-        _take_back(request, num_drafts + 1 - len(told))
+        num_wrong = num_drafts + 1 - len(told)  # of its last drafts: what was computed of them is computed again
+        request.num_computed -= num_wrong
+        request.num_expected -= num_wrong
+        request.kv.num_written -= num_wrong
+        request.kv.ready = min(request.kv.ready, request.num_computed)
         room = request.limit - len(request.token_ids)
         told, most = told[:room], min(num_drafts, room - 1)  # guesses behind its limit are neither right nor wrong
     if index in refused:
@@ -40,14 +44,6 @@ def take_in(
     if num_drafts:
         request.kv.num_written = min(request.kv.num_written, len(request.token_ids))  # it may have ended amid its drafts
     return added
-
-
-def _take_back(request: Request, num_wrong: int) -> None:
-    """Its last drafts were wrong: what was computed of them is computed again."""
-    request.num_computed -= num_wrong
-    request.num_expected -= num_wrong
-    request.kv.num_written -= num_wrong
-    request.kv.ready = min(request.kv.ready, request.num_computed)
 
 
 def _append(request: Request, index: int, told: tuple[int, ...], output: StepOutput, *, num_drafts: int) -> RequestOutput:

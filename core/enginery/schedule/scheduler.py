@@ -14,7 +14,7 @@ from enginery.contracts.grammars import GrammarState
 from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.contracts.schedule import LaneCounts, PageCounts, SchedulePolicySpec
 from enginery.contracts.step import NO_SIZES, RunSizes, StepInput, StepOutput
-from enginery.errors import RequestError
+from enginery.errors import QueueFull, RequestError
 from enginery.kv.finite import FiniteMemory
 from enginery.kv.manager import KVCacheManager
 from enginery.kv.pages import PageAllocator
@@ -32,21 +32,18 @@ class Drafts(Protocol):
 
     def propose(self, table: RequestTable) -> Mapping[str, Sequence[int]]:
         """Those of running requests, by id. No step is in flight."""
-        ...
 
     def length(self, requests: Sequence[Request], num_coming: int, num_tokens: int) -> int:
         """How many tokens a draft model guesses at the end of a step of these. 0: it does not follow the step either.
 
         num_coming: requests that will decode together then, if none ends. num_tokens: of the step.
         """
-        ...
 
     def coming(self, requests: Sequence[Request], num_made: int) -> Sequence[int] | None:
         """How many guesses each of these has once the step in flight is told, at whose end `num_made` are made on the device.
 
         None: some are chosen, or their next tokens, by tokens that are not known before.
         """
-        ...
 
 
 class Scheduler:
@@ -128,7 +125,11 @@ class Scheduler:
         if asked.request_id in self.table.by_id:
             raise RequestError(f"the request id {asked.request_id!r} is in use; choose another one", param="request_id")
         request = self.table.waiting.accept(asked, self._clock())
-        self.table.waiting.check_room(num_held=len(self.table.held) + num_elsewhere)
+        most = self.settings.max_queued_requests  # preempted ones always may join
+        if (waiting := self.num_waiting + num_elsewhere) >= most:
+            raise QueueFull(
+                f"{waiting:,} requests are waiting, the most that --max-queued-requests allows ({most:,}); retry in a few seconds"
+            )
         self.table.enlist(request)
         if not held:
             self.table.release(request)
@@ -156,7 +157,9 @@ class Scheduler:
         planner = BatchPlanner(self.table, self.settings, drafts)
         built = planner.fill()
         if self._drafting is not None:
-            coming = _num_coming(built, self.table, most=self.settings.max_batch_requests)
+            coming = len(built.requests)  # that will decode together then: where prompts come in, those that wait follow them
+            if built.num_decode < coming:
+                coming = min(self.num_running + len(self.table.waiting), self.settings.max_batch_requests)
             built.draft_len = self._drafting.length(built.requests, coming, built.num_tokens)
         self.preempted = planner.preempted
         return self.begin(built, agreed([built], sizes))
@@ -226,10 +229,3 @@ class Scheduler:
             for request, count in zip(requests, step.columns().num_tokens.tolist(), strict=True):
                 request.num_unfollowed += count
         return requests
-
-
-def _num_coming(built: StepBuilder, table: RequestTable, *, most: int) -> int:
-    """Requests that will decode together behind a step: where prompts come in, those that wait follow them."""
-    if built.num_decode == len(built.requests):
-        return len(built.requests)
-    return min(len(table.running) + len(table.waiting), most)

@@ -35,7 +35,7 @@ class _PageNews:
 
 
 class StepBuilder:
-    """Collects one step, of one lane. requests: those of its items, in order.
+    """Collects one step, of one lane. requests: those of its items, in order. embedding: items whose hidden state is asked for.
 
     greedy: each token that is sampled is that of the largest logit. branches: whether drafts do. behind: see `StepInput`.
     """
@@ -53,7 +53,7 @@ class StepBuilder:
         self._window = _PageNews()
         self._has_states = has_states
         self._states: list[bytes] = []
-        self._embedding: list[int] = []
+        self.embedding: list[int] = []
         self._drafts: list[Sequence[int]] = []
         self.branches = False
 
@@ -92,7 +92,7 @@ class StepBuilder:
             request.num_expected = end + 1
             self.greedy &= end >= request.greedy_from
             if end == request.num_prompt_tokens and request.asked.embed:
-                self._embedding.append(len(self.requests))
+                self.embedding.append(len(self.requests))
         if num_tokens > 1:
             self._ids.extend(tokens[start:end])
         elif not pending:
@@ -126,8 +126,10 @@ class StepBuilder:
             window.num_told, window.first_told = window.stop, window.first
 
     def build(self, number: int, way: Agreed, released: Sequence[int]) -> StepInput:
-        """The step as a value."""
-        news = {FULL: self._pages, WINDOW: self._window}
+        news, parents = {FULL: self._pages, WINDOW: self._window}, array("i")
+        if self.branches:  # of each draft the row that it follows
+            each = (one.parents if isinstance(one, DraftTree) else range(-1, len(one) - 1) for one in self._drafts)
+            parents.extend(parent + 1 for found in each for parent in found)
         return StepInput(
             number=number,
             phase=self.phase,
@@ -139,26 +141,15 @@ class StepBuilder:
             pages={kind: new.packed() for kind, new in news.items() if new.rows},
             states=b"".join(self._states),
             released=array("i", released).tobytes(),
-            embedding=array("i", self._embedding).tobytes(),
-            parents=self._parents().tobytes() if self.branches else b"",
+            embedding=array("i", self.embedding).tobytes(),
+            parents=parents.tobytes(),
             decode_len=self.decode_len,
             draft_len=self.draft_len,
             behind=self.behind,
         )
 
-    def _parents(self) -> array[int]:
-        """Of each draft the row that it follows, where some branch."""
-        each = (one.parents if isinstance(one, DraftTree) else range(-1, len(one) - 1) for one in self._drafts)
-        return array("i", (parent + 1 for parents in each for parent in parents))
-
-    @property
-    def embeds(self) -> bool:
-        """Whether hidden states are asked for."""
-        return bool(self._embedding)
-
     @property
     def phase(self) -> Phase:
-        """What its items are at."""
         if self.num_decode == len(self.requests):
             plain = Phase.DECODE if self.decode_len == 1 else Phase.VERIFY
             return plain if self.requests else Phase.IDLE
@@ -172,7 +163,9 @@ def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
         sizes = _with_drafts(lanes, length, sizes)
     num_requests, num_tokens = max([len(built.requests) for built in lanes]), max([built.num_tokens for built in lanes])
     run = _run(lanes, num_requests, num_tokens, sizes=sizes)
-    return run, _padded(run, num_requests, num_tokens, length=length)
+    if run.way is Way.GRAPH:
+        return run, (run.size, run.size * length)
+    return run, (num_requests, run.size if run.way is Way.PIECES else num_tokens)
 
 
 def _with_drafts(lanes: Sequence[StepBuilder], length: int, sizes: RunSizes) -> RunSizes:
@@ -189,7 +182,7 @@ def _run(lanes: Sequence[StepBuilder], num_requests: int, num_tokens: int, *, si
     phase = lanes[0].phase if len(lanes) == 1 else phase_of([built.phase for built in lanes])
     greedy = False not in [built.greedy for built in lanes]
     tokens_only = greedy and True not in [request.reports_logprobs for built in lanes for request in built.requests]
-    embeds = True in [built.embeds for built in lanes]
+    embeds = True in [bool(built.embedding) for built in lanes]
     way, size = choose_way(phase, num_requests, num_tokens, sizes=sizes, embeds=embeds)
     return Run(way, size, greedy, tokens_only)
 
@@ -207,10 +200,3 @@ def _fitting(sizes: Sequence[int], count: int) -> int:
     """The smallest of the sizes that is enough; 0 if none is. sizes: the smallest first."""
     place = bisect_left(sizes, count)
     return sizes[place] if place < len(sizes) else 0
-
-
-def _padded(run: Run, num_requests: int, num_tokens: int, *, length: int) -> tuple[int, int]:
-    """length: rows of a request in a captured step."""
-    if run.way is Way.GRAPH:
-        return run.size, run.size * length
-    return num_requests, run.size if run.way is Way.PIECES else num_tokens

@@ -44,7 +44,6 @@ class RequestTable:
         self.held.add(request)
 
     def release(self, request: Request) -> None:
-        """Let a held request wait."""
         self.held.remove(request)
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
@@ -62,11 +61,6 @@ class RequestTable:
         insort(self.running, request, key=attrgetter("order"))
         insort(self.side_by_side, request, key=_beginning)
         return request
-
-    def place(self, request: Request) -> None:
-        """Put a running request next to those that begin like it, now that its prompt has pages."""
-        self.side_by_side.remove(request)
-        insort(self.side_by_side, request, key=_beginning)
 
     def preempt_last(self) -> Request:
         """Make the running request that is last in order wait again, once no step is in flight that it is in."""
@@ -109,7 +103,8 @@ class RequestTable:
             self.kv.finite.points.take_back(request.kv)
         if is_prompt and request.status is RequestStatus.RUNNING:
             self.kv.share(request.kv)
-            self.place(request)
+            self.side_by_side.remove(request)  # its prompt has pages now
+            insort(self.side_by_side, request, key=_beginning)
         elif request.kv.points:
             self.kv.finite.points.settle(request.kv)
 

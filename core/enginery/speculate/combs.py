@@ -17,5 +17,4 @@ def comb_parents(depth: int, siblings: int) -> tuple[int, ...]:
 
 
 def num_verified(depth: int, siblings: int) -> int:
-    """The tokens of a comb."""
     return depth * (1 + siblings)

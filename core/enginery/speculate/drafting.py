@@ -85,10 +85,12 @@ class Drafting:
             self._depth = self._drafter.depth
             found = self._drafter.of(wanted)
         else:
-            found = self._asked_of(self._drafter, [self._ask(request, most) for request, most in wanted])
+            found = self._asked_of(self._drafter, wanted)
         return {key: tokens for key, tokens in found if tokens}
 
-    def _asked_of(self, drafter: HostDrafter, asks: Sequence[DraftAsk]) -> list[tuple[str, Sequence[int]]]:
+    def _asked_of(self, drafter: HostDrafter, wanted: Sequence[tuple[Request, int]]) -> list[tuple[str, Sequence[int]]]:
+        self._asked |= {request.request_id: request for request, _ in wanted}
+        asks = [DraftAsk(each.request_id, each.token_ids, most, each.asked.cache_salt) for each, most in wanted]
         with inside(self._offer, "guess tokens"):
             told = drafter.propose(asks)
             if not isinstance(told, Sized) or len(told) != len(asks):
@@ -122,7 +124,6 @@ class Drafting:
                 self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
 
     def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
-        """From what was told of guesses for those that are followed."""
         followed = {request.request_id for request in requests if _is_followed(request)}
         for output in outputs:
             if output.num_drafted and output.request_id in followed:
@@ -131,10 +132,6 @@ class Drafting:
     def stop(self, requests: Iterable[Request]) -> None:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
         self._stopped |= {request.request_id: request for request in requests}
-
-    def _ask(self, request: Request, most: int) -> DraftAsk:
-        self._asked[request.request_id] = request
-        return DraftAsk(request.request_id, request.token_ids, most, request.asked.cache_salt)
 
     def _most(self, request: Request) -> int:
         """How many guesses it may have; 0 or less: it does not decode, wants none, has no room, or its grammar cannot go back."""

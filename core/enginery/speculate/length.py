@@ -87,14 +87,10 @@ class DraftLength:
     ) -> None:
         self.fixed, self._first, self._most_rows, self._siblings = fixed, FIRST_ON[device], most_rows, siblings
         self._lengths = [length for length in LENGTHS if length <= most] if fixed is None else [fixed]
+        self.most = self._lengths[-1]
         self._accepted = [_ACCEPTED_AT_FIRST] * max(self._lengths)
         self._num_guesses = [_GUESSES_AT_FIRST] * len(self._accepted)
         self._loads: dict[int, _Load] = {}
-
-    @property
-    def most(self) -> int:
-        """The largest that there may be."""
-        return self._lengths[-1]
 
     def of(self, num_requests: int) -> int:
         """For the next step of so many requests."""
@@ -137,14 +133,11 @@ class DraftLength:
         size = (num_requests - 1).bit_length()
         if size not in self._loads:
             wanted = next((length for most, length in self._first if num_requests <= most), 0)
-            lengths = [length for length in self._lengths if self._is_room(length, 1 << size)]
+            most_rows = self._most_rows >> size  # of a request: its own, and those of guesses and of what is beside them
+            lengths = [length for length in self._lengths if not length or 1 + num_verified(length, self._siblings) <= most_rows]
             begun = max(length for length in lengths if length <= wanted)
             self._loads[size] = _Load(lengths, begun if self._may_pay(begun) else 0)
         return self._loads[size]
-
-    def _is_room(self, length: int, num_requests: int) -> bool:
-        """Whether a step may verify so many guesses of each request, and what is beside them."""
-        return length == 0 or (1 + num_verified(length, self._siblings)) * num_requests <= self._most_rows
 
     def _may_pay(self, length: int) -> bool:
         """Whether so many guesses would tell clearly more tokens a second than none, if they cost nothing."""

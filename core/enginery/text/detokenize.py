@@ -42,7 +42,7 @@ class CompletionText:
         stop_token_id: the token that ended the output; as the last of `token_ids` it counts but adds no text, unless the request
         includes its stops. After a delta with `stopped_by` nothing may be fed.
         """
-        hides_last = self._hides_last(token_ids, stop_token_id)
+        hides_last = not self._include_stop and tuple(token_ids[-1:]) == (stop_token_id,)
         texts = []
         for place, token_id in enumerate(token_ids):
             is_last = place == len(token_ids) - 1
@@ -58,9 +58,6 @@ class CompletionText:
             text, stopped_by = self._add(self._pieces.rest())
             texts += [text, "" if stopped_by else self._stops.rest()]
         return TextDelta(text="".join(texts), num_tokens=len(token_ids), stopped_by=stopped_by)
-
-    def _hides_last(self, token_ids: Sequence[int], stop_token_id: int | None) -> bool:
-        return stop_token_id is not None and not self._include_stop and tuple(token_ids[-1:]) == (stop_token_id,)
 
     def _add(self, raw: str) -> tuple[str, str | None]:
         return self._stops.add(raw, may_stop=self._num_tokens >= self._min_tokens)
@@ -98,11 +95,9 @@ class StopStrings:
     def _first_that_may_stop(self) -> int:
         """Where in the held text a stop string may have begun; its length if nowhere."""
         first = max(0, len(self._held) - self._longest + 1)
-        candidates = (place for place in range(first, len(self._held)) if self._may_begin(self._held[place:]))
-        return next(candidates, len(self._held))
-
-    def _may_begin(self, text: str) -> bool:
-        return any(stop.startswith(text) and stop != text for stop in self._stops)
+        endings = ((place, self._held[place:]) for place in range(first, len(self._held)))
+        may_begin = (place for place, text in endings for stop in self._stops if stop.startswith(text) and stop != text)
+        return next(may_begin, len(self._held))
 
 
 class _Pieces:
@@ -136,9 +131,7 @@ class _Pieces:
         text = self._decode(self._ids)
         if text.startswith(self._base) and not text.endswith(_INCOMPLETE):
             return self._advance(text, len(self._ids))
-        if num_pending >= _HELD_TOKENS:
-            return self._advance_in_part(text)
-        return ""
+        return self._advance_in_part(text) if num_pending >= _HELD_TOKENS else ""
 
     def rest(self) -> str:
         text = self._decode(self._ids)

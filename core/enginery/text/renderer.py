@@ -51,7 +51,9 @@ class Renderer:
         except TimeoutError:
             raise RendererDied(f"no answer within {within_s:g} s", by_itself=False) from None
         except (OSError, EOFError):
-            code = self._ended()
+            code = -signal.SIGKILL
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_ENDS_WITHIN_S)
             raise RendererDied(f"it ended with exit code {code}", by_itself=code not in _NOT_BY_ITSELF) from None
 
     def _read(self, size: int, deadline_s: float) -> bytes:
@@ -63,11 +65,6 @@ class Renderer:
                 raise EOFError
             found += part
         return bytes(found)
-
-    def _ended(self) -> int:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return int(self._process.wait(_ENDS_WITHIN_S))
-        return -signal.SIGKILL
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:

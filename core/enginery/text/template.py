@@ -141,14 +141,10 @@ class ChatTemplate:
         try:
             return self._ready(self.limits.wall_s).exchange(b"", within_s=within_s) == b""
         except (RendererDied, TemplateStuck):
-            self._end()
+            self.close()
             return False
         finally:
             self._turn.release()
-
-    def close(self) -> None:
-        """End the process, if there is one."""
-        self._end()
 
     def _checked(self, variables: Mapping[str, object]) -> dict[str, object]:
         """The caller's variables. Raises `RequestError` for names that are taken or that no template can use."""
@@ -177,7 +173,7 @@ class ChatTemplate:
                 try:
                     return msgspec.msgpack.decode(self._ready(limits.wall_s).exchange(frame, within_s=limits.wall_s), type=Rendered)
                 except RendererDied as death:
-                    self._end()
+                    self.close()
                     if death.by_itself:
                         raise RequestError(
                             f"the chat template took over {limits.cpu_s:g} s or {limits.memory_bytes >> 20} MiB for these messages",
@@ -188,7 +184,6 @@ class ChatTemplate:
         raise TemplateStuck("the process that renders chat templates ended or hung twice; try again in a moment")
 
     def _ready(self, within_s: float) -> Renderer:
-        """The process, started if there is none. Raises `TemplateStuck` if it cannot be."""
         if self._renderer is None:
             start = Start(template=self.source or "", variables=self._variables, limits=self.limits)
             try:
@@ -197,7 +192,8 @@ class ChatTemplate:
                 raise TemplateStuck(f"the process that renders chat templates cannot be started: {error}") from error
         return self._renderer
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the process, if there is one."""
         renderer, self._renderer = self._renderer, None
         if renderer is not None:
             renderer.close()
@@ -210,7 +206,6 @@ def _told(messages: Sequence[Mapping[str, object]], source: str) -> list[dict[st
 
 
 def _check_final(messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool | None) -> None:
-    """Check that the final message can be continued. Raises `RequestError`."""
     final = messages[-1]
     why = ""
     if add_generation_prompt:

@@ -99,7 +99,6 @@ class _Arguments(dict[str, object]):
 
 
 def _environment() -> jinja2.Environment:
-    """A sandbox with the filters and functions that transformers gives to templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -180,7 +179,6 @@ def _joined(parts: Iterable[str], *, num_chars: int) -> str | None:
 
 
 def _refused(asked: Rendering, known: frozenset[str]) -> Rendered | None:
-    """Why these variables cannot be given to a template with the variables `known`."""
     told = f"its variables are {', '.join(sorted(known)) or 'none'}"[:500]
     for name in asked.variables.keys() - known:
         return Rendered(error=f"does not use the variable {name!r}; {told}", param="chat_template_kwargs")
@@ -212,7 +210,6 @@ def _until_mark(text: str, content: object, mark: str) -> Rendered:
 
 
 def main() -> None:
-    """Read frames and answer them until stdin ends."""
     source, answers = sys.stdin.buffer, sys.stdout.buffer
 
     def frame() -> bytes | None:

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from enginery.checkpoint.folder import read_json
-from enginery.errors import RequestError
-from enginery.text.generation_defaults import GenerationDefaults
+from enginery.contracts.request import SamplingParams
+from enginery.errors import CheckpointError, RequestError
 from enginery.text.template import ChatTemplate
 from enginery.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What a request gets for a field that it leaves out; None where the file says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> GenerationDefaults:
+        """Read generation_config.json of a folder. Raises `CheckpointError` for what no request could use."""
+        path = Path(folder) / "generation_config.json"
+        try:
+            found = msgspec.convert(read_json(path), type=cls)
+            SamplingParams(**found.given())
+            return found
+        except (msgspec.ValidationError, RequestError) as error:
+            raise CheckpointError(f"{path}: {error}; correct it, or start with --generation-config none") from error
+
+    def given(self) -> dict[str, Any]:
+        """The fields that the file has."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,10 +76,7 @@ class TextSide:
         tokenizer = Tokenizer.from_folder(source)
         defaults = GenerationDefaults.from_folder(folder) if use_generation_config else GenerationDefaults()
         template = ChatTemplate.from_folder(source, tokenizer, file=chat_template)
-        return cls(tokenizer=tokenizer, template=template, defaults=defaults, pooling=_pooling(Path(folder)))
-
-
-def _pooling(folder: Path) -> str | None:
-    modes = read_json(folder / "1_Pooling" / "config.json")
-    on = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
-    return on[0].removeprefix("pooling_mode_") if on else None
+        modes = read_json(Path(folder) / "1_Pooling" / "config.json")
+        on = [name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True]
+        pooling = on[0].removeprefix("pooling_mode_") if on else None
+        return cls(tokenizer=tokenizer, template=template, defaults=defaults, pooling=pooling)

@@ -6,6 +6,7 @@ Chat templates are in `template`, decoding of a growing output in `detokenize`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeGuard
@@ -18,9 +19,12 @@ from enginery.errors import CheckpointError, RequestError
 
 NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_KEYS: Final = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-_CLEANED: Final = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
+_CLEANED: Final = (
+    *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m")),
+    *((" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
+)
+_BYTE: Final = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token that spells a byte
 _NO_TEXT: Final = "the text holds half a surrogate pair, which is no Unicode text"
-_CLEANED_ENDINGS: Final = ((" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 
 
 class Tokenizer:
@@ -63,7 +67,9 @@ class Tokenizer:
             config |= read_json(path.with_name("special_tokens_map.json"))
         backend.no_truncation()
         backend.no_padding()
-        if _is_sentencepiece_llama(backend, config, read_json(path.with_name("config.json"))):
+        is_llama = read_json(path.with_name("config.json")).get("model_type", "llama") == "llama"
+        declared = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
+        if declared and is_llama and "ByteLevel" not in repr(backend.decoder):
             _as_llama(backend, config)
         _add_tokens(backend, config)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -88,7 +94,7 @@ class Tokenizer:
         """Text of `ids`; those that stand for no token are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         if self.cleans_up:
-            for spaced, closed in (*_CLEANED, *_CLEANED_ENDINGS):
+            for spaced, closed in _CLEANED:
                 text = text.replace(spaced, closed)
         return text
 
@@ -98,7 +104,7 @@ class Tokenizer:
 
     def is_byte(self, token_id: int) -> bool:
         """Whether `token_id` is one byte of a character that is spelt in bytes."""
-        return self.is_byte_fallback and _fallback_byte(self._backend.id_to_token(token_id) or "") is not None
+        return self.is_byte_fallback and _BYTE.fullmatch(self._backend.id_to_token(token_id) or "") is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text, were it in the middle of it."""
@@ -107,9 +113,8 @@ class Tokenizer:
             return token.encode()
         if self._byte_of is not None and all(char in self._byte_of for char in token):
             return bytes(self._byte_of[char] for char in token)
-        byte = _fallback_byte(token) if self.is_byte_fallback else None
-        if byte is not None:
-            return bytes([byte])
+        if self.is_byte_fallback and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
         return (token.replace(self._space, " ") if self._space else token).encode()
 
     def token_text(self, token_id: int) -> str:
@@ -154,11 +159,6 @@ def _malformed(what: str, found: object) -> CheckpointError:
     return CheckpointError(f"{what} in tokenizer_config.json is {found!r:.80}, which is no list of tokens; download the file again")
 
 
-def _is_sentencepiece_llama(backend: tokenizers.Tokenizer, config: Mapping[str, object], model: Mapping[str, object]) -> bool:
-    declared = str(config.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
-    return declared and model.get("model_type", "llama") == "llama" and "ByteLevel" not in repr(backend.decoder)
-
-
 def _as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
     """transformers 5 does not take these parts of such a checkpoint from tokenizer.json; they differ after special tokens."""
     prefixed = config.get("add_prefix_space") is not False
@@ -180,16 +180,6 @@ def _is_token(value: object) -> TypeGuard[str | Mapping[str, object]]:
 
 def _content(value: str | Mapping[str, object]) -> str:
     return value if isinstance(value, str) else str(value["content"])
-
-
-def _fallback_byte(token: str) -> int | None:
-    """The byte that `<0xE2>` spells."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return int(token[3:5], 16)
-        except ValueError:
-            return None
-    return None
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -49,29 +49,30 @@ class Captured(NamedTuple):
     drafts: DraftGraphs | None = None
 
 
-class Speculation(NamedTuple):
-    """draft_model: what guesses, unless it is of the host. forced: for benchmarks, whether guesses are right is drawn. siblings:
-    tokens beside each guess of the model."""
-
-    draft_model: DraftModel | None = None
-    forced: ForcedAcceptance | None = None
-    siblings: int = 0
-
-
 class Runner:
     """Owns the model and its backend. Between steps it remembers, by seat, page tables and each last token, on the device.
 
-    agreement: among tensor ranks, on what each has to know of a step beside the step; None where there is one rank.
+    agreement: among tensor ranks, on what each has to know of a step beside the step; None where there is one rank. draft_model:
+    what guesses, unless it is of the host. forced: for benchmarks, draws whether guesses are right. siblings: beside each guess.
     """
 
-    def __init__(self, parts: StepParts, *, tables: PageTables, captured: Captured, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self,
+        parts: StepParts,
+        *,
+        tables: PageTables,
+        captured: Captured,
+        draft_model: DraftModel | None = None,
+        forced: ForcedAcceptance | None = None,
+        siblings: int = 0,
+    ) -> None:
         self.parts, self.tables = parts, tables
         self.model, self.relay, self.ops, _, self.feed, self._pool, self.results = parts
         self.graphs, self.pieces, self._draft_graphs = captured
         self.device = self.feed.device
         self._is_cuda = self.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.draft_model, self._forced, self._siblings = speculation or Speculation()
+        self.draft_model, self._forced, self._siblings = draft_model, forced, siblings
         self.agreement = Agreement.of(self.model, self.draft_model) if isinstance(self.model, JoinedHead) else None
         self._set_paths()
         self._lane = self.model.lanes.lane if isinstance(self.model, JoinedHead) and self.model.lanes is not None else 0

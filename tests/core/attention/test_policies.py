@@ -13,7 +13,6 @@ import torch
 from core.attention.batches import Planner, make_batch
 
 from enginery.attention.composite import Composite, CompositePlan, Part
-from enginery.attention.draft_steps import plan_steps
 from enginery.attention.hookspecs import BackendHooks
 from enginery.attention.latent import LatentAttention, LatentSettings
 from enginery.attention.layer_kinds import LayerKinds
@@ -239,7 +238,7 @@ def test_an_indexer_is_given_the_part_s_batch_with_the_part_s_plan(nest: Callabl
 def test_an_indexer_through_draft_steps_is_given_each_step_s_own_batch() -> None:
     """Hole 3."""
     outer = relay(MicroBatches(relay(Child("child"))))
-    for step in plan_steps(outer, [make_batch([1, 1], phase=Phase.DECODE) for _ in range(2)]):
+    for step in outer.plan_steps([make_batch([1, 1], phase=Phase.DECODE) for _ in range(2)]):
         assert isinstance(outer.ask("indexer_metadata", plan=step.plan, batch=step), IndexerPlan)
 
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginery.attention.composite import CompositePlan
-from enginery.attention.latent import LatentAttention, LatentSettings, RaggedPart
-from enginery.attention.lse import fold, to_natural_log
+from enginery.attention.latent import LatentAttention, LatentSettings, RaggedPart, fold, to_natural_log
 from enginery.attention.prefill_strategy import cut_pieces, strategies_to_try
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import AttnLayerFacts, Capabilities, KVGeometry, LatentFacts

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from enginery.contracts.grammars import Grammar, GrammarKind
 from enginery.contracts.request import SamplingParams
 from enginery.contracts.step import SamplingInput
-from enginery.engine.sampling_input import SamplingRow, sampling_input
-from enginery.engine.token_masks import fill_masks
+from enginery.engine.sampling_input import SamplingRow, fill_masks, sampling_input
 from enginery.errors import RequestError
 from enginery.nn.reference_ops import reference_ops
 from enginery.worker import sampling
@@ -77,7 +76,7 @@ def test_exactly_the_bits_that_are_set_stay(vocab_size: int, data: st.DataObject
 
 
 def test_without_grammars_there_is_no_mask() -> None:
-    assert fill_masks([row(None)], EOS, vocab_size=8) is None
+    assert fill_masks([row(None)], EOS, vocab_size=8) == (None, {})
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

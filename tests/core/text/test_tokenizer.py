@@ -9,7 +9,7 @@ from tokenizers_made import CORPUS, KINDS, byte_fallback, byte_level, metaspace,
 from transformers import AutoTokenizer
 
 from enginery.errors import CheckpointError, RequestError
-from enginery.text.generation_defaults import GenerationDefaults
+from enginery.text.text_side import GenerationDefaults
 from enginery.text.tokenizer import Tokenizer
 
 TEXTS = [*CORPUS[:4], "", " leading", "a<|im_end|>b <think>c</s>", "<s>x", "\n\n", "ab\x00c"]

@@ -17,46 +17,6 @@ from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind
 from enginery.engine.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
 from enginery.kv.prefix import TOKEN_TYPECODE
 
-
-class Stored(NamedTuple):
-    """Pages that joined the tree behind page `parent`; None: at its root. tokens: as the tree has them."""
-
-    parent: int | None
-    tokens: bytes
-    pages: tuple[int, ...]
-    salt: str
-
-
-class Removed(NamedTuple):
-    """Pages that left it."""
-
-    pages: tuple[int, ...]
-
-
-class Resumable(NamedTuple):
-    """Sequences can go on behind the last of `pages`. counts: of them, how many each kind of memory has, at the end.
-
-    pages: with one more before those, where there is one. tokens: of these pages.
-    """
-
-    number: int
-    counts: Mapping[MemoryKind, int]
-    tokens: bytes
-    pages: tuple[int, ...]
-    salt: str
-
-
-class GivenUp(NamedTuple):
-    """They cannot any more."""
-
-    number: int
-
-
-class Cleared(NamedTuple):
-    """All pages have left it, or nobody knows which."""
-
-
-Change = Stored | Removed | Resumable | GivenUp | Cleared
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -79,7 +39,10 @@ def groups_of(*, has_latents: bool, window: int | None, has_states: bool) -> dic
 
 
 class Blocks:
-    """What is cached, by page and by resume point, as far as it was told. Whatever follows something unknown is left out."""
+    """What is cached, by page and by resume point, as far as it was told. Whatever follows something unknown is left out.
+
+    Each change of the tree gives the events that tell of it.
+    """
 
     def __init__(self, groups: Mapping[MemoryKind, Group], *, page_size: int, medium: str) -> None:
         self._groups, self._page_size, self._medium = groups, page_size, medium
@@ -87,44 +50,41 @@ class Blocks:
         self._points: dict[int, dict[MemoryKind, list[int]]] = {}
         self._owners: Counter[tuple[MemoryKind, int]] = Counter()  # points that have a block, by its hash
 
-    def events(self, change: Change) -> Iterator[Event]:
-        """Those that tell of it."""
-        match change:
-            case Stored():
-                return self._stored(change)
-            case Removed():
-                return self._removed(change)
-            case Resumable():
-                return self._resumable(change)
-            case GivenUp():
-                return self._given_up(change)
-            case Cleared():
-                return self._cleared()
-
-    def _stored(self, change: Stored) -> Iterator[Event]:
-        parent = None if change.parent is None else self._hashes.get(change.parent)
-        if parent is None and change.parent is not None:
+    def stored(self, parent: int | None, tokens: bytes, pages: Sequence[int], salt: str) -> Iterator[Event]:
+        """Pages joined the tree behind page `parent`; None: at its root. tokens: as the tree has them."""
+        root = None if parent is None else self._hashes.get(parent)
+        if root is None and parent is not None:
             return
-        made, before, size = list[int](), parent, len(change.tokens) // len(change.pages)
-        for place, page in enumerate(change.pages):
-            before = _hash(before, change.tokens[place * size : (place + 1) * size], change.salt)
+        made, before, size = list[int](), root, len(tokens) // len(pages)
+        for place, page in enumerate(pages):  # the same in every process, for the same tokens from the beginning and the same salt
+            begin = salt.encode() if before is None else before.to_bytes(8, "big")
+            keyed = hashlib.blake2b(digest_size=8, key=hashlib.blake2b(begin, digest_size=8).digest())
+            keyed.update(tokens[place * size : (place + 1) * size])
+            before = int.from_bytes(keyed.digest(), "big")
             made.append(before)
             self._hashes[page] = before
-        yield self._told(FULL, made, parent, change.tokens, change.salt)
+        yield self._told(FULL, made, root, tokens, salt)
 
-    def _removed(self, change: Removed) -> Iterator[Event]:
-        yield from self._gone(FULL, [self._hashes.pop(page) for page in reversed(change.pages) if page in self._hashes])
+    def removed(self, pages: Sequence[int]) -> Iterator[Event]:
+        """Pages left the tree."""
+        yield from self._gone(FULL, [self._hashes.pop(page) for page in reversed(pages) if page in self._hashes])
 
-    def _resumable(self, change: Resumable) -> Iterator[Event]:
-        hashes = [self._hashes[page] for page in change.pages if page in self._hashes]
-        if len(hashes) < len(change.pages):
+    def resumable(
+        self, number: int, counts: Mapping[MemoryKind, int], tokens: bytes, pages: Sequence[int], salt: str
+    ) -> Iterator[Event]:
+        """Sequences can go on behind the last of `pages`. counts: of them, how many each kind of memory has, at the end.
+
+        pages: with one more before those, where there is one. tokens: of these pages.
+        """
+        hashes = [self._hashes[page] for page in pages if page in self._hashes]
+        if len(hashes) < len(pages):
             return
-        self._points[change.number] = {kind: hashes[len(hashes) - count :] for kind, count in change.counts.items()}
-        size = len(change.tokens) // len(hashes)
-        for kind, own in self._points[change.number].items():
+        self._points[number] = {kind: hashes[len(hashes) - count :] for kind, count in counts.items()}
+        size = len(tokens) // len(hashes)
+        for kind, own in self._points[number].items():
             for first, stop in self._fresh(kind, own, len(hashes) - len(own)):
                 parent = hashes[first - 1] if first else None
-                yield self._told(kind, hashes[first:stop], parent, change.tokens[first * size : stop * size], change.salt)
+                yield self._told(kind, hashes[first:stop], parent, tokens[first * size : stop * size], salt)
             self._owners.update((kind, each) for each in own)
 
     def _fresh(self, kind: MemoryKind, own: Sequence[int], before: int) -> Iterator[tuple[int, int]]:
@@ -134,12 +94,14 @@ class Blocks:
             found = [place for _, place in run]
             yield found[0], found[-1] + 1
 
-    def _given_up(self, change: GivenUp) -> Iterator[Event]:
-        for kind, hashes in self._points.pop(change.number, {}).items():
+    def given_up(self, number: int) -> Iterator[Event]:
+        """They cannot any more."""
+        for kind, hashes in self._points.pop(number, {}).items():
             self._owners.subtract((kind, each) for each in hashes)
             yield from self._gone(kind, [each for each in reversed(hashes) if not self._owners[kind, each]])
 
-    def _cleared(self) -> Iterator[Event]:
+    def cleared(self) -> Iterator[Event]:
+        """All pages have left it, or nobody knows which."""
         self._hashes.clear()
         self._points.clear()
         self._owners.clear()
@@ -169,11 +131,3 @@ class Blocks:
             del self._owners[kind, each]
         if hashes:
             yield BlockRemoved(block_hashes=hashes, medium=self._medium, group_idx=self._groups[kind].place)
-
-
-def _hash(before: int | None, tokens: bytes, salt: str) -> int:
-    """Of a block behind others: the same in every process, for the same tokens from the beginning on and the same salt."""
-    begin = salt.encode() if before is None else before.to_bytes(8, "big")
-    return int.from_bytes(
-        hashlib.blake2b(tokens, digest_size=8, key=hashlib.blake2b(begin, digest_size=8).digest()).digest(), "big"
-    )

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from enginery.kv.prefix import PrefixWatcher
 
-
-class PrefixEvents(Protocol):
-    """Collects what changes in trees of prefixes, one of each lane."""
-
-    def watcher(self, lane: int) -> PrefixWatcher | None:
-        """To be told of this lane's; None: nobody is."""
-        ...
-
-    def cleared(self) -> None:
-        """The trees were emptied."""
-        ...
-
-    def publish(self) -> None:
-        """Send what has changed, after each step. Waits for nobody."""
-        ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from enginery.engine.kv_events.publisher import LaneEvents
 
 
 class NoEvents:
-    """Implements `PrefixEvents` where nothing is published."""
+    """What is done with changes of trees of prefixes, one of each lane, where nobody is told of them."""
 
-    def watcher(self, lane: int) -> None:
+    def watcher(self, lane: int) -> PrefixWatcher | None:
+        """To be told of this lane's; None: nobody is."""
         return None
 
     def cleared(self) -> None:
-        pass
+        """The trees were emptied."""
 
     def publish(self) -> None:
-        pass
+        """Send what has changed, after each step. Waits for nobody."""
 
     def close(self) -> None:
-        pass
+        """Send what waits, and end."""
+
+
+PrefixEvents: TypeAlias = "NoEvents | LaneEvents"

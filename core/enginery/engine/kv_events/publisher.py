@@ -6,22 +6,22 @@ step ── changes, by page ──> queue, bounded ──> thread: hashes, numb
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, TypeAlias
 
 import msgspec
 import zmq
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import MemoryKind
-from enginery.engine.kv_events.blocks import Blocks, Change, Cleared, GivenUp, Group, Removed, Resumable, Stored
+from enginery.engine.kv_events.blocks import Blocks, Event, Group
 from enginery.engine.kv_events.schema import END_OF_REPLAY, KVEventBatch
 from enginery.errors import ConfigError
 from enginery.kv.prefix import TOKEN_BYTES
@@ -33,6 +33,8 @@ _SOCKET_MESSAGES: Final = 100_000  # that wait for one subscriber; it is not sen
 _LOOK_S: Final = 0.05
 _END_S: Final = 1.0
 _log: Final = logging.getLogger(__name__)
+Change = Callable[[Blocks], Iterator[Event]]
+_Waiting: TypeAlias = "queue.Queue[tuple[float, list[Change]] | None]"  # when, and what; None: nothing more
 
 
 class KVEvents:
@@ -52,45 +54,49 @@ class KVEvents:
         self._page_bytes = asked.page_size * TOKEN_BYTES
         self._numbers = itertools.count()
         self._points: dict[ResumePoint, int] = {}
-        self._changes: list[Change] = [Cleared()]  # for subscribers of the engine that was here before
-        self._waiting: queue.Queue[tuple[float, list[Change]] | None] = queue.Queue(most_waiting)
+        self._changes: list[Change] = [Blocks.cleared]  # for subscribers of the engine that was here before
+        self._waiting: _Waiting = queue.Queue(most_waiting)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         events = self._context.socket(zmq.PUB)
         events.set_hwm(_SOCKET_MESSAGES)
         replay = self._context.socket(zmq.ROUTER)
         events.linger = replay.linger = int(1000 * _END_S)
         try:
-            _open(events, address_of(asked.kv_events or "", rank))
+            address = address_of(asked.kv_events or "", rank)
+            if any(sign in address for sign in ("*", "::", "0.0.0.0")) or address.startswith("ipc://"):
+                events.bind(address)  # of this host alone, as vLLM does
+            else:
+                events.connect(address)  # to a subscriber that has bound
             if asked.kv_events_replay is not None:
                 replay.bind(address_of(asked.kv_events_replay, rank))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             addresses = " and ".join(address_of(each, rank) for each in (asked.kv_events, asked.kv_events_replay) if each)
             raise ConfigError(f"KV events cannot be published at {addresses}: {error}; name another port or path") from error
-        publisher = _Publisher(events, replay, asked, rank=rank, medium=medium, groups=groups)
+        blocks = Blocks(groups, page_size=asked.page_size, medium=medium)
+        publisher = _Publisher(events, replay, blocks, topic=asked.kv_events_topic.encode(), rank=rank)
         self._thread = threading.Thread(target=publisher.run, args=(self._waiting,), name="kv-events", daemon=True)
         self._thread.start()
 
     def stored(self, parent: int | None, tokens: bytes, pages: Sequence[int], salt: str) -> None:
-        self._changes.append(Stored(parent, tokens, tuple(pages), salt))
+        self._changes.append(partial(Blocks.stored, parent=parent, tokens=tokens, pages=tuple(pages), salt=salt))
 
     def removed(self, pages: Sequence[int]) -> None:
-        self._changes.append(Removed(tuple(pages)))
+        self._changes.append(partial(Blocks.removed, pages=tuple(pages)))
 
     def resumable(self, point: ResumePoint, tokens: bytes, pages: Sequence[int], salt: str) -> None:
         counts = {kind: len(own) for kind, own in point.pages.items()}
         first = max(0, len(pages) - max(counts.values()) - 1)
         number = self._points[point] = next(self._numbers)
-        some = tokens[first * self._page_bytes :]
-        self._changes.append(Resumable(number, counts, some, tuple(pages[first:]), salt))
+        some, places = tokens[first * self._page_bytes :], tuple(pages[first:])
+        self._changes.append(partial(Blocks.resumable, number=number, counts=counts, tokens=some, pages=places, salt=salt))
 
     def given_up(self, point: ResumePoint) -> None:
         if (number := self._points.pop(point, None)) is not None:
-            self._changes.append(GivenUp(number))
+            self._changes.append(partial(Blocks.given_up, number=number))
 
     def cleared(self) -> None:
-        """Nothing is cached any more."""
-        self._changes = [Cleared()]
+        self._changes = [Blocks.cleared]
         self._points.clear()
 
     def publish(self) -> None:
@@ -106,7 +112,7 @@ class KVEvents:
                 self._waiting.maxsize,
             )
             _empty(self._waiting)
-            self._waiting.put_nowait((time.time(), [Cleared()]))  # nobody else puts anything in
+            self._waiting.put_nowait((time.time(), [Blocks.cleared]))  # nobody else puts anything in
 
     def close(self) -> None:
         """Publish what waits, for a second at the most."""
@@ -149,43 +155,30 @@ class LaneEvents:
 class _Publisher:
     """Of the thread: the sockets, and the last batches."""
 
-    def __init__(
-        self,
-        events: zmq.Socket[bytes],
-        replay: zmq.Socket[bytes],
-        asked: EngineOptions,
-        *,
-        rank: int,
-        medium: str,
-        groups: Mapping[MemoryKind, Group],
-    ) -> None:
-        self._events, self._replay, self._topic = events, replay, asked.kv_events_topic.encode()
-        self._rank = rank
-        self._blocks = Blocks(groups, page_size=asked.page_size, medium=medium)
+    def __init__(self, events: zmq.Socket[bytes], replay: zmq.Socket[bytes], blocks: Blocks, *, topic: bytes, rank: int) -> None:
+        self._events, self._replay, self._blocks, self._topic, self._rank = events, replay, blocks, topic, rank
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_KEPT)
         self._next = 0
 
-    def run(self, waiting: queue.Queue[tuple[float, list[Change]] | None]) -> None:
-        """Until None comes; then close the sockets."""
+    def run(self, waiting: _Waiting) -> None:
+        """Publish what waits and answer subscribers, until None comes; then close the sockets."""
         with self._events, self._replay:
-            while (taken := self._take(waiting)) is not None:
-                self._publish(*taken)
-
-    def _take(self, waiting: queue.Queue[tuple[float, list[Change]] | None]) -> tuple[float, list[Change]] | None:
-        """The next that waits. Until there is one, subscribers are answered."""
-        while True:
-            while self._replay.poll(0):
-                self._answer(self._replay.recv_multipart())
-            with contextlib.suppress(queue.Empty):
-                return waiting.get(timeout=_LOOK_S)
-
-    def _publish(self, at_s: float, changes: Sequence[Change]) -> None:
-        if events := [event for change in changes for event in self._blocks.events(change)]:
-            batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
-            number = self._next.to_bytes(8, "big")
-            self._events.send_multipart((self._topic, number, batch))
-            self._kept.append((number, batch))
-            self._next += 1
+            while True:
+                while self._replay.poll(0):
+                    self._answer(self._replay.recv_multipart())
+                try:
+                    taken = waiting.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    continue
+                if taken is None:
+                    return
+                at_s, changes = taken
+                if events := [event for change in changes for event in change(self._blocks)]:
+                    batch = msgspec.msgpack.encode(KVEventBatch(ts=at_s, events=events, data_parallel_rank=self._rank))
+                    number = self._next.to_bytes(8, "big")
+                    self._events.send_multipart((self._topic, number, batch))
+                    self._kept.append((number, batch))
+                    self._next += 1
 
     def _answer(self, frames: list[bytes]) -> None:
         """To a request [who, empty, number]: what is kept from this number on, a message each, and the end."""
@@ -211,16 +204,7 @@ def address_of(address: str, rank: int) -> str:
     return f"{head}:{int(port) + rank}"
 
 
-def _open(events: zmq.Socket[bytes], address: str) -> None:
-    """Bind where the address is of this host alone, as vLLM does; else connect, to a subscriber that has bound."""
-    if any(sign in address for sign in ("*", "::", "0.0.0.0")) or address.startswith("ipc://"):
-        events.bind(address)
-    else:
-        events.connect(address)
-
-
-def _empty(waiting: queue.Queue[tuple[float, list[Change]] | None], but: int = 0) -> None:
-    """Take out all but so many."""
+def _empty(waiting: _Waiting, but: int = 0) -> None:
     while waiting.qsize() > but:
         try:
             waiting.get_nowait()

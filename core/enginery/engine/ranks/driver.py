@@ -24,9 +24,9 @@ from enginery.worker.choice import Choice
 from enginery.worker.device import torch_device
 from enginery.worker.drafts.parts import find_draft_folder
 from enginery.worker.paths.running_step import RunningStep
-from enginery.worker.ranks.follower import share_tokens
 from enginery.worker.ranks.gloo import LostRank, Standing
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
+from enginery.worker.ranks.stages import share_tokens
 
 ON_DEVICE: Final = "step on the device"
 _BEATS: Final = 10  # in a deadline

@@ -94,20 +94,16 @@ class _Member:
             while self._link.poll(0):
                 message = messages.decode_to_joined(self._link.recv())
                 if isinstance(message, messages.Over):
-                    self._finish(message.grace_s)
+                    if self._ranks is not None:
+                        self._ranks.end(grace_s=message.grace_s)
+                    self._tell(Death(0, 0, "ended with the engine", ()))
                     return 0
                 self._take(message)
             for death in [] if self._ranks is None else self._ranks.poll():
                 self._tell(death)
                 return death.exit_code
 
-    def _finish(self, grace_s: float) -> None:
-        if self._ranks is not None:
-            self._ranks.end(grace_s=grace_s)
-        self._tell(Death(0, 0, "ended with the engine", ()))
-
     def end(self) -> None:
-        """The rank, if it runs."""
         if self._ranks is not None:
             self._ranks.end(grace_s=0.0)
         self._link.disable_monitor()

@@ -158,7 +158,6 @@ class JoinedRanks:
         self._door, self._ranks, self._still_here = door, ranks, still_here
         self._numbers = {joined.identity: rank for rank, joined in ranks.items()}
         self._frames: dict[int, bytes] = {}
-        self._booted: set[int] = set()
         self._deaths: dict[int, Death] = {}
         self._told: set[int] = set()
         self._reached_s = 0.0
@@ -172,7 +171,8 @@ class JoinedRanks:
 
     def poll(self) -> list[Death]:
         if not self._is_closed:
-            self._send_frames()
+            for rank in list(self._frames):
+                self._door.tell(self._ranks[rank].identity, messages.BootFrame(rank=rank, frame=self._frames.pop(rank)))
             self._listen(0)
             self._reach()
         new = [death for rank, death in self._deaths.items() if rank not in self._told]
@@ -192,11 +192,6 @@ class JoinedRanks:
         if not self._is_closed:
             self._is_closed = True
             self._door.close()
-
-    def _send_frames(self) -> None:
-        for rank in self._frames.keys() - self._booted:
-            self._booted.add(rank)
-            self._door.tell(self._ranks[rank].identity, messages.BootFrame(rank=rank, frame=self._frames[rank]))
 
     def _listen(self, timeout_ms: int) -> None:
         while found := self._door.receive(timeout_ms):
@@ -224,5 +219,4 @@ class JoinedRanks:
 
 
 def _reach_s(message: messages.StillHere) -> float:
-    """How often it is sent."""
     return min(_SLOWEST_REACH_S, message.silent_s / _REACHES)

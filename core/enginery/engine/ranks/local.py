@@ -71,7 +71,6 @@ class LocalRanks:
 
 
 def _relay(stderr: IO[bytes], rank: int, said: deque[str]) -> None:
-    """Pass on what a rank writes, to its end."""
     with stderr:
         for line in stderr:
             text = line.decode(errors="replace").rstrip("\n")

@@ -57,7 +57,6 @@ class Patience:
         self._heard = {rank: _Heard(now_s, now_s, now_s) for rank in range(1, count + 1)}
 
     def take(self, alive: Alive, now_s: float) -> None:
-        """A rank was heard."""
         self._heard[alive.rank].take(alive, now_s)
 
     def pause(self, seconds: float) -> None:

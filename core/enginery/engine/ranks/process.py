@@ -30,10 +30,9 @@ from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
 from enginery.worker.device import torch_device
 from enginery.worker.page_tables import PageTables
-from enginery.worker.ranks.follower import Follower
 from enginery.worker.ranks.gloo import LostRank, Standing, open_store
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
-from enginery.worker.ranks.stages import EarlyStage
+from enginery.worker.ranks.stages import EarlyStage, Follower
 
 
 class Rank:
@@ -52,13 +51,16 @@ class Rank:
         """Build, then follow until told to end. Returns the exit code."""
         try:
             self._follow(self._build())
-            self._close()
+            assert self._groups is not None, "a rank has met the others"
+            self._groups.close()
         except Exception as error:  # the boundary of the process
-            failed = self._failure(error)
-            if not (failed.is_ours or failed.is_lost):
+            is_ours, is_lost = isinstance(error, EnginError), isinstance(error, LostRank)
+            message = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
+            code = error.exit_code if isinstance(error, EnginError) else 1
+            if not (is_ours or is_lost):
                 traceback.print_exc()
-            self._tell(failed)
-            return failed.exit_code
+            self._tell(messages.Failed(rank=self._rank, message=message, exit_code=code, is_ours=is_ours, is_lost=is_lost))
+            return code
         finally:
             self._ended.set()
             self._beating.join()
@@ -89,10 +91,6 @@ class Rank:
             self._standing.number, self._standing.phase = step.number, "idle"
         steps.close(linger=0)
 
-    def _close(self) -> None:
-        assert self._groups is not None, "a rank has met the others"
-        self._groups.close()
-
     def _meet(self, choice: Choice) -> RankGroups:
         refuse_for_ranks(choice)
         self._tell(messages.Here(self._rank))
@@ -103,12 +101,6 @@ class Rank:
 
     def _report(self, progress: BuildProgress) -> None:
         self._standing.phase = f"start: {progress.phase} {progress.done_bytes or ''}".strip()
-
-    def _failure(self, error: Exception) -> messages.Failed:
-        is_ours, is_lost = isinstance(error, EnginError), isinstance(error, LostRank)
-        message = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
-        code = error.exit_code if isinstance(error, EnginError) else 1
-        return messages.Failed(rank=self._rank, message=message, exit_code=code, is_ours=is_ours, is_lost=is_lost)
 
     def _beat(self) -> None:
         link, standing, ended = self._connect(zmq.PUSH, self._boot.reports), self._standing, False
@@ -133,13 +125,6 @@ class Rank:
         self._reports.send(messages.encode(message))
 
 
-def _read_boots(boots: queue.SimpleQueue[messages.Boot]) -> None:
-    """Frames until stdin ends, and with it this process."""
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        boots.put(msgspec.msgpack.decode(frame, type=messages.Boot))
-    os._exit(0)
-
-
 def main() -> int:
     """One engine after the other, as the parent boots them, until one fails."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -148,7 +133,13 @@ def main() -> int:
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     boots: queue.SimpleQueue[messages.Boot] = queue.SimpleQueue()
-    threading.Thread(target=_read_boots, args=(boots,), name="parent-watch", daemon=True).start()
+
+    def read_boots() -> None:
+        while (frame := read_frame(sys.stdin.buffer)) is not None:
+            boots.put(msgspec.msgpack.decode(frame, type=messages.Boot))
+        os._exit(0)
+
+    threading.Thread(target=read_boots, name="parent-watch", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     while True:
         boot = boots.get()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
+from enginery.contracts.parallel import Launch, LaunchPlan, RunningRanks
 from enginery.contracts.step import StepInput, StepOutput
 from enginery.plugin.boundary import checked, inside
-from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry, named
 from enginery.worker.device import devices_of_ranks
 from enginery.worker.paths.running_step import RunningStep
@@ -19,63 +18,33 @@ if TYPE_CHECKING:
     from enginery.engine.ranks.driver import RankProcesses
 
 
-class Ranks(Protocol):
-    """What an engine has to do for the other ranks."""
+class NoRanks:
+    """What an engine has to do for the other ranks, where there are none."""
 
     def send(self, step: StepInput) -> None:
         """They begin with it. Raises `EngineDied` when one is gone."""
-        ...
 
     def share(self, running: RunningStep) -> None:
         """Tell them what was sampled, where they need it."""
-        ...
 
     def wait(self, running: RunningStep) -> StepOutput:
         """What a step gave, when that has come. Raises `EngineDied` when a rank is gone."""
-        ...
-
-    def landed(self, step: StepInput) -> None:
-        """Its tokens are there."""
-        ...
-
-    def check(self) -> None:
-        """Raises `EngineDied` when one is gone."""
-        ...
-
-    def failed(self, error: BaseException) -> None:
-        """End them, for a step failed here, which they may be waiting in. Raises `EngineDied` with the first cause."""
-        ...
-
-    def end(self) -> None:
-        """Tell them that nothing more comes, and wait for it."""
-        ...
-
-
-class NoRanks:
-    """Implements `Ranks` where there is nobody else."""
-
-    def send(self, step: StepInput) -> None:
-        pass
-
-    def share(self, running: RunningStep) -> None:
-        pass
-
-    def wait(self, running: RunningStep) -> StepOutput:
         return running.wait()
 
     def landed(self, step: StepInput) -> None:
-        pass
+        """Its tokens are there."""
 
     def check(self) -> None:
-        pass
+        """Raises `EngineDied` when one is gone."""
 
     def failed(self, error: BaseException) -> None:
-        pass
+        """End them, for a step failed here, which they may be waiting in. Raises `EngineDied` with the first cause."""
 
     def end(self) -> None:
-        pass
+        """Tell them that nothing more comes, and wait for it."""
 
 
+Ranks: TypeAlias = "NoRanks | RankProcesses"
 NO_RANKS: Final = NoRanks()
 
 
@@ -89,26 +58,21 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
     if asked.num_ranks == 1:
         yield None
         return
+
+    def start(plan: LaunchPlan) -> RunningRanks:
+        with inside(offer, "start the ranks"):
+            return checked(offer, offer.spec.launch(plan), RunningRanks)
+
     from enginery.engine.ranks.driver import RankProcesses  # with ZeroMQ and torch.distributed, which one rank does without
     from enginery.engine.ranks.wires import wires_of
 
     devices = devices_of_ranks(asked, joining=offer.spec.listen is not None)
     with inside(offer, "say where ranks join"):
         wires = wires_of(asked, offer.spec)
-    others = RankProcesses(asked, registry, launch=launch or launch_of(offer), wires=wires, devices=devices)
+    others = RankProcesses(asked, registry, launch=launch or start, wires=wires, devices=devices)
     try:
         yield others
         others.built()
     except BaseException as error:
         others.failed(error)
         raise
-
-
-def launch_of(offer: Offer[ExecutorSpec]) -> Launch:
-    """What the executor starts the ranks by; a failure names the plugin."""
-
-    def launch(plan: LaunchPlan) -> RunningRanks:
-        with inside(offer, "start the ranks"):
-            return checked(offer, offer.spec.launch(plan), RunningRanks)
-
-    return launch

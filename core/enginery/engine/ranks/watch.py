@@ -30,7 +30,7 @@ _PAUSE_S: Final = 2.0  # this process did not run meanwhile: nobody could be hea
 
 
 class Watch:
-    """Starts the ranks and ends them. running: those processes, once they are started."""
+    """Starts the ranks and ends them. running: those processes, once they are started. cause: why they ended; None: they run."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Watch:
         self._said: dict[type[messages.FromRank], set[int]] = {messages.Here: set(), messages.Ready: set()}
         self._failed: list[messages.Failed] = []
         self._changed = threading.Condition()
-        self._cause: EnginError | None = None
+        self.cause: EnginError | None = None
         self._busy: tuple[str, float] | None = None
         self._grace_s: float | None = None
         self.running: RunningRanks | None = None
@@ -66,11 +66,6 @@ class Watch:
             self.end(grace_s=0.0)
             raise
 
-    @property
-    def cause(self) -> EnginError | None:
-        """Why the ranks have ended; None as long as they run."""
-        return self._cause
-
     def busy(self, what: str | None) -> None:
         """What all ranks do together from now on; None: nothing."""
         self._busy = None if what is None else (what, time.monotonic())
@@ -82,8 +77,8 @@ class Watch:
     def explained(self, error: EnginError) -> EnginError:
         """Why an exchange with other ranks failed here."""
         with self._changed:
-            self._changed.wait_for(lambda: self._cause is not None, timeout=10 * _LAST_WORDS_S)
-            return self._cause or error
+            self._changed.wait_for(lambda: self.cause is not None, timeout=10 * _LAST_WORDS_S)
+            return self.cause or error
 
     def end(self, *, grace_s: float) -> None:
         """End all ranks: by force after so long. May be called twice."""
@@ -93,9 +88,9 @@ class Watch:
 
     def _until(self, condition: object) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._cause is not None or condition())  # type: ignore[operator]
-        if self._cause is not None:
-            raise self._cause
+            self._changed.wait_for(lambda: self.cause is not None or condition())  # type: ignore[operator]
+        if self.cause is not None:
+            raise self.cause
 
     def _run(self) -> None:
         began_s = time.monotonic()
@@ -116,9 +111,8 @@ class Watch:
             self._reports.close(linger=0)
 
     def _watch(self, running: RunningRanks, link: zmq.Socket[bytes]) -> None:
-        """Until the ranks are to end, or one has failed."""
         looked_s = time.monotonic()
-        while self._grace_s is None and self._cause is None:
+        while self._grace_s is None and self.cause is None:
             self._listen(link, _LOOK_S)
             now_s = time.monotonic()
             if now_s - looked_s > _PAUSE_S:
@@ -171,6 +165,6 @@ class Watch:
         if self.running is not None:
             self.running.end(grace_s=0.0)
         with self._changed:
-            self._cause = self._cause or cause
+            self.cause = self.cause or cause
             self._changed.notify_all()
         self._standing.sever()

@@ -82,25 +82,13 @@ class TcpWires:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", key)
         try:
-            self._door, self.address = self._bind(zmq.ROUTER, port and port + replica)
+            self._door, self.address = self.bind(zmq.ROUTER, "joining", port and port + replica)
         except BaseException:
             self.close()
             raise
 
-    def bind(self, kind: int, name: str) -> tuple[zmq.Socket[bytes], str]:
-        return self._bind(kind, 0)
-
-    def store(self, num_ranks: int) -> tuple[MeetingStore, str]:
-        return listening_store(self.host, num_ranks)
-
-    def joining(self, count: int) -> Listening | None:
-        return Listening(Door(self._door, self.address), self.key, count=count, deadline_s=self._deadline_s)
-
-    def close(self) -> None:
-        self._authenticator.stop()
-        self._context.destroy(linger=0)
-
-    def _bind(self, kind: int, port: int) -> tuple[zmq.Socket[bytes], str]:
+    def bind(self, kind: int, name: str, port: int = 0) -> tuple[zmq.Socket[bytes], str]:
+        """port: 0 for any that is free."""
         link = self._context.socket(kind)
         link.set_hwm(0)
         self._key.secure_engine(link)
@@ -113,6 +101,16 @@ class TcpWires:
                 f"ranks cannot join at tcp://{self.host}:{port}: {error}; --listen takes a free port of an address of this host"
             ) from error
         return link, link.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def store(self, num_ranks: int) -> tuple[MeetingStore, str]:
+        return listening_store(self.host, num_ranks)
+
+    def joining(self, count: int) -> Listening | None:
+        return Listening(Door(self._door, self.address), self.key, count=count, deadline_s=self._deadline_s)
+
+    def close(self) -> None:
+        self._authenticator.stop()
+        self._context.destroy(linger=0)
 
 
 Wires: TypeAlias = HostWires | TcpWires
@@ -134,7 +132,6 @@ def wires_of(asked: EngineOptions, executor: ExecutorSpec) -> Wires:
 
 
 def _place(address: str) -> tuple[str, int]:
-    """The IPv4 address and the port of tcp://HOST:PORT."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port

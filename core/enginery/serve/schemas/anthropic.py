@@ -200,7 +200,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             response_format=_response_format(self.output_config),
             reasoning_effort=_effort(self.thinking, self.output_config),
-            continue_final_message=True if messages and _is_begun(messages[-1]) else None,
+            continue_final_message=_is_begun(messages) or None,
         )
 
 
@@ -223,8 +223,9 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
         return msgspec.structs.replace(super().as_chat(), stop=self.stop_sequences, **same)
 
 
-def _is_begun(final: chat.ChatMessage) -> bool:
-    """Whether the answer goes on with this message, as Anthropic's does: it is the assistant's, and has text and no calls."""
+def _is_begun(messages: Sequence[chat.ChatMessage]) -> bool:
+    """Whether the answer goes on with the last message, as Anthropic's does: it is the assistant's, and has text and no calls."""
+    final = messages[-1]
     return final.role == "assistant" and bool(final.content) and not final.tool_calls
 
 

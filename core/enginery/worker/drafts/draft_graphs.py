@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 
 from enginery.attention.axes import renewed
-from enginery.attention.draft_steps import plan_steps
 from enginery.contracts.batch import FULL, ForwardBatch
 from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput
@@ -201,7 +200,7 @@ class DraftGraphs:
         guesses = torch.zeros(size, count, dtype=torch.int64, device=device)
         steps = OneStep.of(num_steps, size, device)
         unplanned = [one_each(ahead, one, lengths=None) for one in map(OneStep, *steps)]
-        batches = plan_steps(self._relay, unplanned, capture=True) if unplanned else []
+        batches = self._relay.plan_steps(unplanned, capture=True) if unplanned else []
         assert len(batches) == num_steps, "a backend that knows lengths of the device plans all steps"
         draws = None if kind is None else CapturedDraws(kind, size, ops=self._ops, device=device, siblings=self._siblings)
 

@@ -36,7 +36,6 @@ import numpy as np
 import torch
 
 from enginery.attention.axes import renewed
-from enginery.attention.draft_steps import plan_steps
 from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.contracts.batch import FULL, ForwardBatch, Phase, View
@@ -211,7 +210,7 @@ class DraftModel:
         self.place(steps, at, window, right)
         each = map(OneStep, *steps)
         batches = [one_each(ahead, one, lengths=one.kv_lens if self.knows_lengths else None) for one in each]
-        return plan_steps(self.relay, batches)
+        return self.relay.plan_steps(batches)
 
     def steps(
         self,
@@ -291,7 +290,7 @@ class DraftModel:
         if self.knows_lengths:
             return self.relay.plan(_one_row_each(ahead.seats, ids.clone(), places, lengths, view))
         there = renewed(_one_row_each(ahead.seats, ids.clone(), places, longest, view), kv_lens=lengths)
-        return plan_steps(self.relay, [there])[0]
+        return self.relay.plan_steps([there])[0]
 
     def _read(
         self, there: ForwardBatch, features: torch.Tensor, *, first: torch.Tensor, most: int, draws: GuessDraws

@@ -1,4 +1,4 @@
-"""Pipeline stages that are processes: what crosses from one to the next, and a step on those before the last.
+"""Steps on ranks that do not sample. Pipeline stages that are processes: what crosses from one to the next.
 
     stage 0   | step 3 | step 4 |  ..           each tensor rank sends to the same one of the next stage:
     stage 1   | step 2 | step 3 | step 4 |      partial sums cross as they are, so no addition moves
@@ -6,12 +6,16 @@
 With lanes those of a feed-forward have the rows of all, and a rank sends its own to the same lane: one host tells the other how
 many before.
 T tokens of a step, of this lane and with those that pad it.
+
+On other ranks of the last stage a step is the same forward, and the same exchanges in the same order, as on the one that samples:
+what they take part in follows from the step alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import torch
 
 from enginery.contracts.batch import ForwardBatch
@@ -20,12 +24,16 @@ from enginery.contracts.parallel import Channel, ParallelFacts, StageTensors
 from enginery.contracts.step import StepInput
 from enginery.errors import PluginError
 from enginery.kv.pool import TORCH_DTYPES
-from enginery.worker.layout import lay_out
+from enginery.kv.upload import to_device
+from enginery.worker.layout import begins_of, lay_out, logits_of_items, sampled_seats
 from enginery.worker.page_tables import PageTables
+from enginery.worker.paths.path import Launched
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.gloo import Group, Sending
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import TensorGroup
+from enginery.worker.runner import Runner
+from enginery.worker.sampling import row_blocks
 
 
 class StageLinks:
@@ -112,3 +120,46 @@ class EarlyStage:
         if self._lanes is not None:
             batch = self._lanes.pad(step, batch)
         self._model.forward(self._relay.plan(self._feed.upload(own, batch, logits_rows=None)))
+
+
+class Follower:
+    """Runs the steps of another rank. group: the ranks of the stage. tells_tokens: tokens are needed before the host knows them."""
+
+    def __init__(self, runner: Runner, group: TensorGroup, *, tells_tokens: bool) -> None:
+        self._runner, self._group, self._tells_tokens = runner, group, tells_tokens
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> None:
+        """The next one; it returns when this rank's part of it is done, on a device when it is launched."""
+        launched = self._runner.launch(step)
+        self._join_prompts(launched)
+        agreement = self._runner.agreement
+        assert agreement is not None, "where ranks follow, the head is joined"
+        tokens, accepted = agreement.outcome(step) or (None, None)
+        if step.verifies and accepted is not None:
+            self._runner.keep_accepted(launched, accepted[: step.num_decode])  # moves states no further than the right drafts
+        self._runner.draft(launched, None, tokens, accepted)
+        if self._tells_tokens and (tokens := share_tokens(self._group, step, None)) is not None:
+            self._runner.feed.keep(tokens, to_device(sampled_seats(step), self._runner.device))
+
+    def _join_prompts(self, launched: Launched) -> None:
+        """The logits of prompts whose log-probabilities are asked for: items with more rows of logits than are sampled from."""
+        step, rows = launched.step, launched.forwarded.rows
+        items, counts = step.columns(), logits_of_items(step)
+        firsts = begins_of(counts)
+        for index in np.flatnonzero(items.num_logits > items.samples + items.num_drafts).tolist():
+            assert rows is not None, "a step with rows that nobody samples from is no decoding step"
+            for begin, count in row_blocks(int(items.num_logits[index] - items.samples[index])):
+                first = int(firsts[index]) + begin
+                self._runner.model.logits(rows[first : first + count])
+
+
+def share_tokens(group: TensorGroup, step: StepInput, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """What the first rank has sampled, [S] int64, on all ranks; None: they know it, or nobody waits for it.
+
+    tokens: of the first rank, on its device, with `NAN_TOKEN`; None on the others.
+    """
+    if step.run.tokens_only or step.verifies or not len(step.sampling):
+        return None
+    told = torch.empty(len(step.sampling), dtype=torch.int64, device=group.device) if tokens is None else tokens.clamp(min=0)
+    return group.from_first(told)

@@ -78,6 +78,7 @@ ABOUT: Final = {
         "changes nothing. `display` `omitted` leaves the text of thinking out.\n"
         "- `context_management`: the edits `clear_tool_uses_20250919` and `clear_thinking_20251015` are made, and "
         "`compact_20260112` is refused.\n"
+        "- A last message of the assistant with text is the beginning of the answer, which goes on behind it.\n"
         "- `cache_control` is accepted everywhere and has no effect: prefixes are cached wherever they are the same.\n"
         "- `thread` is refused with the error upon which Anthropic's clients (`tool_runner`) go on with the whole conversation.\n"
         "- In a tool, `eager_input_streaming` has no effect, because its input is always streamed. `defer_loading` false and "

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from enginery.contracts.request import SamplingParams
-
 if TYPE_CHECKING:
+    from enginery.contracts.request import SamplingParams
     from enginery.llm.async_llm import AsyncLLM
     from enginery.llm.llm import LLM
 
@@ -18,7 +17,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` or `AsyncLLM`, and with it torch, when it is first asked for (PEP 562)."""
+    """Import a name when it is first asked for (PEP 562): torch comes with `LLM` and `AsyncLLM`."""
+    if name == "SamplingParams":
+        from enginery.contracts.request import SamplingParams
+
+        return SamplingParams
     if name == "LLM":
         from enginery.llm.llm import LLM
 

@@ -5,6 +5,8 @@ Anything that is not an `EnginError` is a bug of ours or of a plugin; it stops t
 
 from __future__ import annotations
 
+from typing import Final
+
 
 class EnginError(Exception):
     """The parent of all errors that are printed without a traceback.
@@ -13,6 +15,9 @@ class EnginError(Exception):
     """
 
     exit_code: int = 1
+
+
+FAULTS: Final = (Exception, SystemExit)  # of a plugin's code, which must end the process no more than the code of a request
 
 
 class ConfigError(EnginError):

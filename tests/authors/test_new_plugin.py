@@ -91,7 +91,9 @@ def test_a_new_plugin_runs_on_older_cores_of_the_same_contract_and_is_annotated(
 def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
     done = CliRunner().invoke(build_app(), ["new-plugin", "policy", "fair", "--into", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "pip install -e ." in done.stdout
+    assert "pip install -e '.[test]'\n  pytest\n" in done.stdout  # of which a virtual environment that serves has none
+    made = (tmp_path / "enginery-policy-fair" / "pyproject.toml").read_text()
+    assert "pytest" in tomllib.loads(made)["project"]["optional-dependencies"]["test"][0]
     assert (tmp_path / "enginery-policy-fair" / "src" / "enginery_policy_fair" / "__init__.py").is_file()
 
 

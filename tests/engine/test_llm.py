@@ -197,6 +197,25 @@ def test_a_chat_may_say_how_it_is_rendered(tmp_path: Path) -> None:
             assert refused.value.param == param
 
 
+def test_a_chat_may_offer_tools_to_a_template_that_writes_them(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+    file = tmp_path / "tools.jinja"
+    file.write_text("{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{{ messages[0].content }}")
+    params, asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), [{"role": "user", "content": "Hi"}]
+    with LLM(**TINY, chat_template=str(file)) as model:
+        assert model.tokenizer is not None
+        for tools, text in (([tool], "get_weather;Hi"), ([], "Hi")):
+            assert model.tokenizer.decode(model.chat(asked, params, tools=tools).prompt_token_ids, skip_special_tokens=True) == text
+        wrong: Any
+        for wrong in ("get_weather", [len], tool):
+            with pytest.raises(RequestError, match="must be a list of type and function") as refused:
+                model.chat(asked, params, tools=wrong)
+            assert refused.value.param == "tools"
+    with LLM(**TINY) as model, pytest.raises(RequestError, match="does not write tools") as refused:
+        model.chat(asked, params, tools=[tool])
+    assert refused.value.param == "tools"
+
+
 def test_a_tokenizer_may_come_from_elsewhere(echo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with LLM(**TINY) as model:
         words = model.facts.folder

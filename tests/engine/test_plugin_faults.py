@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,21 @@ def test_what_a_plugin_raises_in_a_step_names_it_and_the_function(
     assert last.startswith("in step 0 with 1 requests and 2 tokens, running model ")
     (told,) = engine.recover(error.value)
     assert "the step that the request was in failed in plugin echo (enginery-echo==0.1.0), " in str(told.error)
+
+
+def test_a_plugin_that_exits_in_a_step_fails_it_and_not_the_process(asked: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    from enginery_echo.backend import EchoAttention
+
+    def leave(self: EchoAttention, *arguments: object, **named: object) -> None:
+        sys.exit(0)
+
+    engine = Engine.build(asked, Registry.load())
+    monkeypatch.setattr(type(engine._runner.model), "forward", leave)
+    engine.submit(GenerationRequest(request_id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=3)))
+    with pytest.raises(RuntimeError, match="SystemExit: 0") as error:
+        engine.step()
+    (told,) = engine.recover(error.value)
+    assert "RuntimeError: SystemExit: 0" in str(told.error)
 
 
 def test_what_the_core_raises_names_no_plugin() -> None:

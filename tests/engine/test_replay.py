@@ -278,6 +278,10 @@ def test_the_command_says_where_backends_part(
     code, said = run(str(path), "--attention-backend", "torch", "--against", "torch")
     assert code == 0
     assert f"torch and torch agree in {NUM_STEPS} steps and {2 * NUM_STEPS} calls of attention" in said
+    with monkeypatch.context() as patch:
+        patch.setattr("enginery.engine.replay.compare_tokens", lambda *_, **__: Outcome(NUM_STEPS, 0, None, None))
+        code, said = run(str(path))
+    assert (code, said) == (0, f"torch ran {NUM_STEPS} steps, and nothing was compared: none of their tokens is greedy\n")
     outcomes = []
 
     def parted(recording: Recording, first: Replica, second: Replica, *, tolerance: float | None) -> Outcome:

@@ -58,7 +58,7 @@ HUGE = 10**30
         ({"temperature": -1}, "temperature"),
         ({"temperature": 1e30}, "temperature"),
         ({"temperature": HUGE}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.5}, "top_p"),
         ({"top_k": -5}, "top_k"),
         ({"seed": HUGE}, "seed"),
         ({"seed": 1.5}, "seed"),
@@ -167,7 +167,7 @@ def test_other_paths_and_methods_have_the_same_shape(shared_server):
             "content[0].type is 'image', but must be 'text' or",
         ),
         ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search', but must be 'function'"),
-        ("embeddings", {"input": "x", "dimensions": 8}, "embeddings have the model's own length"),
+        ("embeddings", {"input": "x", "dimensions": 8}, "dimensions is 8, but embeddings of this model have 2"),
     ],
 )
 def test_what_is_none_of_a_few_choices_is_told_them(shared_server, path, body, told):

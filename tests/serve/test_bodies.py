@@ -332,6 +332,36 @@ def test_what_is_null_is_absent_whatever_its_name_is():
     assert refusal(b'{"messages": [{"role": "user", "content": "x", "a": null, "b": 1}]}', ChatRequest)[1] == "messages"
 
 
+def test_nulls_of_parts_calls_and_tools_are_absent_and_those_of_schemas_are_not():
+    call = {"id": "c", "type": None, "index": None, "function": {"name": "f", "arguments": '{"a": null}', "odd": None}}
+    parts = [{"type": "text", "text": "x", "image_url": None}]
+    parameters = {"type": "object", "properties": {"a": {"default": None, "enum": [None]}}}
+    body = {
+        "messages": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": parts},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": None, "odd": None}, "odd": None}
+        ],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": parameters, "odd": None}, "odd": None},
+    }
+    asked = decode_request(json.dumps(body).encode(), ChatRequest)
+    assert asked.messages[1].tool_calls[0].function.arguments == '{"a": null}'
+    assert asked.tools[0].function.parameters == asked.response_format.json_schema.schema == parameters
+    assert (
+        refusal(json.dumps(body | {"tools": [{"type": "function", "function": {"name": "f", "odd": 1}}]}).encode(), ChatRequest)[1]
+        == "tools"
+    )
+
+
+def test_a_byte_order_mark_is_ignored():
+    assert decode_request(b'\xef\xbb\xbf{"prompt": "x"}', CompletionRequest).prompt == "x"
+    assert decode_request(bytearray(b'\xef\xbb\xbf{"prompt": "x"}'), CompletionRequest).prompt == "x"
+    assert "empty" in refusal(b"\xef\xbb\xbf")[0]
+
+
 def test_structure_is_counted_and_texts_are_not():
     much = '{[,"\\' * (MAX_VALUES + 1)
     assert decode_request(json.dumps({"prompt": much}).encode(), CompletionRequest).prompt == much

@@ -42,6 +42,22 @@ def test_a_message_is_answered(with_server):
     with_server(scenario)
 
 
+@pytest.mark.parametrize("content", ["I say", [{"type": "text", "text": "I say"}]])
+def test_an_assistant_s_last_message_is_the_beginning_of_the_answer(with_server, content):
+    async def scenario(live):
+        body = user("hi")
+        begun = [*body["messages"], {"role": "assistant", "content": content}]
+        reply = as_message((await live.post("/v1/messages", **body | {"messages": begun})).json())
+        assert [block.text for block in reply.content] == ["<user>hi<assistant>I say"]  # the fake engine repeats its prompt
+        called = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]}
+        answered = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]}
+        for last in ([called], [called, answered], [{"role": "assistant", "content": ""}]):
+            reply = await live.post("/v1/messages", **body | {"messages": [*body["messages"], *last]})
+            assert as_message(reply.json()).content[0].text.endswith("<assistant>"), reply.text
+
+    with_server(scenario)
+
+
 def test_thinking_text_and_calls_are_blocks(with_server):
     async def scenario(live):
         message = as_message((await live.post("/v1/messages", **user(ASKED), tools=[ADD])).json())

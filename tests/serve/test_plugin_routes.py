@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from concurrent.futures import Future
 from unittest.mock import MagicMock
 
@@ -29,6 +30,14 @@ def app() -> FastAPI:
     @of_plugin.get("/broken/{item}")
     def broken() -> dict:
         return {}["absent"]
+
+    @of_plugin.get("/leaves")
+    async def leaves() -> dict:
+        sys.exit(3)
+
+    @of_plugin.get("/leaves-on-a-thread")
+    def leaves_there() -> dict:
+        sys.exit(3)
 
     @routes.get("/ours")
     async def ours() -> dict:
@@ -62,6 +71,15 @@ def test_what_a_plugins_route_raises_names_the_plugin(app, path, caplog):
     said = record.getMessage()
     assert said.startswith(f"GET {path} failed in a route of plugin page (some-page==1.0): KeyError: 'absent' ({__file__}, line ")
     assert record.exc_info is not None
+
+
+@pytest.mark.parametrize("path", ["/leaves", "/leaves-on-a-thread"])
+def test_a_plugins_route_that_exits_ends_the_request_and_not_the_server(app, path, caplog):
+    with caplog.at_level(logging.ERROR, logger="enginery.serve.app"):
+        answer = get(app, path)
+    assert answer.status_code == 500
+    assert "a bug of plugin page (some-page==1.0)" in answer.json()["error"]["message"]
+    assert "RuntimeError: SystemExit: 3" in caplog.records[0].getMessage()
 
 
 def test_what_the_servers_own_code_raises_names_no_plugin(app, caplog):

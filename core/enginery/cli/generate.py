@@ -57,7 +57,7 @@ def build_engine(options: EngineOptions) -> tuple[EngineLike, TextSide]:
     plugins_s = process_age_s() - imports_s
     found = find_checkpoint(options, registry)
     side = TextSide.load(found.folder, tokenizer_folder=found.tokenizer_folder, chat_template=options.chat_template)
-    engine = Engine.build(options, registry)
+    engine = Engine.build(options, registry, found=found)
     note = f" ({engine.facts.note})" if engine.facts.note else ""
     print(f"{engine.facts.model_name}{note}", file=sys.stderr)
     phases = {"imports": imports_s, "plugins": plugins_s, **engine.facts.phases_s}

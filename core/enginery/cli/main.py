@@ -28,7 +28,7 @@ from enginery.cli.rank import rank
 from enginery.cli.replay import replay
 from enginery.cli.serve import serve
 from enginery.cli.usage import UsageError, told
-from enginery.errors import EnginError, PluginError
+from enginery.errors import FAULTS, EnginError, PluginError
 from enginery.plugin.loading import explain
 from enginery.plugin.registry import Registry
 
@@ -94,7 +94,7 @@ def add_commands(registry: Registry, app: typer.Typer) -> None:
             registry.manager.only(record.name, "register_commands")(app=own)
             if taken := _command_names(app) & _command_names(own):
                 raise PluginError(f"the name {', '.join(sorted(taken))} is taken")
-        except (Exception, SystemExit) as error:  # a plugin's code
+        except FAULTS as error:  # a plugin's code
             _log.warning("commands of %s are left out: %s", record, explain(error))
             continue
         app.registered_commands += own.registered_commands

@@ -62,7 +62,9 @@ def _agree(
     if outcome.parting is not None:
         print(f"{first.name} and {other} part at {outcome.parting}")
         return False
-    most = "nothing was compared" if outcome.largest is None else f"the largest difference is at {outcome.largest}"
+    if outcome.largest is None:
+        print(f"{first.name} ran {outcome.num_steps:,} steps, and nothing was compared: none of their tokens is greedy")
+        return True
     calls = f" and {outcome.num_calls:,} calls of attention" if outcome.num_calls else ""
-    print(f"{first.name} and {other} agree in {outcome.num_steps:,} steps{calls}; {most}")
+    print(f"{first.name} and {other} agree in {outcome.num_steps:,} steps{calls}; the largest difference is at {outcome.largest}")
     return True

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -20,6 +20,7 @@ from enginery.errors import RequestError
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETIONS = 128
+LEAST_TOP_P = 1e-6
 
 
 class FinishReason(StrEnum):
@@ -35,7 +36,8 @@ class SamplingParams:
     """How to choose tokens and when to stop. Checked when built; raises `RequestError` with the field's name.
 
     max_tokens: at the most; the context and the KV memory may end a completion sooner. stop: one text or several.
-    temperature: 0 is greedy. top_k: 0 keeps all; -1 becomes 0. top_p, min_p: shares of probability. Penalties follow OpenAI
+    temperature: 0 is greedy. top_k: 0 keeps all; -1 becomes 0. top_p, min_p: shares of probability; a top_p of 0 leaves the
+    likeliest token. Penalties follow OpenAI
     (presence, frequency: subtracted from the logits of tokens already generated) and CTRL, arXiv:1909.05858 (repetition: over
     prompt and output).
     logprobs: how many alternatives to report beside each sampled token; None reports nothing. prompt_logprobs: the same for the
@@ -73,7 +75,7 @@ class SamplingParams:
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_range("temperature", self.temperature, 0, 100)
         _check_range("top_k", self.top_k, 0, math.inf)
-        _check_range("top_p", self.top_p, 1e-6, 1)
+        _check_range("top_p", self.top_p, LEAST_TOP_P, 1)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
@@ -142,7 +144,7 @@ def _whole(name: str, value: object) -> int:
 def _real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise RequestError(f"{name} is {value!r}, but must be a number", param=name)
-    return float(value)
+    return LEAST_TOP_P if name == "top_p" and value == 0 else float(value)
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
@@ -194,6 +196,12 @@ def choices_of(request: GenerationRequest, *, first: int = 0) -> list[Generation
         )
         for index, seed in enumerate(seeds)
     ]
+
+
+def of_length_one(vector: Sequence[float]) -> tuple[float, ...]:
+    """An embedding divided by its Euclidean length; zeros stay as they are."""
+    length = math.hypot(*vector) or 1.0
+    return tuple(value / length for value in vector)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from enginery.kv.states import state_bytes
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
-from enginery.worker.choice import Choice, choose
+from enginery.worker.choice import Checkpoint, Choice, choose
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import ForcedAcceptance
@@ -156,13 +156,12 @@ def build_parts(
     *,
     pages: Mapping[MemoryKind, int] = MappingProxyType({}),
     place: Place = ALONE,
+    found: Checkpoint | None = None,
 ) -> BuiltParts:
-    """Choose, check, plan, load and bind. Raises `EnginError` with the reason if any of it is impossible.
-
-    pages: how many of these kinds of memory there are to be, whatever would fit. place: among several ranks."""
+    """Choose, check, plan, load and bind, or raise `EnginError`. pages: so many of these kinds of memory, whatever would fit."""
     phases = Phases(report)
     with phases("choice"):
-        chosen = choose(asked, registry, parallel=place.parallel)
+        chosen = choose(asked, registry, parallel=place.parallel, found=found)
         met = place.meet(chosen)
     with phases("ops"):
         ops = load_ops(asked, chosen)

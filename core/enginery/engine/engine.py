@@ -27,6 +27,7 @@ from enginery.engine.recording import recorder_of
 from enginery.engine.sampling_input import GrammarFailures, prepare_sampling, reads_pending
 from enginery.engine.scheduling import scheduling_of
 from enginery.errors import Overloaded, RequestError
+from enginery.plugin.boundary import exits_as_failures
 from enginery.plugin.registry import Registry, raised_in
 from enginery.schedule.ahead import Ahead
 from enginery.schedule.lanes import AnyScheduler
@@ -34,6 +35,7 @@ from enginery.schedule.request import Request
 from enginery.speculate.drafting import Drafting
 from enginery.speculate.length import DraftLength
 from enginery.speculate.made_drafts import Made, MadeDrafts
+from enginery.worker.choice import Checkpoint
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.decode_graphs import finds_starts
 from enginery.worker.paths.path import Launched
@@ -126,17 +128,18 @@ class Engine:
         *,
         forced_rates: Sequence[float] = (),
         launch: Launch | None = None,
+        found: Checkpoint | None = None,
     ) -> Engine:
         """Load the checkpoint and bind everything. Raises `EnginError` before anything is served.
 
         forced_rates: for benchmarks, how often the guess at each place is right, whatever it is; see `ForcedAcceptance`. launch:
-        what starts the processes of other ranks; None: what `--executor` names.
+        what starts the processes of other ranks; None: what `--executor` names. found: what `find_checkpoint` gave before.
         """
         with begun_ranks(asked, registry, launch) as others:
             if others is None:
-                parts = build_parts(asked, registry, report)
+                parts = build_parts(asked, registry, report, found=found)
             else:
-                parts = build_parts(others.options, registry, report, place=others.place)
+                parts = build_parts(others.options, registry, report, place=others.place, found=found)
         forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
         return cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
 
@@ -305,7 +308,8 @@ class Engine:
         goes on.
         """
         try:
-            yield
+            with exits_as_failures():
+                yield
         except BaseException as error:
             steps = list(dict.fromkeys([*(lost.step for lost in self._in_flight), *(lost.step for lost in self._sent)]))
             self._in_flight.clear()

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from enginery.contracts.grammars import CompiledGrammar, GrammarSpec, GrammarState, RevocableGrammarState
-from enginery.errors import EnginError, RequestError
+from enginery.errors import FAULTS, EnginError, RequestError
 from enginery.plugin.boundary import checked
 from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer
@@ -33,7 +33,7 @@ class BoundedGrammar:
         """Raises `RequestError` that names the plugin where that fails."""
         try:
             return BoundedState.of(checked(self.offer, self.compiled.start(), GrammarState), self.offer.source)
-        except Exception as error:  # a plugin's code
+        except FAULTS as error:  # a plugin's code
             raise _failure(self.offer.source, error) from error
 
 
@@ -58,7 +58,7 @@ class BoundedState:
         begun_s = time.thread_time()
         try:
             self._state.fill_mask(row)
-        except Exception as error:  # a plugin's code
+        except FAULTS as error:  # a plugin's code
             raise _failure(self._source, error) from error
         self._over_s = max(0.0, self._over_s + time.thread_time() - begun_s - self._mask_s)
         if self._over_s > SPARE_S:
@@ -69,7 +69,7 @@ class BoundedState:
         begun_s = time.thread_time()
         try:
             return self._state.accept(token_id)
-        except Exception as error:  # a plugin's code
+        except FAULTS as error:  # a plugin's code
             _failure(self._source, error)
             return False
         finally:
@@ -108,7 +108,7 @@ class RevocableBoundedState(BoundedState):
             self._ahead_over_s, self._over_s, self._mask_s = self._over_s, told_over_s, TOKEN_S
 
 
-def _failure(source: str, error: Exception) -> RequestError:
+def _failure(source: str, error: BaseException) -> RequestError:
     """What the request is told. A plugin may raise `RequestError`; anything else is a bug of it, and is logged."""
     if isinstance(error, RequestError):
         return error

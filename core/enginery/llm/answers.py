@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from enginery.contracts.request import FinishReason, RequestOutput, TokenLogprob
+from enginery.contracts.request import FinishReason, RequestOutput, TokenLogprob, of_length_one
 from enginery.errors import RequestError
 from enginery.text.detokenize import CompletionText
 
@@ -51,6 +51,14 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """What `embed` gives for one prompt. vector: [hidden size]."""
+
+    prompt_token_ids: tuple[int, ...]
+    vector: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Usage:
     """Tokens of one completion so far. num_cached_tokens: of the prompt, that were found in the prefix cache.
 
@@ -69,7 +77,8 @@ class GenerationDelta:
     """What came of one completion since its last delta. All put together are what `generate` gives.
 
     index: which of `SamplingParams.n`. text: may be empty, or more than the tokens', where a character or what may become a stop
-    string spans several. finish_reason: set in its last delta. prompt_logprobs: in its first, if asked for.
+    string spans several. finish_reason: set in its last delta. prompt_logprobs: in its first, if asked for. embedding: of a prompt
+    that is only embedded.
     """
 
     index: int
@@ -79,6 +88,7 @@ class GenerationDelta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -101,6 +111,7 @@ class GrowingCompletion:
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    embedding: tuple[float, ...] | None = None
     error: RequestError | None = None
     _taken: tuple[int, int] = (0, 0)  # tokens and pieces that are in deltas
 
@@ -122,6 +133,7 @@ class GrowingCompletion:
         self.token_ids += output.token_ids[:count]
         self.logprobs += (output.logprobs or ())[:count]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.embedding = output.embedding or self.embedding
         self.num_cached_tokens = output.num_cached_tokens
         self.num_drafted_tokens += output.num_drafted
         self.num_accepted_tokens += min(output.num_accepted, count)
@@ -147,7 +159,14 @@ class GrowingCompletion:
             logprobs=tuple(self.logprobs[tokens:]) if self.logprobs else None,
             prompt_logprobs=None if tokens else self.prompt_logprobs,
             finish_reason=self.finish_reason,
+            embedding=self.embedding,
         )
+
+
+def embedding(prompt: tuple[int, ...], vector: tuple[float, ...] | None, *, normalize: bool) -> Embedding:
+    """The finished answer to a prompt that is only embedded."""
+    assert vector is not None  # it comes with the first token, and an error would have been raised
+    return Embedding(prompt_token_ids=prompt, vector=of_length_one(vector) if normalize else vector)
 
 
 def generation(prompt: tuple[int, ...], parts: Sequence[GrowingCompletion]) -> Generation:

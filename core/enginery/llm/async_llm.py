@@ -13,10 +13,10 @@ from enginery.config.sources import registry_for
 from enginery.contracts.request import FinishReason, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
-from enginery.llm.answers import Completion, Generation, GenerationDelta
+from enginery.llm.answers import Completion, Embedding, Generation, GenerationDelta, embedding
 from enginery.llm.engine_thread import EngineThread
 from enginery.llm.keyword_options import engine_options
-from enginery.llm.open_requests import OpenRequests
+from enginery.llm.open_requests import EMBEDDED, OpenRequests
 from enginery.llm.prompts import Messages, Prompt, PromptEncoder, checked_params
 
 
@@ -67,7 +67,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """
         asked, ids = checked_params(params), await self._encode(prompt)
         completions: list[list[GenerationDelta]] = [[] for _ in range(asked.n)]
-        async with aclosing(self._stream(ids, asked, request_id)) as deltas:
+        async with aclosing(self._stream(ids, asked, request_id=request_id)) as deltas:
             async for delta in deltas:
                 completions[delta.index].append(delta)
         first = completions[0][0]
@@ -83,9 +83,17 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Answer one prompt as `generate` does, and give its tokens as they come. Closing it ends the request."""
         asked, ids = checked_params(params), await self._encode(prompt)
-        async with aclosing(self._stream(ids, asked, request_id)) as deltas:
+        async with aclosing(self._stream(ids, asked, request_id=request_id)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def embed(self, prompt: Prompt | Messages, *, normalize: bool = True) -> Embedding:
+        """The hidden state of one prompt's last token; see `LLM.embed`. For many, gather many calls."""
+        self._prompts.check_pooling()
+        ids = await self._encode(prompt)
+        async with aclosing(self._stream(ids, EMBEDDED, embed=True)) as deltas:
+            found = [delta async for delta in deltas]
+        return embedding(ids, found[0].embedding, normalize=normalize)
 
     def abort(self, request_id: str) -> None:
         """End a request of that id, from any thread; whoever waits for it gets what there is. Others are not touched."""
@@ -96,7 +104,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return await asyncio.to_thread(self._prompts.encode_any, prompt)  # a template may take seconds
 
     async def _stream(
-        self, ids: tuple[int, ...], params: SamplingParams, request_id: str | None
+        self, ids: tuple[int, ...], params: SamplingParams, *, request_id: str | None = None, embed: bool = False
     ) -> AsyncGenerator[GenerationDelta, None]:
         if request_id in self._names:
             raise RequestError(f"the request_id {request_id!r} is in use; choose another", param="request_id")
@@ -105,7 +113,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         def tell(told: GenerationDelta | EnginError) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, told)
 
-        self._thread.submit(name, ids, params, tell)
+        self._thread.submit(name, ids, params, tell=tell, embed=embed)
         if request_id is not None:
             self._names[request_id] = name
         num_open = params.n

@@ -43,8 +43,8 @@ class EngineThread:
         self._thread.start()
         self.facts = started.result()
 
-    def submit(self, name: str, ids: tuple[int, ...], params: SamplingParams, tell: Tell) -> None:
-        """Queue a request. name: unlike any other's.
+    def submit(self, name: str, ids: tuple[int, ...], params: SamplingParams, *, tell: Tell, embed: bool = False) -> None:
+        """Queue a request. name: unlike any other's. embed: see `OpenRequests.submit`.
 
         tell: called on the thread, with deltas until all `params.n` completions have ended, or with an error and then nothing more.
         Raises `EnginError` when the engine is gone.
@@ -52,7 +52,7 @@ class EngineThread:
         with self._ending:
             if self._end is not None:
                 raise EngineDied(f"the engine is gone: {self._end}")
-            self._calls.put(partial(self._submit, name, ids, params, tell))
+            self._calls.put(partial(self._submit, name, ids, params, tell, embed=embed))
 
     def abort(self, name: str) -> None:
         """End a request; its last deltas have the reason abort. One that is not open is ignored."""
@@ -99,12 +99,14 @@ class EngineThread:
             _log.exception("a step failed, and its requests with it; the engine goes on")
             return grown
 
-    def _submit(self, name: str, ids: tuple[int, ...], params: SamplingParams, tell: Tell, requests: OpenRequests) -> None:
+    def _submit(
+        self, name: str, ids: tuple[int, ...], params: SamplingParams, tell: Tell, requests: OpenRequests, *, embed: bool
+    ) -> None:
         found = _Open(tell=tell, parts=[])
         try:
             if self._end is not None:
                 raise EngineDied(f"the engine is gone: {self._end}")
-            found.parts = requests.submit(name, ids, params)
+            found.parts = requests.submit(name, ids, params, embed=embed)
             self._open[name] = found
         except EnginError as error:
             self._tell(name, found, error, requests)

@@ -17,9 +17,9 @@ from enginery.config.sources import registry_for
 from enginery.contracts.request import SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import EnginError, RequestError
-from enginery.llm.answers import Generation, GenerationDelta, GrowingCompletion, generation
+from enginery.llm.answers import Embedding, Generation, GenerationDelta, GrowingCompletion, embedding, generation
 from enginery.llm.keyword_options import engine_options
-from enginery.llm.open_requests import OpenRequests
+from enginery.llm.open_requests import EMBEDDED, OpenRequests
 from enginery.llm.prompts import Messages, Prompt, PromptEncoder, as_batch, checked_params
 
 PROGRESS_FROM = 8  # completions; fewer are done before a bar is worth its lines
@@ -62,6 +62,7 @@ class LLM(AbstractContextManager["LLM"]):
         messages: Messages,
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, object]] = (),
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool | None = None,
@@ -70,17 +71,34 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> Generation:
         """Answer one conversation, a list of {"role": ..., "content": ...}, by the checkpoint's chat template.
 
-        chat_template: text of another one. chat_template_kwargs: its variables, such as {"enable_thinking": False}.
+        tools: {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}} each, as the template writes
+        them. The answer's text has calls as the model writes them, with special tokens only if `params.skip_special_tokens` is
+        False; the server's API parses them. chat_template: text of another one. chat_template_kwargs: its variables, such as
+        {"enable_thinking": False}.
         add_generation_prompt: begin the answer; None: unless the final message, the assistant's, is to be continued.
         """
         ids = self._prompts.encode_chat(
             messages,
             template=chat_template,
+            tools=tools,
             variables=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
         return self.generate([ids], params, progress=progress)[0]
+
+    def embed(self, prompts: Prompt | Iterable[Prompt], *, normalize: bool = True, progress: bool | None = None) -> list[Embedding]:
+        """The hidden state of each prompt's last token after the last norm, in their order, as /v1/embeddings has it.
+
+        A prompt may be as long as the context. normalize: divide each vector by its length. Raises `RequestError` for a prompt
+        that cannot be served, and for a checkpoint whose embeddings are pooled otherwise.
+        """
+        self._live()
+        self._prompts.check_pooling()
+        token_ids = [self._prompts.encode(prompt) for prompt in as_batch(prompts)]
+        with self._turn:
+            growing = self._run(self._live(), token_ids, [EMBEDDED] * len(token_ids), progress=progress, embed=True)
+        return [embedding(ids, parts[0].embedding, normalize=normalize) for ids, parts in zip(token_ids, growing, strict=True)]
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[GenerationDelta]:
         """Answer one prompt, and give its tokens as they come. A prompt is text, a list of token ids, or the messages of a chat.
@@ -129,11 +147,12 @@ class LLM(AbstractContextManager["LLM"]):
         params: Sequence[SamplingParams],
         *,
         progress: bool | None,
+        embed: bool = False,
     ) -> list[list[GrowingCompletion]]:
         growing: list[list[GrowingCompletion]] = []
         try:
             for ids, asked in zip(prompts, params, strict=True):
-                growing.append(requests.submit(next(self._names), ids, asked))
+                growing.append(requests.submit(next(self._names), ids, asked, embed=embed))
             left = set(itertools.chain.from_iterable(growing))
             total = len(left)
             shown = total >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress

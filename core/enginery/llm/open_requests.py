@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Final
 
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams, choices_of
 from enginery.engine.engine import Engine
@@ -11,6 +12,8 @@ from enginery.errors import CheckpointError
 from enginery.llm.answers import GrowingCompletion
 from enginery.text.detokenize import CompletionText
 from enginery.text.tokenizer import Tokenizer
+
+EMBEDDED: Final = SamplingParams(max_tokens=1, temperature=0)  # with the first token the engine tells the embedding
 
 
 class OpenRequests:
@@ -21,18 +24,19 @@ class OpenRequests:
         self._tokenizer = tokenizer
         self._open: dict[str, GrowingCompletion] = {}
 
-    def submit(self, name: str, ids: tuple[int, ...], params: SamplingParams) -> list[GrowingCompletion]:
+    def submit(self, name: str, ids: tuple[int, ...], params: SamplingParams, *, embed: bool = False) -> list[GrowingCompletion]:
         """Send the `params.n` requests of one prompt to the engine, and return their completions, which `step` grows.
 
-        ids: the prompt's tokens. name: unique among what is open. Raises `EnginError`; then none of them is open.
+        ids: the prompt's tokens. name: unique among what is open. embed: the prompt's embedding is all that is wanted, with
+        `EMBEDDED` as params. Raises `EnginError`; then none of them is open.
         """
         if params.stop and self._tokenizer is None:
             folder = self.engine.facts.folder
             raise CheckpointError(f"{folder} has no tokenizer.json, which stop strings need; use stop_token_ids")
         group: list[GrowingCompletion] = []
         try:
-            choices = choices_of(GenerationRequest(request_id=name, prompt_token_ids=ids, params=params))
-            for index, request in enumerate(choices):
+            asked = GenerationRequest(request_id=name, prompt_token_ids=ids, params=params, embed=embed, prompt_only=embed)
+            for index, request in enumerate(choices_of(asked)):
                 if index:  # the prompt's log-probabilities are the same for all of its completions: the first one reports them
                     request = dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
                 self.engine.submit(request)

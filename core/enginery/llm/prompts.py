@@ -11,6 +11,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.request import SamplingParams
 from enginery.errors import CheckpointError, RequestError
+from enginery.text.template import writes_tools
 from enginery.text.text_side import TextSide
 from enginery.text.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ class PromptEncoder:
         messages: Messages,
         *,
         template: str | None = None,
+        tools: Messages = (),
         variables: Mapping[str, object] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -59,9 +61,11 @@ class PromptEncoder:
         if isinstance(messages, str | Mapping) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"messages are {messages!r}, but must be a list of role and content", param="messages")
         text = self._text("chats need one; use generate with token ids")
+        _check_tools(tools, template or text.template.source)
         rendered = text.template.render(
             messages,
             template=template,
+            tools=tools,
             variables=variables,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -75,6 +79,11 @@ class PromptEncoder:
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             return self.encode_chat(cast("Messages", prompt))
         return _token_ids(prompt)
+
+    def check_pooling(self) -> None:
+        """Raises `RequestError` for a checkpoint whose embeddings are not the hidden state of the last token."""
+        if self.text is not None:
+            self.text.check_pooling()
 
     def close(self) -> None:
         if self.text is not None:
@@ -105,6 +114,13 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
             f"params are {params!r}, but must be SamplingParams; several prompts may have a list of them", param="params"
         )
     return params or SamplingParams()
+
+
+def _check_tools(tools: Messages, template: str | None) -> None:
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(f"tools are {tools!r:.80}, but must be a list of type and function", param="tools")
+    if tools and not writes_tools(template):
+        raise RequestError("the chat template does not write tools, so the model would not know of them", param="tools")
 
 
 def _token_ids(prompt: object) -> tuple[int, ...]:

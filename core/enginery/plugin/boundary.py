@@ -13,7 +13,7 @@ from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.parsers import ParserEvent, ParserSetup, ParserSpec
 from enginery.contracts.schedule import QueuedFacts, SchedulePolicySpec, StepReport
-from enginery.errors import EnginError, PluginError
+from enginery.errors import FAULTS, EnginError, PluginError
 from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer
 
@@ -104,8 +104,17 @@ def inside(offer: Offer[object], doing: str) -> Iterator[None]:
         yield
     except EnginError:
         raise
-    except Exception as error:  # a plugin's code
+    except FAULTS as error:  # a plugin's code
         raise PluginError(f"{offer.source} could not {doing}: {explain(error)}") from error
+
+
+@contextmanager
+def exits_as_failures() -> Iterator[None]:
+    """Run code of which some is a plugin's: SystemExit, which would end the process without a word, becomes a `RuntimeError`."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
 
 
 class Observers:
@@ -122,6 +131,6 @@ class Observers:
         for source, observe in tuple(self._live.items()):
             try:
                 observe(report=report)
-            except Exception:  # a plugin's code
+            except FAULTS:  # a plugin's code
                 del self._live[source]
                 _log.exception("observe_step of %s failed at step %d; it is switched off", source, report.step)

@@ -14,7 +14,7 @@ from typing import Final
 from enginery import __version__
 from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.versions import HookGroup
-from enginery.errors import PluginError
+from enginery.errors import FAULTS, PluginError
 from enginery.plugin import own_parts
 from enginery.plugin.checker import StrictPluginManager
 from enginery.plugin.discovery import CORE, Found, Wanted, discover
@@ -102,7 +102,7 @@ def _import(found: Found) -> Plugin:
         return plugin
     try:
         module = found.entry_point.load()
-    except (Exception, SystemExit) as error:  # the plugin's code: its failure is a row, not ours
+    except FAULTS as error:  # the plugin's code: its failure is a row, not ours
         return plugin.failed(Status.BROKEN, explain(error))
     if not isinstance(module, ModuleType):
         return plugin.failed(Status.BROKEN, f"its entry point is {found.entry_point.value}, but must name the package alone")
@@ -112,7 +112,7 @@ def _import(found: Found) -> Plugin:
 def _collect(plugin: Plugin) -> Plugin:
     try:
         return _checked(plugin)
-    except (Exception, SystemExit) as error:  # the plugin's code
+    except FAULTS as error:  # the plugin's code
         return plugin.failed(Status.BROKEN, str(error) if isinstance(error, PluginError) else explain(error))
 
 

@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
-from enginery.errors import ConfigError
+from enginery.errors import FAULTS, ConfigError
 from enginery.plugin.checker import alternatives
 from enginery.plugin.near import did_you_mean, known_names
 from enginery.plugin.records import Offer, PluginRecord, absent_plugins
@@ -87,5 +87,5 @@ def _build(name: str, kind: type, given: Mapping[str, str]) -> object:
             raise ConfigError(f"-o {name}.{key}={text}: the value must be {wanted}") from error
     try:
         return kind(**values)
-    except Exception as error:  # a plugin's own check
+    except FAULTS as error:  # a plugin's own check
         raise ConfigError(f"the options of {name} do not go together: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -61,7 +61,7 @@ class PluginRecord(PluginId):
 
 @dataclass(frozen=True, kw_only=True)
 class Offer(Generic[SpecT_co]):
-    """A descriptor and where it is from."""
+    """A descriptor and where it is from. told: what its `refuse` raised and the log has; a choice asks it often."""
 
     spec: SpecT_co
     group: HookGroup
@@ -69,6 +69,7 @@ class Offer(Generic[SpecT_co]):
     plugin: str
     distribution: str
     version: str
+    told: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def source(self) -> str:

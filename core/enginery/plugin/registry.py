@@ -27,7 +27,7 @@ from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.contracts.weights import WeightFormatSpec
-from enginery.errors import CheckpointError, PluginError
+from enginery.errors import FAULTS, CheckpointError, PluginError
 from enginery.plugin.boundary import Observers, checked
 from enginery.plugin.checker import StrictPluginManager
 from enginery.plugin.discovery import Wanted
@@ -114,7 +114,7 @@ class Registry:
     def _created(self, offer: Offer[object], hook: str, **given: object) -> Any:
         try:
             created = self.manager.only(offer.plugin, hook)(**given)
-        except Exception as error:
+        except FAULTS as error:
             raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
         if created is None:
             why = f"registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there"
@@ -183,7 +183,7 @@ class Registry:
             own = type(router)()
             try:
                 self.manager.only(name, "register_routes")(router=own, engine=engine)
-            except Exception as error:  # a plugin's code
+            except FAULTS as error:  # a plugin's code
                 if name in names:
                     raise PluginError(f"{able[name]} could not add its routes: {explain(error)}") from error
                 _log.warning("routes of %s are left out: %s", able[name], explain(error))

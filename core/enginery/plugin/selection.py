@@ -13,7 +13,7 @@ from enginery.contracts.model import CheckpointSpec, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parsers import ParserFacts, ParserKind, ParserSpec
 from enginery.contracts.weights import WeightFormatSpec
-from enginery.errors import PluginError, Unsupported
+from enginery.errors import FAULTS, PluginError, Unsupported
 from enginery.plugin.loading import explain
 from enginery.plugin.records import Offer, PluginRecord, absent_plugins, not_found
 
@@ -68,9 +68,11 @@ def refusals(offer: Offer[Refusing[NeedsT_contra]], needs: NeedsT_contra) -> tup
         if wrong := [reason for reason in reasons if not isinstance(reason, Reason)]:
             raise TypeError(f"refuse must return Reason objects, not {wrong[0]!r}")
         return reasons
-    except Exception as error:  # a plugin's rule
+    except FAULTS as error:  # a plugin's rule
         failure = f"{offer.source} failed while it was asked: {explain(error)}"
-        _log.warning("%s", failure)
+        if failure not in offer.told:
+            offer.told.add(failure)
+            _log.warning("%s", failure)
         return (Reason(rule="error", text=failure),)
 
 
@@ -167,6 +169,6 @@ def choose_parser(
         try:
             if offer.spec.suits(facts):
                 return offer
-        except Exception as error:  # a plugin's rule
+        except FAULTS as error:  # a plugin's rule
             raise PluginError(f"{offer.source} failed when asked whether parser {offer.name} suits the model: {error}") from error
     return None

@@ -15,9 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from enginery import __version__
 from enginery.errors import EnginError, RequestError
+from enginery.plugin.boundary import exits_as_failures
 from enginery.plugin.loading import explain
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.records import PluginRecord
@@ -70,6 +72,17 @@ class _App(FastAPI):
         return super().openapi()
 
 
+class _StaysUp:
+    """An application in which a plugin's route that exits fails, and the server does not end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with exits_as_failures():
+            await self.app(scope, receive, send)
+
+
 def owners_of(added: Iterable[tuple[PluginRecord, APIRouter]]) -> Mapping[object, str]:
     """The plugin that each endpoint of a plugin's routes is from, for messages."""
     return {route.endpoint: str(record) for record, routes in added for route in routes.routes if isinstance(route, Route)}
@@ -85,6 +98,7 @@ def build_app(service: Service, *, plugin_routes: APIRouter | None = None, owner
     app.state.service = service
     app.add_middleware(BodyBounds, limits=lambda: service.body_limits)
     app.add_middleware(NoteCaller)
+    app.add_middleware(_StaysUp)
     started_s = int(time.time())
 
     for path, (handler, _) in ENDPOINTS.items():

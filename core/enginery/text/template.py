@@ -37,6 +37,11 @@ class TemplateStuck(EnginError):
     """The process that renders templates does not answer, by no fault of the conversation. Served as HTTP 503."""
 
 
+def writes_tools(template: str | None) -> bool:
+    """Whether a template knows of tools, as that of DeepSeek-V3 does not: it has calls and their results alone."""
+    return template is None or "tools" in template
+
+
 def read_template(folder: Path | str) -> str | None:
     """The template of a checkpoint: chat_template.jinja, or `chat_template` of tokenizer_config.json; None if it has none.
 

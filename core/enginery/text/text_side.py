@@ -53,6 +53,12 @@ class TextSide:
     defaults: GenerationDefaults
     pooling: str | None = None
 
+    def check_pooling(self) -> None:
+        """Raises `RequestError` for a checkpoint whose embeddings are not the hidden state of the last token."""
+        if self.pooling not in (None, "lasttoken"):
+            asks = f"1_Pooling/config.json of this checkpoint asks for {self.pooling}"
+            raise RequestError(f"{asks}, but only the last token's hidden state is given", param="model")
+
     @classmethod
     def load(
         cls,

@@ -116,13 +116,15 @@ class Choice:
 
 
 def choose(
-    asked: EngineOptions, registry: Registry, device: DeviceFacts | None = None, *, parallel: ParallelFacts = WHOLE
+    asked: EngineOptions,
+    registry: Registry,
+    device: DeviceFacts | None = None,
+    *,
+    parallel: ParallelFacts = WHOLE,
+    found: Checkpoint | None = None,
 ) -> Choice:
-    """Everything that can be decided, and refused, from configuration and facts alone. device: None for the one asked for.
-
-    parallel: the rank that will run it; its needs are those of its own layers and heads.
-    """
-    checkpoint = find_checkpoint(asked, registry)
+    """All that can be decided, and refused, from facts alone, for a rank's own layers. device, found: those asked for if None."""
+    checkpoint = found or find_checkpoint(asked, registry)
     family, family_reason = registry.find_model(checkpoint.config)
     facts = described(family, checkpoint.config, f"the model in {checkpoint.folder}")
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from enginery.contracts.ops import OpNeeds, OpSpec, OpTable, Routed, Routing
-from enginery.errors import EnginError, PluginError
+from enginery.errors import FAULTS, EnginError, PluginError
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.nn.op_cases import OP_CASES, results_of
 from enginery.nn.reference_ops import reference_ops
@@ -119,7 +119,7 @@ def blaming(table: OpTable, offers: Sequence[Offer[OpSpec]], needs: OpNeeds, dev
         yield
     except EnginError:
         raise
-    except Exception as error:  # of a model, a backend or an operation
+    except FAULTS as error:  # of a model, a backend or an operation
         try:
             check_results({field.name: vars(table)[field.name] for field in dataclasses.fields(table)}, offers, needs, device)
         except PluginError as found:

@@ -368,3 +368,26 @@ def test_a_long_text_without_a_choice_is_written_as_it_is() -> None:
         assert state.accept(token)
         written += tokens.tokens[token]
     assert written.decode() == text
+
+
+def test_a_format_of_no_standard_is_a_remark() -> None:
+    """Pydantic writes path, password, binary and uuid4, OpenAPI byte and decimal; JSON Schema has unknown formats ignored."""
+    tokens = vocabulary([])
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "path"},
+            "fixed": {"const": {"format": "path"}},
+            "many": {"type": "array", "items": {"anyOf": [{"type": "string", "format": "uuid4"}, {"$ref": "#/$defs/format"}]}},
+        },
+        "required": ["format", "fixed", "many"],
+        "additionalProperties": False,
+        "$defs": {"format": {"type": "string", "format": "binary", "minLength": 1}},
+    }
+    state = compiled(tokens, Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(schema))).start()
+    text = '{"format": "/a", "fixed": {"format": "path"}, "many": ["x"]}'
+    assert all(state.accept(1 + byte) for byte in text.encode())
+    assert state.is_finished
+    for known in ("regex", "uri-reference"):
+        with pytest.raises(RequestError, match=f"Unknown format: {known}"):
+            compiled(tokens, Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps({"type": "string", "format": known})))

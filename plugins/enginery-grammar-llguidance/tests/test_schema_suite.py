@@ -58,7 +58,7 @@ TOKENS = GrammarTokens(
 )
 # a draft is what `$schema` says, and 2020-12 if nothing says it
 DRAFTS = {"draft 2020-12": None, "draft 7": "http://json-schema.org/draft-07/schema#", "formats": None}
-LEAST_COMPILED = {"draft 2020-12": 163, "draft 7": 160, "formats": 11, "real life": 354}
+LEAST_COMPILED = {"draft 2020-12": 163, "draft 7": 160, "formats": 11, "real life": 371}
 PARTS = list(DRAFTS)
 # what llguidance lets a date or time be although there is none: 29 February in any year, a leap second in any minute
 LEAPS = re.compile(r"-02-29|:60")

@@ -272,3 +272,35 @@ def test_the_core_cannot_be_blocked(console):
     out, err, code = console("plugins", "-p", "no:core")
     assert (out, code) == ("", 2)
     assert err.startswith("engine: core is no plugin and cannot be blocked")
+
+
+def test_the_checkpoint_is_looked_for_once(monkeypatch, capsys):
+    from enginery.worker import choice
+
+    looked_for, find = [], choice.find_checkpoint
+
+    def count(*asked):
+        looked_for.append(asked)
+        return find(*asked)
+
+    monkeypatch.setattr(choice, "find_checkpoint", count)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "Hi", "--max-tokens", "1", "--num-pages", "64"])
+    assert (ended.value.code, len(looked_for)) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["enginery.cli.serve", "numpy"])
+def test_ctrl_c_amid_an_import_ends_the_command_without_a_word(name: str) -> None:
+    """torch drops what is raised in the middle of numpy's import, and half a numpy fails in the first step."""
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        name == {name!r} and os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from enginery.__main__ import main\n"
+        "sys.argv = ['engine', 'generate', 'Hi', '--max-tokens', '1']\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -2,91 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import quick_processes
-import torch
-from safetensors.torch import save_file
+from core.cli.doctor_machine import ALL_FINE, PLUGIN, examine, plugins, sound
 from typer.testing import CliRunner
 
 from enginery.cli import doctor as doctor_module
 from enginery.cli import doctor_checks
 from enginery.cli.main import build_app
-from enginery.plugin import discovery
 
-Rows = dict[str, dict[str, str]]
-PLUGIN = """
-from enginery.api import ModelSpec, hookimpl
-
-@hookimpl
-def register_models():
-    return [ModelSpec(name="NAME", api=(2, 0), architectures=("ARCHITECTURE",), describe=None, build=None)]
-"""
-ALL_FINE = {"version": "2.13", "cuda": None, "devices": ["a GPU"], "why": "", "gloo": True, "nccl": "", "apart": []}
-
-
-@pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Installs plugins that are all that the doctor's own processes find."""
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
-    only = "from enginery.plugin import discovery\nimport importlib.metadata as m\n"
-    only += f"discovery.distributions = lambda: m.distributions(path=[{str(site)!r}])\n"
-    for code in ("_ASK_PLUGINS", "_ASK_MODEL"):
-        monkeypatch.setattr(doctor_module, code, only + vars(doctor_module)[code])
-
-    def install(distribution: str, code: str, *, name: str | None = None) -> None:
-        package = distribution.replace("-", "_")
-        (site / package).mkdir()
-        (site / package / "__init__.py").write_text(code)
-        info = site / f"{package}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[enginery]\n{name or distribution} = {package}\n")
-
-    with quick_processes.code_too():
-        yield install
-
-
-@pytest.fixture
-def sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is wrong with torch, the plugins and this machine, and no process is needed to see that."""
-    found = {
-        doctor_module._ASK_TORCH: ALL_FINE,
-        doctor_module._ASK_PLUGINS: {"records": [], "default": {"name": "m", "folder": "/nowhere"}},
-    }
-    asked = doctor_module._ask
-    monkeypatch.setattr(
-        doctor_module, "_ask", lambda code, *rest, **more: (found[code], "") if code in found else asked(code, *rest, **more)
-    )
-    monkeypatch.setattr(doctor_module, "_default_model", lambda found: doctor_checks.Check(name="model", status="ok", detail="m"))
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
-
-
-def examine(*arguments: str, code: int) -> Rows:
-    done = CliRunner().invoke(build_app(), ["doctor", "--json", "--port", "0", *arguments])
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert done.exit_code == code, done.output
-    return rows
-
-
-def failed(rows: Rows) -> set[str]:
-    return {name for name, row in rows.items() if row["status"] == "fail"}
+__all__ = ["plugins", "sound"]
 
 
 def test_nothing_is_found_where_nothing_is_wrong(sound) -> None:
@@ -338,94 +272,6 @@ print(found.status, found.detail, found.advice)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{status} ")
     assert ("ulimit -n 65536 before engine serve" in done.stdout) == (status != "ok")
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path, folder: Path, plugins: Callable[..., None], sound) -> Path:
-    """Sound, and its family is installed."""
-    plugins("family", PLUGIN.replace("NAME", "family").replace("ARCHITECTURE", "ThisForCausalLM"))
-    (folder / "config.json").write_text(json.dumps({"architectures": ["ThisForCausalLM"]}))
-    save_file({"a": torch.zeros(100), "b": torch.zeros(50)}, folder / "model.safetensors")
-    return folder
-
-
-def test_a_sound_checkpoint_is_told_so(checkpoint: Path) -> None:
-    rows = examine("--model", str(checkpoint), code=0)
-    assert [rows[name]["status"] for name in ("model", "model family", "tokenizer", "weights")] == ["ok"] * 4
-    assert rows["weights"]["detail"] == "2 tensors in 1 files"
-
-
-def cut(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def cut_deep(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\x00\x10")
-
-
-def lose_a_shard(folder: Path) -> None:
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def lose(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def damage(name: str, text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text(text)
-
-
-@pytest.fixture
-def without_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is looked at in this process: the tests of sound ones have that of the doctor."""
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setattr(discovery, "distributions", discovery.distributions)
-    asked = doctor_module._ask
-
-    def ask(code: str, *arguments: str, **more: Any) -> tuple[Any, str]:
-        if code != doctor_module._ASK_MODEL:
-            return asked(code, *arguments, **more)
-        said = io.StringIO()
-        monkeypatch.setattr(sys, "argv", ["-c", *arguments])
-        with contextlib.redirect_stdout(said):
-            exec(code, {})
-        return json.loads(said.getvalue()), ""
-
-    monkeypatch.setattr(doctor_module, "_ask", ask)
-
-
-OTHER_FAMILY = damage("config.json", '{"architectures": ["ThatForCausalLM"]}')
-
-
-@pytest.mark.parametrize(
-    ("faults", "told"),
-    [
-        ((cut, lose("tokenizer.json")), {"weights": "is cut off: tensor", "tokenizer": "tokenizer.json is missing"}),
-        (
-            (lose_a_shard, damage("tokenizer.json", "{")),
-            {"weights": "model-2.safetensors does not exist", "tokenizer": "download the checkpoint again"},
-        ),
-        ((cut_deep, OTHER_FAMILY), {"weights": "is cut off or no safetensors file", "model family": "ThatForCausalLM"}),
-        ((lose("model.safetensors"),), {"weights": "--load-format dummy"}),
-        ((damage("config.json", "{"),), {"model family": "config.json cannot be read", "tokenizer": "config.json cannot be read"}),
-    ],
-)
-def test_a_damaged_checkpoint_is_told(
-    checkpoint: Path, without_processes: None, faults: tuple[Callable[[Path], object], ...], told: dict[str, str]
-) -> None:
-    for fault in faults:
-        fault(checkpoint)
-    rows = examine("-m", str(checkpoint), code=1)
-    assert failed(rows) == told.keys()
-    for row, words in told.items():
-        assert words in rows[row]["detail"]
-
-
-def test_a_checkpoint_that_is_not_here_is_told_and_not_downloaded(checkpoint: Path) -> None:
-    assert "HF_HUB_OFFLINE" in examine("-m", "nobody/nothing", code=1)["model"]["detail"]
 
 
 def test_a_distribution_that_registers_nothing_is_a_warning(reading) -> None:

@@ -104,6 +104,18 @@ def test_a_rule_that_fails_is_a_reason_that_names_the_plugin_and_is_told(answer,
     assert [record.getMessage() for record in caplog.records] == [candidates[0].reasons[0].text]
 
 
+@pytest.mark.parametrize("raised", [ValueError("odd"), SystemExit(3)])
+def test_a_rule_that_raises_is_told_once_though_it_is_asked_often(raised, caplog) -> None:
+    def refuse(needs):
+        raise raised
+
+    odd = offer("odd", 9, refuse_also=refuse)
+    chosen = [[candidate.name for candidate in weigh(NEEDS, [odd, offer("fine")]) if candidate.chosen] for _ in range(3)]
+    assert chosen == [["fine"]] * 3
+    (record,) = caplog.records
+    assert f"plugin p-odd (d-odd==1) failed while it was asked: {type(raised).__name__}: {raised} (" in record.getMessage()
+
+
 MODELS = """
 from pathlib import Path
 from enginery.api import CheckpointSpec, ModelSpec, OpSpec, Reason, hookimpl

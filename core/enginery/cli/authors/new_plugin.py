@@ -122,7 +122,7 @@ def new_plugin(
 ) -> None:
     """Write a plugin's distribution of one kind, with tests that pass, for you to change."""
     made = write_plugin(kind, name, folder)
-    print(f"{made} is written. Try it:\n  cd {made}\n  pip install -e .\n  pytest\n  engine plugins")
+    print(f"{made} is written. Try it:\n  cd {made}\n  pip install -e '.[test]'\n  pytest\n  engine plugins")
 
 
 def write_plugin(kind: str, name: str, folder: Path) -> Path:

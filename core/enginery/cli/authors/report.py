@@ -75,7 +75,7 @@ def _show(console: Console, report: KitReport, name: str) -> None:
         console.print(f"\n{text}", style=_COLOURS[outcome], markup=False, soft_wrap=True)
     for advice in report.advice():
         console.print(f"\n{advice}", style="bold", markup=False, soft_wrap=True)
-    console.print(f"\n{name}: {_totals(report) if report.rows else 'no check has these words'}")
+    console.print(f"\n{name}: {_totals(report) if report.rows else 'no check has these words'}", markup=False, soft_wrap=True)
 
 
 def _totals(report: KitReport) -> str:

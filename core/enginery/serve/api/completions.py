@@ -126,12 +126,22 @@ class _ChoiceLayout:
         prompt = self._job.prompt
         return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if prompt.text is None else prompt.text
 
+    def _hidden_of_prompt(self) -> frozenset[int]:
+        """What the tokenizer put around the prompt's text; in a text that is made of tokens everything is written."""
+        text, token_text = self._job.prompt.text, self._tokenizer.token_text
+        special = self._tokenizer.special_ids.intersection(self._job.prompt.token_ids)
+        return frozenset() if text is None else frozenset(each for each in special if token_text(each) not in text)
+
     def _lay_out(self, prompt: PromptLogprobs | None, own: Sequence[TokenLogprob]) -> LegacyLogprobs | None:
         if self._asked.logprobs is None:
             return None
         token_ids = [found.token_id for found in own]
         logprobs: list[TokenLogprob | None] = [*own]
+        skips = self._asked.skip_special_tokens is not False
+        shown = [not (skips and token_id in self._tokenizer.special_ids) for token_id in token_ids]
         if self._asked.echo and prompt is not None:
+            hidden = self._hidden_of_prompt()
+            shown = [*(token_id not in hidden for token_id in self._job.prompt.token_ids), *shown]
             token_ids = [*self._job.prompt.token_ids, *token_ids]
             logprobs = [*prompt, *logprobs]
-        return self._legacy.lay_out(token_ids, logprobs) if token_ids else None
+        return self._legacy.lay_out(token_ids, logprobs, shown=shown) if token_ids else None

@@ -15,6 +15,7 @@ from enginery.serve.api.served_model import Job, Prompt, ServedModel
 from enginery.serve.api.service import Heading, Service
 from enginery.serve.schemas.chat import NO_PARAMETERS, ChatMessage, ChatRequest, FunctionTool, ToolChoice
 from enginery.serve.schemas.structured_outputs import FieldGrammar, asked_grammar
+from enginery.text.template import writes_tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Conversation:
 async def open_conversation(service: Service, asked: ChatRequest, prefix: str) -> Conversation:
     """Check a conversation and make the requests of its answers. prefix: of the answer's id. Raises `EnginError`."""
     model = service.model()
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     ready = await _ready(model, asked)
     prompt, how = ready.prompt, ready.how
@@ -97,17 +98,12 @@ def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTo
     if model.parsers.tools is None:
         advice = "start the server with --tool-parser NAME, or send tool_choice none"
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
-    if choice in (None, "auto") and not _writes_tools(asked.chat_template or model.text.template.source):
+    if choice in (None, "auto") and not writes_tools(asked.chat_template or model.text.template.source):
         why = "the chat template does not write tools, so the model would not know of them"
         raise RequestError(
             f"{why}; force a call with tool_choice, or start the server with a --chat-template that does", param="tools"
         )
     return tools
-
-
-def _writes_tools(template: str | None) -> bool:
-    """Whether a template knows of tools, as that of DeepSeek-V3 does not: it has calls and their results alone."""
-    return template is None or "tools" in template
 
 
 def _check_tools(names: Sequence[str], choice: str | ToolChoice | None) -> None:

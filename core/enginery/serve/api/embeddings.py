@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import math
 from array import array
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -12,6 +11,7 @@ from typing import Final, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.contracts.request import of_length_one
 from enginery.errors import RequestError
 from enginery.serve.api.served_model import Job
 from enginery.serve.api.service import Heading, Service, json_answer, read_request
@@ -24,12 +24,13 @@ _NAMES: Final = {"prompt": "input", "max_tokens": "input"}
 
 
 class EmbeddingsRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of /v1/embeddings. normalize: whether vectors get the length 1; true if left out."""
+    """Body of /v1/embeddings. normalize: whether vectors get the length 1; true if left out. dimensions: the model's own number."""
 
     input: str | list[str | Int | list[Int]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
+    dimensions: Int | None = None
     add_special_tokens: bool | None = None
     cache_salt: Id | None = None
 
@@ -39,9 +40,7 @@ async def embed(service: Service, http: Request) -> Response:
     model = service.model()
     asked = await read_request(http, EmbeddingsRequest)
     name = model.check_name(asked.model)
-    if model.text.pooling not in (None, "lasttoken"):
-        asks = f"1_Pooling/config.json of this checkpoint asks for {model.text.pooling}"
-        raise RequestError(f"{asks}, but only the last token's hidden state is given", param="model")
+    model.text.check_pooling()
     prompts = await model.prompts(asked.input, add_special_tokens=asked.add_special_tokens is not False, field="input")
     try:
         one = CompletionRequest(prompt="", max_tokens=1, temperature=0.0, cache_salt=asked.cache_salt)
@@ -51,7 +50,10 @@ async def embed(service: Service, http: Request) -> Response:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
     found = await unless_disconnected(http.receive, _embeddings(service.engine, jobs))
-    vectors = found if asked.normalize is False else [_normalized(vector) for vector in found]
+    if asked.dimensions not in (None, len(found[0])):
+        why = f"dimensions is {asked.dimensions}, but embeddings of this model have {len(found[0])}, which are not cut"
+        raise RequestError(why, param="dimensions")
+    vectors = found if asked.normalize is False else list(map(of_length_one, found))
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     reply = {
         "object": "list",
@@ -74,11 +76,6 @@ async def _embeddings(engine: Replicas, jobs: Sequence[Job]) -> list[Sequence[fl
             if output.embedding is not None:
                 found[output.request_id] = output.embedding
     return [found[job.request.request_id] for job in jobs]
-
-
-def _normalized(vector: Sequence[float]) -> Sequence[float]:
-    length = math.hypot(*vector) or 1.0
-    return [value / length for value in vector]
 
 
 def _written(vector: Sequence[float], encoding: str | None) -> object:

@@ -16,13 +16,19 @@ class LegacyLayout:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def lay_out(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> LegacyLogprobs:
-        """The lists for some tokens. The likeliest tokens always hold the token itself. The first token of a prompt has None."""
+    def lay_out(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], *, shown: Sequence[bool]
+    ) -> LegacyLogprobs:
+        """The lists for some tokens. The likeliest tokens always hold the token itself. The first token of a prompt has None.
+
+        shown: which of them the text has; offsets do not count the others.
+        """
         texts = [self._tokenizer.token_text(token_id) for token_id in token_ids]
         offsets = []
-        for token_id in token_ids:
+        for token_id, is_shown in zip(token_ids, shown, strict=True):
             offsets.append(self._offset)
-            self._offset += len(self._tokenizer.token_bytes(token_id).decode(errors="ignore"))
+            if is_shown:
+                self._offset += len(self._tokenizer.token_bytes(token_id).decode(errors="ignore"))
         return LegacyLogprobs(
             tokens=texts,
             token_logprobs=[None if found is None else found.logprob for found in logprobs],

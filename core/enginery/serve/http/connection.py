@@ -122,7 +122,7 @@ class Connection(H11Protocol):
         elif status == 413:
             self._refuse(413, "too_many_chunks", f"the body comes in more than {_MAX_PIECES:,} chunks; send larger ones")
         else:
-            self._refuse(status, "no_http", "this is not HTTP/1.1")
+            self._refuse(status, "no_http", f"this is not HTTP/1.1{f': {error}' if error else ''}")
 
     def pause_writing(self) -> None:
         """The client reads too slowly: start the time until the connection is closed."""

@@ -1,11 +1,16 @@
-"""What HTTP asks for before a route is looked up: HEAD wherever there is GET, and one length for one body."""
+"""What HTTP asks for before a route is looked up: HEAD wherever there is GET, one length for one body, and URLs that are whole."""
 
 from __future__ import annotations
+
+import re
+from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from enginery.errors import RequestError
 from enginery.serve.http.faults import Fault
+
+_ORIGIN: Final = re.compile(r"https?://[^/]*", re.IGNORECASE)
 
 
 class Framing:
@@ -25,4 +30,6 @@ class Framing:
             return
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
+        if scope["type"] == "http" and (found := _ORIGIN.match(scope["path"])):  # as clients write it for a proxy (RFC 9112, 3.2.2)
+            scope = {**scope, "path": scope["path"][found.end() :] or "/"}
         await self._app(scope, receive, send)

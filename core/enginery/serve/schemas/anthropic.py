@@ -9,7 +9,7 @@ import msgspec
 
 from enginery.contracts.request import MAX_STOP_STRINGS
 from enginery.serve.schemas import chat
-from enginery.serve.schemas.completions import MAX_MESSAGES, Id, Int, NamedSchema, ResponseFormat, StopString
+from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, Id, Int, NamedSchema, ResponseFormat, StopString
 
 NAMES: Final = {
     "max_completion_tokens": "max_tokens",
@@ -18,13 +18,6 @@ NAMES: Final = {
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice",
 }  # of fields that errors name as /v1/chat/completions does
-
-
-class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Without effect: prefixes are cached wherever they are the same."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
 
 
 class Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,6 +200,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             response_format=_response_format(self.output_config),
             reasoning_effort=_effort(self.thinking, self.output_config),
+            continue_final_message=_is_begun(messages) or None,
         )
 
 
@@ -227,6 +221,12 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
         """The same conversation as a body of /v1/chat/completions, with how to sample. Raises `RequestError`."""
         same = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p", "speculation")}
         return msgspec.structs.replace(super().as_chat(), stop=self.stop_sequences, **same)
+
+
+def _is_begun(messages: Sequence[chat.ChatMessage]) -> bool:
+    """Whether the answer goes on with the last message, as Anthropic's does: it is the assistant's, and has text and no calls."""
+    final = messages[-1]
+    return final.role == "assistant" and bool(final.content) and not final.tool_calls
 
 
 def _effort(thinking: Thinking | None, asked: OutputConfig | None) -> chat.Effort | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -24,6 +25,14 @@ MAX_DIGITS: Final = 100  # of a number, in a row: reading one takes the square o
 _MAX_NAME: Final = 100
 _MAX_MESSAGE: Final = 600
 _64_BITS: Final = 19  # digits that a number beyond 64 bits has at the least
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"  # which a parser may ignore (RFC 8259, 8.1), and Windows writes
+_Parts = Mapping[str, "_Parts"]
+_PARTS: Final[_Parts] = {  # what has fields below a field, by names; schemas, arguments and metadata are left as they are
+    "messages": {"content": {}, "tool_calls": {"function": {}}},
+    "input": {"content": {}, "output": {}},
+    "tools": {"function": {}},
+    "response_format": {"json_schema": {}},
+}
 _ONLY_DIGITS: Final = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
 _TEXT: Final = re.compile(rb'"[^"]*+"?')
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `((?!.*` - at `\$).*)`", re.DOTALL)  # of the body itself
@@ -33,6 +42,7 @@ RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 def decode_request(body: bytes | bytearray, kind: type[RequestT]) -> RequestT:
     """Decode and check a body. Raises `RequestError` for whatever is wrong, with the name of the field."""
+    body = body.removeprefix(_BYTE_ORDER_MARK)
     if not body:
         raise RequestError("the body is empty, but must be a JSON object")
     if told := _is_too_much(body):
@@ -99,16 +109,23 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:  # a cached function
 
 
 def _without_nulls(body: bytes | bytearray) -> bytes:
-    """The body without fields that are null, of itself and of its messages or items, whatever their names are.
+    """The body without fields that are null, of itself and of its parts, whatever their names are.
 
     Clients send back what they received, with null where there was nothing.
     """
-    fields = _given(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-    for name in fields.keys() & {"messages", "input"}:
-        with contextlib.suppress(msgspec.ValidationError):
-            items = msgspec.json.decode(fields[name], type=list[dict[str, msgspec.Raw]])
-            fields[name] = msgspec.Raw(msgspec.json.encode([_given(item) for item in items]))
-    return msgspec.json.encode(fields)
+    return bytes(_pruned(msgspec.Raw(body), _PARTS))
+
+
+def _pruned(value: msgspec.Raw, parts: _Parts) -> msgspec.Raw:
+    """An object, or each of a list, without its fields that are null, and so below. parts: what is below, by the fields' names."""
+    with contextlib.suppress(msgspec.ValidationError):
+        fields = _given(msgspec.json.decode(value, type=dict[str, msgspec.Raw]))
+        fields |= {name: _pruned(fields[name], parts[name]) for name in fields.keys() & parts.keys()}
+        return msgspec.Raw(msgspec.json.encode(fields))
+    with contextlib.suppress(msgspec.ValidationError):
+        items = msgspec.json.decode(value, type=list[dict[str, msgspec.Raw]])
+        return msgspec.Raw(msgspec.json.encode([_pruned(msgspec.Raw(msgspec.json.encode(item)), parts) for item in items]))
+    return value
 
 
 def _given(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:

@@ -9,7 +9,7 @@ import msgspec
 from enginery.contracts.request import MAX_TOP_LOGPROBS
 from enginery.errors import RequestError
 from enginery.serve.schemas.body_decoding import decode_json
-from enginery.serve.schemas.completions import MAX_MESSAGES, CommonRequest, Id
+from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, CommonRequest, Id
 
 MAX_TOOLS: Final = 256
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -20,6 +20,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -49,7 +50,10 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One message; its text parts are put together, one to a line."""
+    """One message; its text parts are put together, one to a line.
+
+    reasoning: another name of reasoning_content, as newer servers give it. annotations: of an answer that has none.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -57,25 +61,36 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: Annotated[list[object], msgspec.Meta(max_length=0)] | None = None
+    cache_control: CacheControl | None = None
 
     def for_template(self) -> dict[str, object]:
         """The message as a chat template reads it. Raises `RequestError` for fields that do not go with the role."""
         self._check()
         content = self.content if isinstance(self.content, str | None) else "\n".join(part.text for part in self.content)
-        told: dict[str, object] = {"role": self.role, "content": content}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                told[name] = value
+        named = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self._reasoned}
+        told: dict[str, object] = {
+            "role": self.role,
+            "content": content,
+            **{name: value for name, value in named.items() if value is not None},
+        }
         if self.tool_calls:
             told["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return told
 
+    @property
+    def _reasoned(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
     def _check(self) -> None:
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+        if self.reasoning not in (None, self._reasoned):
+            raise RequestError("reasoning and reasoning_content of a message differ; send one of them", param="messages")
+        if self.role != "assistant" and (self.tool_calls or self._reasoned):
             raise RequestError("only an assistant's message has tool_calls and reasoning_content", param="messages")
         if self.role != "tool" and self.tool_call_id is not None:
             raise RequestError("only a tool's message has tool_call_id", param="messages")
-        if self.content is None and not (self.tool_calls or self.reasoning_content):
+        if self.content is None and not (self.tool_calls or self._reasoned):
             raise RequestError(f"content of a message of the role {self.role} is missing or null", param="messages")
 
 
@@ -96,6 +111,7 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl | None = None
 
     def for_template(self, *, whole: bool = False) -> dict[str, object]:
         """The tool as a chat template reads it, without the fields that the request left out. whole: with what they stand for."""
@@ -131,6 +147,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None

@@ -24,11 +24,19 @@ Metadata = Annotated[
 ]  # OpenAI's bounds
 
 
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Without effect: prefixes are cached wherever they are the same."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+    """include_usage: a last chunk with the usage. continuous_usage_stats: it in every chunk. Nothing is obfuscated."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -139,6 +147,5 @@ UNSUPPORTED: Final = {
     "reasoning_effort": "it is a field of /v1/chat/completions",
     "thinking": "send reasoning_effort, or chat_template_kwargs with the variables of the chat template",
     "verbosity": "how much the model writes cannot be set",
-    "dimensions": "embeddings have the model's own length",
     "input_type": "texts are embedded as they are",
 }

@@ -7,7 +7,9 @@ process that can be killed (`trial`): for a moment, and if that is not enough, f
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -27,6 +29,15 @@ TRIAL_S: Final = 2.0
 # JSON as models write it, on one line or indented. Without a bound, a model may write spaces until it is cut off. Overrides come
 # last, so a schema's own `x-guidance` cannot make the compiler drop the keywords it does not know.
 _JSON: Final[JsonCompileOptions] = {"whitespace_pattern": r"[ ]|\n[ ]{0,40}", "lenient": False}
+_FORMAT: Final = re.compile(r'"format"\s*:\s*"([^"]*)"')
+_STANDARD_FORMATS: Final = {  # JSON Schema 2020-12, validation, section 7.3
+    *("date-time", "date", "time", "duration"),
+    *("email", "idn-email", "hostname", "idn-hostname"),
+    *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid"),
+    *("uri-template", "json-pointer", "relative-json-pointer", "regex"),
+}
+_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by names of any kind
+_VALUES: Final = ("const", "enum", "default", "examples")  # no schemas
 
 
 class Compiler:
@@ -125,9 +136,32 @@ class State:
 
 def _json_schema(source: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(source, overrides=_JSON)
+        return LLMatcher.grammar_from_json_schema(_without_remarks(source), overrides=_JSON)
     except ValueError as error:
         raise RequestError(f"the JSON schema is no JSON object: {_short(str(error))}", param="grammar") from error
+
+
+def _without_remarks(source: str) -> str:
+    """The schema without formats that no standard defines. Pydantic and OpenAPI write `path`, `password`, `binary` as remarks."""
+    if set(_FORMAT.findall(source)) <= _STANDARD_FORMATS:
+        return source
+    with suppress(ValueError, RecursionError):  # what is wrong with it is told by the library
+        return json.dumps(_plain(json.loads(source)), allow_nan=False)
+    return source
+
+
+def _plain(schema: object) -> object:
+    if isinstance(schema, list):
+        return [_plain(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, object] = {}
+    for key, below in schema.items():
+        if key in _NAMED and isinstance(below, dict):
+            kept[key] = {name: _plain(each) for name, each in below.items()}
+        elif key != "format" or not isinstance(below, str) or below in _STANDARD_FORMATS:
+            kept[key] = below if key in _VALUES else _plain(below)
+    return kept
 
 
 def _choice(source: str) -> str:

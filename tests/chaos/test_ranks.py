@@ -213,12 +213,12 @@ def broken(folder: Path, code: str) -> Path:
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'enginery.engine.ranks.process' in ' '.join(sys.orig_argv):\n"
-        "    from enginery.worker.ranks import follower\n"
-        "    run = follower.Follower.run\n"
+        "    from enginery.worker.ranks import stages\n"
+        "    run = stages.Follower.run\n"
         "    def failing(self, step):\n"
         "        if step.number == 2:\n"
         f"            {code}\n"
         "        run(self, step)\n"
-        "    follower.Follower.run = failing\n"
+        "    stages.Follower.run = failing\n"
     )
     return folder

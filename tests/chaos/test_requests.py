@@ -85,7 +85,7 @@ def test_row_6_huge_counts_are_refused_before_anything_is_allocated(server, body
 
 @pytest.mark.parametrize(
     "field",
-    ["temperature:NaN", "temperature:-1", "temperature:1e30", "top_p:0", "top_p:Infinity", "top_k:-5", "min_p:2"],
+    ["temperature:NaN", "temperature:-1", "temperature:1e30", "top_p:-0.1", "top_p:Infinity", "top_k:-5", "min_p:2"],
 )
 def test_row_7_odd_sampling_values_are_refused(server, field):
     name, value = field.split(":")

@@ -203,7 +203,7 @@ def test_one_stop_string_lists_and_numpy_numbers_are_taken() -> None:
     [
         {"temperature": math.nan},
         {"temperature": -1},
-        {"top_p": 0},
+        {"top_p": -0.1},
         {"top_p": 1.1},
         {"top_k": -5},
         {"min_p": 2},

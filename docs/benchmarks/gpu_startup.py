@@ -35,7 +35,7 @@ def wanted_shapes(folder: Path) -> Shapes:
 
     asked = EngineOptions(model=str(folder), load_format="dummy", device="cpu", dtype="bfloat16")
     pieces = check_weights(choose(asked, Registry.load())).record.pieces
-    return {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes, strict=True)}
+    return {source.name: source.whole for piece in pieces for part in piece.slices for source in part.sources}
 
 
 def write_checkpoint(shape: str, folder: Path, *, num_shards: int) -> None:

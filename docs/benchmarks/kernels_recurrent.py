@@ -96,8 +96,8 @@ class Step:
         self.convolved = torch.full_like(self.x, torch.nan)
         pages = torch.randperm(requests, device=DEVICE).int()
         tiles = torch.stack([torch.arange(requests), torch.zeros(requests)], 1).int().to(DEVICE)
-        first_rows = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
-        self.rows = Rows(first_rows=first_rows, reads=pages, writes=pages, tiles=tiles, tile_rows=1)
+        begins = torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
+        self.rows = Rows(first_rows=begins[:-1], stop_rows=begins[1:], reads=pages, writes=pages, tiles=tiles, tile_rows=1)
 
     def recur(self) -> None:
         gates = None if self.layer.decay == "constant" else self.gates

@@ -140,9 +140,10 @@ class Bench:
         table = tiles_of(self.kv_lens, self.kv_lens, bases, first_row=0, tokens=tile.tokens)
         tiles = Tiles(table=torch.from_numpy(table).cuda(), tile=tile)
         q, out = self.tensors(int(self.kv_lens.sum()))
+        parts = torch.empty(self.cut.workspace_bytes, dtype=torch.uint8, device="cuda")
 
         def launch() -> None:
-            run_prefill(q, self.memory, out, dims=self.cut.dims, tiles=tiles, scores=self.scores)
+            run_prefill(q, self.memory, out, cut=self.cut, tiles=tiles, parts=parts, scores=self.scores)
 
         return Run(launch=launch, q=q, out=out)
 

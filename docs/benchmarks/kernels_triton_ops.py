@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 
+from enginery.contracts.ops import SamplingTensors
 from enginery.nn import reference_ops
 from enginery_ops_triton import small_linear
 from enginery_ops_triton.ops import TritonOps
@@ -223,15 +224,9 @@ def sampling_cases(made: Callable[..., Case], shape: Shape, rows: int, ops: Trit
     full = partial(torch.full, (rows,), device=DEVICE)
     uniform, nothing = torch.rand(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     for label, top_k, top_p in (("whole", 0, 1.0), ("top_k 50", 50, 1.0), ("top_k 50, top_p 0.9", 50, 0.9), ("top_p 0.9", 0, 0.9)):
-        draw = partial(
-            sample_rows,
-            temperature=full(0.6),
-            top_k=full(top_k, dtype=torch.int32),
-            top_p=full(top_p),
-            min_p=full(0.0),
-            uniform=uniform,
-            dependent_launch=chained,
-        )
+        table = torch.stack([full(0.6), full(float(top_k)), full(top_p), full(0.0), uniform])
+        draws = SamplingTensors(table=table, most_kept=top_k or shape.vocab, cut=bool(top_k) or top_p < 1)
+        draw = partial(sample_rows, draws=draws, dependent_launch=chained)
         theirs = partial(sample_by_sorting, uniform=uniform, top_k=top_k, top_p=top_p)
         yield made(
             op=f"sample, {label}",

@@ -45,7 +45,7 @@ Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  
 def capture_steps(
     phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> Captured:
-    """A draft model whose steps cannot be captured runs eagerly behind the target's that are; all do where an operation cannot."""
+    """A draft model whose steps cannot be captured runs eagerly behind the target's that are; all do where one is `Unsupported`."""
     if not choice.settings.max_graph_requests:
         return Captured()
     if choice.device.type == "cpu":
@@ -76,12 +76,9 @@ def _capture_alone(
 
 
 def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts) -> Captured:
-    """On GPUs: all sizes, as each rank takes part in the exchanges of every capture; nothing where anything guesses."""
+    """On GPUs: all sizes, as each rank takes part in the exchanges of each capture. Raises `Unsupported` where anything guesses."""
     if choice.drafter is not None:
-        log.warning(
-            "all steps run eagerly, which makes decoding slow: with several ranks none are captured where a drafter guesses"
-        )
-        return Captured()
+        raise Unsupported("with several ranks none are captured where a drafter guesses")
     capture = CudaCapture(choice.device)
     with phases("graphs"):
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)

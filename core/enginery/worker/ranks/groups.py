@@ -25,7 +25,7 @@ from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
 from enginery.worker.ranks.peers import Peers, bind_peer_ops
-from enginery.worker.ranks.stages import LinkedStage, StageLinks
+from enginery.worker.ranks.stages import LinkedStage, StageLinks, neighbours
 from enginery.worker.weights.shares import stage_of
 
 _SOME_BYTES: Final = 4096
@@ -121,12 +121,12 @@ class RankGroups(Met):
 
 def _connect(stages: DeviceGroup, parallel: ParallelFacts) -> None:
     """NCCL connects two ranks at their first exchange, and one that waits there for another that broke could not be ended."""
-    of_stage = parallel.num_lanes * parallel.tensor_size
+    before, behind = neighbours(parallel)
     token = torch.zeros(1, device=stages.device)
     if parallel.stage > 0:
-        token = stages.receive((1,), token.dtype, parallel.rank + of_stage)
+        token = stages.receive((1,), token.dtype, before)
     if not parallel.is_last_stage:
-        stages.send(token, parallel.rank - of_stage)
+        stages.send(token, behind)
     torch.cuda.synchronize(stages.device)
 
 

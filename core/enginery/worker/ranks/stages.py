@@ -36,6 +36,12 @@ from enginery.worker.runner import Runner
 from enginery.worker.sampling import row_blocks
 
 
+def neighbours(parallel: ParallelFacts) -> tuple[int, int]:
+    """The ranks in this one's place in the stages before and behind."""
+    of_stage = parallel.num_lanes * parallel.tensor_size
+    return parallel.rank + of_stage, parallel.rank - of_stage
+
+
 class StageLinks:
     """One rank's ways to the stages before and behind. boundary: what crosses, the same between all stages."""
 
@@ -46,8 +52,7 @@ class StageLinks:
         self._group, self._dtype, self._host = group, dtype, host
         self._boundary, self._num_lanes = boundary, parallel.num_lanes
         self.is_first, self.is_last = parallel.stage == 0, parallel.is_last_stage
-        of_stage = parallel.num_lanes * parallel.tensor_size
-        self._before, self._behind = parallel.rank + of_stage, parallel.rank - of_stage
+        self._before, self._behind = neighbours(parallel)
         self._sent: deque[list[Sending]] = deque()
 
     def arrive(self, num_tokens: int) -> StageTensors:
@@ -64,7 +69,7 @@ class StageLinks:
         """Send it to the stage behind, without waiting. Raises `PluginError` for what the family has not said."""
         found = [self._checked(tensors.get(channel.name), channel, num_tokens) for channel in self._boundary]
         sending: list[Sending] = []
-        if self._num_lanes > 1:  # first: NCCL's first exchange of two ranks begins when both have called it
+        if self._num_lanes > 1:
             sending.append(self._host.send(torch.tensor([len(each) for each in found]), self._behind))
         sending += [self._group.send(each, self._behind) for each in found]
         while self._sent and all(work.is_completed() for _, work in self._sent[0]):

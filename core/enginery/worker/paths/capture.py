@@ -30,8 +30,8 @@ from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.paths.results import StepParts
-from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.path import RecordedForwards
+from enginery.worker.ranks.collectives import JoinedHead, Met
+from enginery.worker.ranks.path import CapturedForwards, RecordedForwards
 from enginery.worker.runner import Captured
 from enginery.worker.token_feed import TokenFeed
 
@@ -43,7 +43,7 @@ Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  
 
 
 def capture_steps(
-    phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+    phases: Phases, choice: Choice, parts: StepParts, met: Met, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> Captured:
     """A draft model whose steps cannot be captured runs eagerly behind the target's that are; all do where one is `Unsupported`."""
     if not choice.settings.max_graph_requests:
@@ -51,8 +51,9 @@ def capture_steps(
     if choice.device.type == "cpu":
         return Captured(_recorded_steps(choice, parts, guesses=draft_model is not None))
     try:
-        several = choice.parallel.num_ranks > 1
-        return _capture_on_ranks(phases, choice, parts) if several else _capture_alone(phases, choice, parts, draft, draft_model)
+        if choice.parallel.num_ranks > 1:
+            return _capture_on_ranks(phases, choice, parts, met)
+        return _capture_alone(phases, choice, parts, draft, draft_model)
     except Unsupported as error:  # the same on all ranks
         log.warning("all steps run eagerly, which makes decoding slow: %s", error)
         return Captured()
@@ -75,12 +76,15 @@ def _capture_alone(
         return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
 
 
-def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts) -> Captured:
+def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts, met: Met) -> Captured:
     """On GPUs: all sizes, as each rank takes part in the exchanges of each capture. Raises `Unsupported` where anything guesses."""
     if choice.drafter is not None:
         raise Unsupported("with several ranks none are captured where a drafter guesses")
-    capture = CudaCapture(choice.device)
+    capture = CudaCapture(choice.device, met.together)
+    met.keep_ahead(capture.graphs)
     with phases("graphs"):
+        if choice.parallel.num_lanes > 1:
+            return Captured(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=False))
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)
         if graphs is None:
             return Captured()

@@ -22,11 +22,14 @@ from engine.rank_threads import on_threads
 from engine.test_draft_models import SAID, embedded, prompt_of
 from engine.test_rank_processes import ASKED, PROMPTS, assert_equal, folder_of
 from engine.test_ranks import RECURRENT
+from engine.test_speculation import Scripted, with_drafter
 from pairwise import in_turn
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.ops import OpSpec
 from enginery.contracts.request import GenerationRequest
+from enginery.contracts.step import StepInput
 from enginery.engine import build as build_module
 from enginery.engine import changeover as changeover_module
 from enginery.engine.engine import Engine
@@ -34,6 +37,7 @@ from enginery.engine.recording import read_recording
 from enginery.engine.replay import build_replica, compare_tokens, replay_options
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
+from enginery.worker.paths.path import Forwarded
 
 MESHES: Mapping[str, Mapping[str, object]] = {
     "one": {},
@@ -121,6 +125,53 @@ def test_preemption_and_aborts(registry: Registry, mesh: str, kv_dtype: str) -> 
         assert_equal(serve(engine, requests, aborts=["3"]), expected)
         assert engine.meter.stats().num_preempted > 0
         engine._scheduler.check_idle()
+
+
+@in_turn(
+    ("mesh", ["tp", "tp", "one"]),
+    ("kind", ["lookup", "random", "right", "some", "wrong"]),
+    ("length", ["3", "1", "3", "auto"]),
+    ("family", ["llama", "lfm2"]),
+    ("changes", [{}, {}, {"overlap": False}, FEW]),
+)
+def test_what_a_drafter_of_the_host_guesses_is_verified_in_graphs(
+    registry: Registry, tmp_path: Path, *, mesh: str, kind: str, length: str, family: str, changes: dict[str, object]
+) -> None:
+    """Of a request alone, and of some together, for some of which it may guess nothing."""
+    recurrent = {"linear_attention_backend": "linear"} if family in RECURRENT else {}
+    asked = options(model=folder_of(tmp_path, family), **{"max_batch_requests": 12, **changes}, **recurrent)
+    ways = [{}, {}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}, {"logprobs": 2}, {"repetition_penalty": 1.3}]
+    requests = [request(f"{at}", [at, *PROMPTS[at % 4][:20]], max_tokens=24, **way) for at, way in enumerate(ways)]
+    expected = serve(Engine.build(asked, registry), requests)
+    if kind != "lookup":
+        answers = {each.prompt_token_ids: expected[each.request_id].tokens for each in requests}
+        registry = with_drafter(registry, lambda _: Scripted(kind, answers))
+    drafter = "lookup" if kind == "lookup" else "scripted"
+    with on_cuda(dataclasses.replace(asked, drafter=drafter, draft_length=length, **MESHES[mesh]), registry) as (engine, devices):
+        graphs, replayed = engine._runner.graphs, replayed_by(engine)
+        assert graphs is not None
+        for batch in (requests[:1], requests, requests[1:3]):
+            assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
+        drafts, keys = engine.meter.stats().drafts, graphs._captured
+        assert (drafts.accepted > 0, drafts.accepted < drafts.drafted) == (kind != "wrong", kind not in ("right", "some"))
+        assert sum(step.verifies for step in replayed) > 5
+        assert len([key for key in keys if key.length > 1]) > 1, "captured when the engine was built, and when needed"
+        assert not any(device.waits for device in devices)
+
+
+def replayed_by(engine: Engine) -> list[StepInput]:
+    """The decoding steps that it runs as graphs from now on."""
+    found: list[StepInput] = []
+    graphs = engine._runner.graphs
+    assert graphs is not None
+    forward = graphs.forward
+
+    def noting(step: StepInput, batch: ForwardBatch) -> Forwarded:
+        found.append(step)
+        return forward(step, batch)
+
+    graphs.forward = noting  # type: ignore[method-assign]
+    return found
 
 
 def by_itself(**changes: object) -> EngineOptions:

@@ -108,7 +108,7 @@ class Runner:
         if isinstance(graphs, RecordedForwards):
             self._whole = BestTokens(RankSteps(graphs, model), model, self.feed)
         elif graphs is not None:
-            self._whole = GatheredLogits(graphs, model)
+            self._whole = GatheredLogits(graphs, model, is_forced=self._forced is not None)
         if pieces is not None:
             self._pieces = BestTokens(pieces, model, self.feed)
 

@@ -27,6 +27,7 @@ from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import Meeting
 from enginery.worker.choice import Choice
 from enginery.worker.device import devices_of_ranks, torch_device
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks import groups
 from enginery.worker.ranks.gloo import Standing
@@ -254,13 +255,17 @@ class ThreadRanks:
 
 
 @contextlib.contextmanager
-def on_threads(asked: EngineOptions, registry: Registry, **others: object) -> Iterator[tuple[Engine, ThreadRanks]]:
+def on_threads(
+    asked: EngineOptions, registry: Registry, *, forced_rates: Sequence[float] = (), **others: object
+) -> Iterator[tuple[Engine, ThreadRanks]]:
     """An engine of so many ranks as are asked for. At the end all tensor ranks have made the same guesses."""
     with patch.multiple(groups, Group=ThreadGroup, DeviceGroup=DeviceThreadGroup):
         ranks = ThreadRanks(asked, registry, others)
         try:
             try:
-                engine = Engine(ranks.build(), registry, asked, ranks=ranks)
+                parts = ranks.build()
+                forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
+                engine = Engine(parts, registry, asked, ranks=ranks, forced=forced)
                 ranks.guesses[0] = noted(engine._runner)
             except BaseException as error:
                 ranks.failed(error)

@@ -273,7 +273,7 @@ class Runner:
         assert features is not None, "and its hidden states"
         draws = self._draws(step, sampling)
         told, graphs, tables = tokens.clamp(min=0), self._draft_graphs, self.tables
-        if forwarded.captured is not None and graphs is not None:
+        if graphs is not None and graphs.takes(step, forwarded):
             features = features[: forwarded.batch.num_tokens]
             found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
         else:

@@ -7,6 +7,9 @@
 The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from exact lengths.
 Lengths of the second are true on the device alone. The guess of the first is the best token; where one is drawn, the second begins
 with it.
+
+Several ranks find the best tokens together within their graphs. What guesses are drawn by the first rank alone knows, so drawn ones
+are not captured there.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, CapturedStep, Replayable
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
+from enginery.worker.ranks.collectives import Agreement, JoinedHead
 
 
 class _Follow(NamedTuple):
@@ -68,10 +72,15 @@ class DraftGraphs:
         """model: of a backend that can be captured. state: [most rows, C'], zeros. siblings: n."""
         self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
         self._capture, self.state, self._siblings = capture, state, siblings
+        self._head = Agreement.of(target.model, model).head if isinstance(target.model, JoinedHead) else None
         self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows: dict[tuple[int, int, int], _Follow] = {}
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
+
+    def takes(self, step: StepInput, forwarded: Forwarded) -> bool:
+        """Whether what comes behind a step can be run as graphs."""
+        return forwarded.captured is not None and (step.run.greedy or self._head is None)
 
     def drafts(
         self,
@@ -84,7 +93,7 @@ class DraftGraphs:
         draws: GuessDraws,
         tables: PageTables,
     ) -> torch.Tensor:
-        """As `DraftModel.drafts`, of a step that the target ran as a graph."""
+        """As `DraftModel.drafts`, of a step that this `takes`."""
         count, model = len(step.sampling), self._model
         assert forwarded.captured is not None, "the target ran a graph"
         assert forwarded.padded is not None, "and tells for what"
@@ -117,6 +126,8 @@ class DraftGraphs:
             self._steps_of(key[0], num_steps, None)
 
     def _best(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self._head is not None:
+            return self._head.best(logits).clamp(min=0)[:, None]
         return beside(logits, self._ops.greedy(logits), self._siblings)
 
     def _follow(self, of: CapturedStep, padded: ForwardBatch, features: torch.Tensor) -> None:

@@ -121,9 +121,6 @@ def _draft_graphs(
     model: DraftModel, needs: DraftNeeds, choice: Choice, parts: StepParts, capture: CudaCapture
 ) -> DraftGraphs | None:
     """None, with the reason in the log: it cannot be captured."""
-    if isinstance(parts.model, JoinedHead):
-        log.info("the draft model runs eagerly with several ranks")
-        return None
     if not model.can_be_captured:
         log.info("the draft model runs eagerly: it is a chain of modules, or reads the target's keys and values")
         return None

@@ -87,11 +87,11 @@ class ThreadGroup:
         return [min(each) for each in zip(*self._exchange("smallest", values), strict=True)]
 
     def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return self._exchange("of all", x.clone())
+        return [each.clone() for each in self._exchange("of all", x.clone())]  # memory that this rank's graphs write
 
     def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = self._exchange("at first", x.clone())
-        return parts if self.rank == 0 else []
+        return [each.clone() for each in parts] if self.rank == 0 else []
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange("from first", x.clone())[0])

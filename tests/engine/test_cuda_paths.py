@@ -40,6 +40,7 @@ from enginery.engine.recording import read_recording
 from enginery.engine.replay import build_replica, compare_tokens, replay_options
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
+from enginery.worker.drafts.draws import DRAW_KINDS
 from enginery.worker.paths.path import Forwarded
 
 llama_of_six = test_model_heads.llama  # a fixture
@@ -224,6 +225,8 @@ def test_a_draft_model_changes_no_token(
         assert sum(step.verifies for step in replayed) > 5
         assert graphs is not None
         assert len(graphs._follows) > 1, "captured when the engine was built, and when needed"
+        drawn = {kind for _, _, kind in graphs._steps} - {None}
+        assert len(drawn) == (len(DRAW_KINDS) if mesh == "tp" else 1), "ranks that do not know which one it is have them all"
         assert [device.waits for device in devices] == waits
 
 

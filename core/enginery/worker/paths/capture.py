@@ -64,12 +64,11 @@ def _capture_on_devices(
     """On GPUs: the largest, and one that verifies drafts if anything guesses. Then, with one rank, the others when they are needed,
     or in idle moments.
 
-    Each rank takes part in the exchanges of each capture. In idle moments others would not, so all plain steps and pieces are
-    captured here, the largest first, into whose memory the others fit. Those that verify, and a draft model's, are too many for
-    that, one for each size and number of guesses: they are captured when they are needed. That is right with several ranks too, as
-    what a rank has captured follows from the steps that it has run: all run the same in one order, and come to the same capture.
-    So nothing is captured but here and in a step, and no step is launched before the one in front of it is told, as whether that
-    can be is asked of the first rank alone.
+    Each rank takes part in the exchanges of each capture. In idle moments others would not, so ranks capture all plain steps and
+    pieces here, the largest first, into whose memory the others fit. Those that verify, and a draft model's, are too many, one for
+    each size and number of guesses: they are captured when needed. That is right with ranks too, as what each has captured follows
+    from the steps that it has run: all run the same in one order, and come to the same capture. So nothing is captured but here and
+    in a step, and none is launched before the one in front of it is told: whether that can be is asked of the first rank alone.
     """
     capture = CudaCapture(choice.device)
     with phases("graphs"):

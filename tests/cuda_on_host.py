@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
@@ -188,14 +189,17 @@ class Graph:
         self._calls: list[_Call] = []
         self._outer: list[StorageWeakRef] = []
         self._own: dict[int, torch.UntypedStorage] = {}  # by address
+        self.is_over = False
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         assert here.capturing is None, "another graph is captured"
         here.capturing = self
+        CAPTURED.add(self)
 
     def capture_end(self) -> None:
         assert here.capturing is self, "it is captured"
         here.capturing = None
+        CAPTURED.discard(self)
         with _quietly(), torch.inference_mode():
             for storage in self._own.values():
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
@@ -227,8 +231,12 @@ class Graph:
             self._outer.append(StorageWeakRef(storage))
         return _at(storage.data_ptr(), storage.nbytes(), tensor).as_subclass(type(tensor))
 
+    def reset(self) -> None:
+        self._calls, self._own, self.is_over = [], {}, True
+
     def replay(self) -> None:
         assert here.capturing is None, "a graph is captured"
+        assert not self.is_over
         for each in self._outer:
             assert not each.expired(), "the graph reads or writes memory that nobody holds any more"
         with _quietly(), torch.inference_mode():
@@ -239,6 +247,7 @@ class Graph:
                         there.copy_(value)
 
 
+CAPTURED: Final = weakref.WeakSet[Graph]()  # graphs that are captured now, by any thread
 _LENT: set[int] = set()  # addresses of memory that graphs hold
 
 

@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from cuda_on_host import launched
+from cuda_on_host import CAPTURED, Graph, here, launched
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
@@ -119,36 +120,48 @@ class Sent:
 
 
 class DeviceThreadGroup:
-    """In place of `enginery.worker.ranks.nccl.DeviceGroup`, of devices that are simulated: graphs exchange anew."""
+    """In place of `enginery.worker.ranks.nccl.DeviceGroup`, of devices that are simulated: graphs exchange anew.
+
+    Where NCCL may wait for ever, this raises: an exchange while another rank captures, and the end before that of graphs.
+    """
 
     def __init__(self, store: Meetings, name: str, *, rank: int, size: int, standing: Standing, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._hosts = ThreadGroup(store, f"{name} on devices", rank=rank, size=size, standing=standing, host="")
+        self._graphs = weakref.WeakSet[Graph]()
+
+    def _launched(self, exchange: Callable[..., Any], x: torch.Tensor, *, writes: bool = False) -> Any:
+        if (graph := here.capturing) is not None:
+            self._graphs.add(graph)
+        else:
+            assert not CAPTURED, "nothing is exchanged while another rank captures"
+        return launched(exchange, x, writes=writes)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return launched(lambda out: out.copy_(self._hosts.sum(out)), x, writes=True)
+        return self._launched(lambda out: out.copy_(self._hosts.sum(out)), x, writes=True)
 
     def own_part_sum(self, x: torch.Tensor) -> torch.Tensor:
-        return launched(self._hosts.own_part_sum, x)
+        return self._launched(self._hosts.own_part_sum, x)
 
     def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return launched(self._hosts.of_all, x)
+        return self._launched(self._hosts.of_all, x)
 
     def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return launched(self._hosts.at_first, x, writes=True)
+        return self._launched(self._hosts.at_first, x, writes=True)
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
-        return launched(self._hosts.from_first, x, writes=True)
+        return self._launched(self._hosts.from_first, x, writes=True)
 
     def send(self, x: torch.Tensor, rank: int) -> tuple[torch.Tensor, Sent]:
-        launched(lambda sent: self._hosts.send(sent, rank)[0], x, writes=True)
+        self._launched(lambda sent: self._hosts.send(sent, rank)[0], x, writes=True)
         return x, Sent()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         out = torch.empty(*shape, dtype=dtype, device=self.device)
-        return launched(lambda there: there.copy_(self._hosts.receive(shape, dtype, rank)), out, writes=True)
+        return self._launched(lambda there: there.copy_(self._hosts.receive(shape, dtype, rank)), out, writes=True)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        assert all(graph.is_over for graph in self._graphs), "graphs end before the groups whose exchanges they have"
 
 
 Guesses = list[list[list[int]]]
@@ -219,6 +232,7 @@ class ThreadRanks:
                 self.guesses[rank] = noted(follower._runner)
             while (frame := self._steps[rank - 1].get()) is not None:
                 follower.run(unpack(frame))
+            self._groups[rank].close()
         except BaseException as error:
             self._errors.append(error)
             self._meetings.abort()
@@ -252,6 +266,8 @@ class ThreadRanks:
             steps.put(None)
         for thread in self._threads:
             thread.join()
+        if 0 in self._groups:
+            self._groups[0].close()
 
 
 @contextlib.contextmanager

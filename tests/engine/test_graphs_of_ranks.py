@@ -6,12 +6,15 @@ Ranks are threads (`rank_threads`), and a graph runs its function again; on GPUs
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from core.testing.graph_backend import GraphBackend
+from cuda_on_host import here, simulated
 from engine import rank_threads
 from engine.rank_pair import request, serve
 from engine.rank_threads import on_threads
@@ -21,7 +24,7 @@ from parity.oracle import Oracle
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers, Replayable
+from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers, Replayable
 from enginery.worker.ranks.collectives import JoinedHead
 
 MOST = 6
@@ -84,3 +87,25 @@ def test_graphs_of_ranks_tell_what_one_rank_tells(
     ]
     for mine, one in zip(found[1]["logprobs"].logprobs, expected[1]["logprobs"].logprobs, strict=True):
         assert mine.logprob == pytest.approx(one.logprob, abs=2e-5)
+
+
+def test_no_rank_runs_anything_while_another_captures() -> None:
+    """NCCL may have to wait for all kernels of a GPU while another rank captures: none may wait there for that rank."""
+    done, barrier = list[str](), threading.Barrier(2, timeout=20)
+
+    def run() -> None:
+        time.sleep(0.02 if threading.current_thread().name == "slow" else 0)
+        done.append("run" if here.capturing is None else "capture")
+
+    def rank() -> None:
+        capture = CudaCapture(torch.device("cuda", 0), meet=lambda: barrier.wait() and None)
+        for _ in range(3):
+            capture(run)
+
+    with simulated():
+        threads = [threading.Thread(target=rank, name=name) for name in ("slow", "fast")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert done == ["run", "run", "capture", "capture"] * 3

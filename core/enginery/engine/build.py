@@ -190,7 +190,7 @@ def build_parts(
     with phases("warm up"):
         if choice.device.type == "cuda":
             run_once(choice, step)
-    captured = capture_steps(phases, choice, step, draft, drafter)
+    captured = capture_steps(phases, choice, step, met, draft, drafter)
     return BuiltParts(
         choice=choice,
         memory=memory,

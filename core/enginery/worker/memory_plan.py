@@ -81,7 +81,7 @@ def workspace_bytes(
     # of one latent: each head's key and value in one piece, then its key with the rotary part
     values = (heads * (2 * each.nope_dim + each.rope_dim + each.value_dim) for heads, each in latents)
     made = max(values, default=0) * settings.mla_chunk_tokens * itemsize
-    captured = max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
+    captured = num_lanes * max(settings.max_graph_requests, settings.max_piece_tokens) * model.activation_width * itemsize
     captured += settings.max_graph_requests * 2 * model.vocab_size * itemsize  # one buffer, one copy
     return activations + logits + made + captured + backend_bytes
 

@@ -22,7 +22,7 @@ MODEL = ModelFacts(vocab_size=1, hidden_size=1, max_positions=4096, activation_w
         ("cpu", {"dp_attention": 2}, (16, 0), None),
         ("cuda", {"graphs": False}, (0, 0), "asked for"),
         ("cuda", {"check_attention": True}, (0, 0), "--check-attention looks"),
-        ("cuda", {"dp_attention": 2}, (0, 0), "--dp-attention 2 run their steps eagerly on GPUs, which makes decoding slow"),
+        ("cuda", {"dp_attention": 2}, (256, 0), None),
         ("cpu", {"pp": 3}, (0, 0), "--pp 3 run their steps eagerly"),
     ],
 )

@@ -128,8 +128,8 @@ class RankProcesses:
             if not link.closed and link.poll(0 if self._watch.cause else _LAST_WORDS_MS, zmq.POLLOUT):  # it may be connecting yet
                 link.send(messages.END)
         self._end()
-        if self._groups is not None and self._watch.cause is None:  # else they were severed
-            self._groups.close()
+        if self._groups is not None:
+            self._groups.close(severed=self._watch.cause is not None)
 
     def _meet(self, choice: Choice) -> RankGroups:
         """Tell the others what to build, and find them. Raises `EngineDied`, and `ConfigError` where they are not alike."""

@@ -6,10 +6,8 @@
 
 The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from exact lengths.
 Lengths of the second are true on the device alone. The guess of the first is the best token; where one is drawn, the second begins
-with it.
-
-Several ranks guess together within their graphs. What guesses are drawn by the first one alone knows, and so which graph it needs:
-all have those of every kind of draws, captured at once.
+with it. Several ranks guess together within their graphs. What guesses are drawn by the first one alone knows, and so which graph
+it needs: all have those of every kind of draws, captured at once.
 """
 
 from __future__ import annotations

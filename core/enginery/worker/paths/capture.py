@@ -30,13 +30,12 @@ from enginery.worker.paths.host_capture import HostCapture
 from enginery.worker.paths.piecewise_graphs import CudaPiecewiseCapture, PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.paths.results import StepParts
-from enginery.worker.ranks.collectives import JoinedHead
-from enginery.worker.ranks.path import RecordedForwards
+from enginery.worker.ranks.collectives import JoinedHead, Met
+from enginery.worker.ranks.path import CapturedForwards, RecordedForwards
 from enginery.worker.runner import Captured
 from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
-
 
 _Size = TypeVar("_Size")
 _Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]  # all that may be called in a step
@@ -44,7 +43,7 @@ Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  
 
 
 def capture_steps(
-    phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+    phases: Phases, choice: Choice, parts: StepParts, met: Met, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> Captured:
     """A draft model whose steps cannot be captured runs eagerly behind the target's that are; all do where one is `Unsupported`."""
     if not choice.settings.max_graph_requests:
@@ -52,26 +51,28 @@ def capture_steps(
     if choice.device.type == "cpu":
         return Captured(_recorded_steps(choice, parts, guesses=draft_model is not None))
     try:
-        return _capture_on_devices(phases, choice, parts, draft, draft_model)
+        return _capture_on_devices(phases, choice, parts, met, draft, draft_model)
     except Unsupported as error:  # the same on all ranks
         log.warning("all steps run eagerly, which makes decoding slow: %s", error)
         return Captured()
 
 
 def _capture_on_devices(
-    phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+    phases: Phases, choice: Choice, parts: StepParts, met: Met, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> Captured:
-    """On GPUs: the largest, and one that verifies drafts if anything guesses. Then, with one rank, the others when they are needed,
-    or in idle moments.
+    """On GPUs: the largest, and one that verifies if anything guesses; with one rank the others when needed, or in idle moments.
 
     Each rank takes part in the exchanges of each capture. In idle moments others would not, so ranks capture all plain steps and
-    pieces here, the largest first, into whose memory the others fit. Those that verify, and a draft model's, are too many, one for
-    each size and number of guesses: they are captured when needed. That is right with ranks too, as what each has captured follows
-    from the steps that it has run: all run the same in one order, and come to the same capture. So nothing is captured but here and
-    in a step, and none is launched before the one in front of it is told: whether that can be is asked of the first rank alone.
+    pieces here. Those that verify, and a draft model's, are too many, one of each size and number of guesses, and are captured when
+    needed. That is right with ranks too, as what each has captured follows from the steps that it has run: all run the same in one
+    order, and come to the same capture. So nothing is captured but here and in a step, and none is launched before the one in front
+    of it is told: whether that can be is asked of the first rank alone.
     """
-    capture = CudaCapture(choice.device)
+    capture = CudaCapture(choice.device, met.together)
+    met.keep_ahead(capture.graphs)
     with phases("graphs"):
+        if choice.parallel.num_lanes > 1:
+            return Captured(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=False))
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
         most, keeps = 0 if drafts is None else _most_positions(choice, parts, draft), draft is not None and not draft.taps
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=keeps, most_positions=most)
@@ -87,10 +88,8 @@ def _capture_on_devices(
 
 
 def _capture_at_once(waiting: Sequence[_Size], capture: Callable[[_Size], None], choice: Choice) -> None:
-    """Where there are several ranks. waiting: the smallest first."""
-    if choice.parallel.num_ranks > 1:
-        for size in reversed(waiting):
-            capture(size)
+    for size in reversed(waiting) if choice.parallel.num_ranks > 1 else ():  # the smallest last: it fits into the others' memory
+        capture(size)
 
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
@@ -149,8 +148,7 @@ def _decode_graphs(
 def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:
     """As `GraphBuffers` has it: with one rank, all keys in pages of one kind, whose backends need no lengths when they plan."""
     geometry = parts.pool.geometry
-    has_others = any(geometry.kind_of(layer) != FULL for layer in geometry.layers)
-    if draft is None or has_others or choice.parallel.num_ranks > 1:
+    if draft is None or choice.parallel.num_ranks > 1 or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
         return 0
     chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
     able = all(offer.spec.capabilities.verify_lengths for each in chosen for offer in each.by_role.values())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -55,11 +56,13 @@ _log: Final = logging.getLogger(__name__)
 class CudaCapture:
     """Captures into one memory pool, which all graphs share because they run one after the other.
 
-    On one stream, because cuBLAS keeps a workspace for each.
+    On one stream, because cuBLAS keeps a workspace for each. meet: waits on the host for the ranks that graphs exchange something
+    with; no exchange is on its way on any GPU while one of them captures.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, meet: Callable[[], None] = lambda: None) -> None:
+        self.device, self.meet = device, meet
+        self.graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # all that there are
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -69,9 +72,11 @@ class CudaCapture:
         with torch.cuda.stream(self.stream):
             run()
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
+        self.meet()
+        self.graphs.add(graph := torch.cuda.CUDAGraph())
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             run()
+        self.meet()
         return graph
 
 

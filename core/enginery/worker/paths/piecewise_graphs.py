@@ -53,6 +53,7 @@ class CudaPiecewiseCapture:
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
+            whole.graphs.add(graphs[-1])
             graphs[-1].capture_begin(whole.pool, capture_error_mode="thread_local")
 
         def end_piece(call: LayerCall) -> None:
@@ -68,6 +69,7 @@ class CudaPiecewiseCapture:
                 run()
                 torch.cuda.synchronize(whole.device)
                 torch.cuda.empty_cache()  # as torch.cuda.graph does: nothing can be given back during a capture
+                whole.meet()
                 begin()
                 socket.on_capture = end_piece
                 run()
@@ -75,6 +77,7 @@ class CudaPiecewiseCapture:
                 socket.on_capture = None
                 if graphs:
                     graphs[-1].capture_end()
+        whole.meet()
         return GraphPieces(graphs, calls)
 
 

@@ -13,7 +13,7 @@ N rows, C hidden size, V vocabulary, R tensor ranks; S items that sample.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -214,6 +214,12 @@ class Met:
     def collectives(self, ops: OpTable, choice: Choice) -> Collectives:
         """What the model exchanges."""
         return SingleRank(ops)
+
+    def together(self) -> None:
+        """Wait on the host until all have come here."""
+
+    def keep_ahead(self, graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
+        """They end before the groups of ranks do. graphs: as many as there are then."""
 
     def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
         """The model of this rank, with what arrives from the stage before, and the logits of all ranks. comm: its collectives."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -48,6 +48,7 @@ class RankGroups(Met):
         device: torch.device = Group.device,
     ) -> None:
         """store: through which they find each other. host: address of the first rank. device: of this rank's tensors."""
+        self._graphs: Iterable[torch.cuda.CUDAGraph] = ()
         self.parallel, self._store, self._standing, self._is_one_host = parallel, store, standing, host == LOOPBACK
         of_host = functools.partial(Group, store, standing=standing, host=host)
         self.world = of_host("all", rank=parallel.rank, size=parallel.num_ranks)
@@ -66,11 +67,19 @@ class RankGroups(Met):
             if isinstance(self._stages, DeviceGroup):
                 _connect(self._stages, parallel)
 
-    def close(self) -> None:
-        """When this rank runs no more steps. Groups of host memory end with their last owner."""
-        for group in {self.everyone, self.tensor, self._across, self._stages}:
+    def close(self, *, severed: bool = False) -> None:
+        """When this rank runs no more steps. Groups of host memory end with their last owner. severed: others end already."""
+        for graph in list(self._graphs):
+            graph.reset()  # NCCL waits for the end of graphs that have its exchanges
+        for group in () if severed else {self.everyone, self.tensor, self._across, self._stages}:
             if isinstance(group, DeviceGroup):
                 group.close()
+
+    def together(self) -> None:
+        self.world.smallest([0])
+
+    def keep_ahead(self, graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
+        self._graphs = graphs
 
     def compare(self, choice: Choice, *, what: str = "ranks") -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""

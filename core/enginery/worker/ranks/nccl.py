@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS: Final = {
     "NCCL_NVLS_ENABLE": "0",  # multicast: not every machine gives it, and where one does, it can take GPUs from its other users
+    "NCCL_GRAPH_REGISTER": "0",  # each rank would map what others capture, and GPUs may wait for kernels before they map anything
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # it ends this process; who ends what is decided by those that watch the processes
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise

@@ -1,12 +1,13 @@
 """Ways to run a step on several ranks.
 
 Of a step that asks for nothing but the likeliest tokens they find these without bringing their logits together. Decoding steps are
-recorded on ranks that are processes: the model's forward alone, with its exchanges among the calls that are told.
+recorded on ranks that are processes, and captured of lanes on GPUs: the model's forward alone, with its exchanges among the calls.
 
     recorded   embed(..) | norm(..) | linear(..) | attend(..) | exchange | ..  ──> hidden states [size, C]      then as in any step
 
-To record exchanges nothing, so a rank records when it likes. One that cannot runs the step eagerly, padded to the same size, and
-the others notice nothing. A lane without work runs a recording of padding. S items that sample, R sampled rows.
+To record exchanges nothing, so a rank records when it likes; all capture together. One that cannot record runs the step eagerly,
+padded to the same size, and the others notice nothing. A lane without work runs a recording of padding. S items that sample, R
+sampled rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import no_requests, sampled_seats
 from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, padding_alone
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, graph_sizes, padding_alone
 from enginery.worker.paths.path import Forwarded, ForwardPath, first_rows
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
@@ -54,8 +55,7 @@ class BestTokens:
 class GatheredLogits:
     """Implements `ForwardPath` over graphs of decoding steps, which leave a rank's columns of logits, and the best of all ranks'.
 
-    Where more is asked for, the columns are brought together behind the graph. is_forced: which drafts are right is found behind
-    it, as other ranks do not know which are to be.
+    Where more is asked for, the columns are brought together behind the graph. is_forced: drafts are accepted there too, not in it.
     """
 
     captured = True
@@ -82,6 +82,7 @@ class RecordedForwards(RecordedSteps):
         found: list[torch.Tensor] = []
 
         def run() -> None:
+            self._fill(batch, packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
             found.append(self.results.hidden(self.model.forward(batch), batch))
 
@@ -95,6 +96,17 @@ class RecordedForwards(RecordedSteps):
         planned_s = time.perf_counter()
         captured.graph.replay()
         return captured.logits, planned_s
+
+
+class CapturedForwards(RecordedForwards):
+    """CUDA graphs. Each rank takes part in the exchanges of each capture: all sizes are captured when the engine is built."""
+
+    _fill, _update = DecodeGraphs._fill, DecodeGraphs._update  # pending ids are filled in by the graph
+
+    def capture_first(self) -> None:
+        self.sizes = graph_sizes(len(self.best))
+        for size in reversed(self.sizes):  # the others fit into the memory of the largest
+            self.record(GraphKey(size, 1, followed=False))
 
 
 class RankSteps:
@@ -120,7 +132,7 @@ class RankSteps:
             planned_s = time.perf_counter()
             hidden = recorded.results.hidden(recorded.model.forward(there), there)
         if lanes is not None:
-            return lanes.sampled(step, hidden.index_select(0, lanes.own(step)), planned_s)
+            return lanes.sampled(step, hidden.index_select(0, to_device(lanes.own(step), hidden.device)), planned_s)
         rows = first_rows(hidden, step.num_items)
         last = rows if len(step.sampling) == len(rows) else rows.index_select(0, torch.from_numpy(step.sampling.astype(np.int64)))
         return Forwarded(planned_s=planned_s, rows=rows, last=last)

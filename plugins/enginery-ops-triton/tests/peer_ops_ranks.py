@@ -78,7 +78,8 @@ def wanted_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 def run(rank: int, parts: tuple[torch.Tensor, ...], results: list[list[torch.Tensor]], tokens: list[list[torch.Tensor]]) -> None:
     torch.set_num_threads(1)
-    peer_ops.MOST_PROGRAMS, peer_ops.BLOCK_BYTES = FEW_PROGRAMS, BLOCK_BYTES
+    peer_ops.MOST_PROGRAMS = peer_ops.MOST_OF_TWO = FEW_PROGRAMS
+    peer_ops.BLOCK_BYTES = BLOCK_BYTES
     if rank:  # the first is far ahead then, and would write where the others still read, if it took the same place in each turn
         rows, often = sums._rows, random.Random(rank)
         sums._rows = lambda *values: time.sleep(LATE_S * (often.random() < LATE_PART)) or rows(*values)

@@ -143,7 +143,7 @@ def test_streams_of_a_gpu_give_what_float64_gives(num_ranks: int, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_blocks_of_two_ranks_follow_each_other(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """More than there are places for, of programs few enough that those of both ranks run at once."""
-    monkeypatch.setattr(peer_ops, "MOST_PROGRAMS", 32)
+    monkeypatch.setattr(peer_ops, "MOST_OF_TWO", 32)
     device = OneDevice(2)
     for rows, columns in ((200, 8192), (1000, 4096), (3000, 1024), (33, 16384)):
         compare_with_float64(device, rows, columns, dtype)

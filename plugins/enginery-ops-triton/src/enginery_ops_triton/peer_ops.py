@@ -1,7 +1,7 @@
 """What kernels of several ranks do together, as the core calls it: what is taken, by which kernel, and where it lies.
 
-    a part    [ end | turns | flags of both meetings | rows | sums | words of few rows, twice | best: turns | words, twice ]
-                                                     | blocks of one of two ranks, at four places |
+    a part    [ end | turns | flags of both meetings | rows | sums | blocks, four times | words of few rows, twice |
+                best: turns | words, twice ]
 
 N rows, C columns, R ranks, V vocabulary.
 """
@@ -21,16 +21,18 @@ MOST_PROGRAMS: Final = 128  # fewer than multiprocessors: all run at once
 MOST_RANKS: Final = 16
 REGION_BYTES: Final = 32 << 10  # of a program's rows
 BLOCK_BYTES: Final = 16 << 10  # of rows that go to the other of two ranks at once, if they are not longer
+MOST_OF_TWO: Final = 256  # programs: two on a multiprocessor, as each waits most of the time
 FEW_BYTES: Final = 512 << 10  # of rows that every rank sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
 FEW_ROW_BYTES: Final = 16 << 10
 FEW_SLOTS: Final = 64  # programs times ranks
 MOST_COLUMNS: Final = 16384
 MOST_BEST_ROWS: Final = 1024
 _TURNS: Final = 64  # words; the first is not 0 at the end
-_FLAGS: Final = _TURNS + MOST_PROGRAMS
+_FLAGS: Final = _TURNS + MOST_OF_TWO
 _ROWS: Final = 4 * (_FLAGS + 2 * MOST_PROGRAMS * MOST_RANKS)
 _SUMS: Final = _ROWS + MOST_PROGRAMS * REGION_BYTES
-_WORDS: Final = _SUMS + MOST_PROGRAMS * REGION_BYTES
+_BLOCKS: Final = _SUMS + MOST_PROGRAMS * REGION_BYTES
+_WORDS: Final = _BLOCKS + MOST_OF_TWO * 4 * BLOCK_BYTES
 _SLOT_WORDS: Final = FEW_ROW_BYTES // 4  # of 8 bytes, 4 of them a row's
 _BEST_TURNS: Final = _WORDS + 2 * FEW_SLOTS * 8 * _SLOT_WORDS
 _BEST_WORDS: Final = _BEST_TURNS + 4 * MOST_BEST_ROWS
@@ -100,11 +102,10 @@ class TritonPeerOps:
                 **alike,
             )
             return out
-        each = next_power_of_2(-(-num_rows // MOST_PROGRAMS))
         if num_ranks == 2:
-            each = min(each, _power_of_2_within(BLOCK_BYTES // (columns * size)))
-            programs = 2 * MOST_PROGRAMS * REGION_BYTES // (4 * each * columns * size)
-            sums.sum_norm_of_two[(min(-(-num_rows // each), programs, MOST_PROGRAMS),)](
+            each = min(next_power_of_2(-(-num_rows // MOST_OF_TWO)), _power_of_2_within(BLOCK_BYTES // (columns * size)))
+            fit = (_WORDS - _BLOCKS) // (4 * each * columns * size)
+            sums.sum_norm_of_two[(min(-(-num_rows // each), fit, MOST_OF_TWO),)](
                 *given,
                 num_rows,
                 partial.stride(0),
@@ -113,12 +114,12 @@ class TritonPeerOps:
                 BLOCK=block,
                 EACH=each,
                 FLAGS=_FLAGS,
-                BLOCKS=_ROWS,
+                BLOCKS=_BLOCKS,
                 num_warps=_warps(each * block),
                 **alike,
             )
             return out
-        share = self._share(columns, size)
+        share, each = self._share(columns, size), next_power_of_2(-(-num_rows // MOST_PROGRAMS))
         sums.sum_norm[(min(num_rows, MOST_PROGRAMS),)](
             *given,
             num_rows,

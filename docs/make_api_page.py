@@ -56,6 +56,9 @@ ABOUT: Final = {
         "`reasoning_content` (`--reasoning-parser`). Arguments of a tool with `strict` true satisfy its schema, whether the model "
         "must call or is free to. A schema or a parser with which that cannot be promised is refused. With `parallel_tool_calls` "
         "false the answer ends with the first call.\n\n"
+        "With `tool_choice` `allowed_tools` the model is told about all tools, so that prompts keep their cached prefix, and a "
+        "grammar keeps it from calling others than these. What a model wrote as `arguments` of an earlier call may be sent back, "
+        "though it is no JSON object: it stands in the prompt as it is.\n\n"
         '`chat_template_kwargs` are variables of the chat template, such as `{"enable_thinking": false}`. A variable that the '
         "template does not use is refused, with the names of those that it uses. So is one for which there is a field, or a token "
         "of the model.\n\n"
@@ -68,7 +71,9 @@ ABOUT: Final = {
     "/v1/responses": (
         "OpenAI's later layout of the same. Nothing is stored: `store` is always false. To go on with a conversation, send its "
         "items as `input`. A tool is strict only if it says so. `effort` of `reasoning` is the "
-        "`reasoning_effort` of chats. Its `summary` has no effect, because reasoning is given whole."
+        "`reasoning_effort` of chats. Its `summary` has no effect, because reasoning is given whole.\n\n"
+        "`include` may ask for `reasoning.encrypted_content`, which is always null: reasoning is in its item's `content`, as text. "
+        "Send that back with the other items. `encrypted_content` that is sent has no effect."
     ),
     "/v1/responses/input_tokens": "How many tokens such a prompt has.",
     "/v1/messages": (

@@ -136,6 +136,23 @@ def test_items_of_an_earlier_answer_are_one_message_each(with_server):
     with_server(scenario, parsers=PARSERS)
 
 
+def test_reasoning_has_no_encrypted_content_and_comes_back_with_and_without_it(with_server):
+    """As Codex and OpenAI's agents ask for it: with each request, as nothing is stored."""
+
+    async def scenario(live):
+        asked = {"include": ["reasoning.encrypted_content"], "store": False}
+        response = checked((await live.post("/v1/responses", input=ASKED, **asked)).json())
+        reasoning = response.output[1]
+        assert (reasoning.type, reasoning.content[0].text, reasoning.encrypted_content) == ("reasoning", "why 日", None)
+        empty = {"type": "reasoning", "summary": []}
+        for item in (reasoning.to_dict(), reasoning.to_dict() | {"encrypted_content": "x"}, empty | {"encrypted_content": "x"}):
+            for items in ([item, {"role": "user", "content": "b"}], [{"role": "user", "content": "b"}, item]):
+                reply = (await live.post("/v1/responses", input=items, **asked)).json()
+                assert reply.get("status") == "completed", reply
+
+    with_server(scenario, parsers=PARSERS)
+
+
 def test_strict_tools_become_a_grammar_and_others_do_not(with_server):
     async def scenario(live):
         for strict in (True, False, None):
@@ -173,7 +190,7 @@ def test_a_format_becomes_a_grammar(with_server):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"reasoning": {"effort": "some"}}, "reasoning"),
         ({"reasoning": {"budget": 1}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),

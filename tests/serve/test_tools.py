@@ -167,6 +167,35 @@ def test_a_call_is_forced_by_the_parser_s_grammar(with_server):
     with_server(scenario, parsers=PARSERS)
 
 
+def test_calls_are_restricted_to_allowed_tools_and_the_model_is_told_about_all(with_server, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for t in tools %}{{ t.function.name }} {% endfor %}")
+
+    def allowed(mode, *names):
+        named = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+    async def scenario(live):
+        for choice in (allowed("required", "stop"), allowed("auto", "stop"), allowed("auto", "stop", "add")):
+            reply = await live.chat("x", tools=TOOLS, tool_choice=choice)
+            assert reply.json()["choices"][0]["message"]["content"] == "add stop ", reply.text
+        assert live.said("grammar") == [
+            'choice:[["stop"],true]',
+            'choice:[["stop"],true,[null],["(think)","(done)"]]',
+            'choice:[["add","stop"],true,[null,null],["(think)","(done)"]]',
+        ]
+        flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        reply = (await live.post("/v1/responses", input="x", tools=tools, tool_choice=flat)).json()
+        assert (reply["tool_choice"], live.said("grammar")[-1]) == (flat, 'choice:[["add"],true]')
+        for choice, word in ((allowed("auto", "x"), "'x'"), (allowed("none", "stop"), "'auto'"), (allowed("auto"), "length >= 1")):
+            reply = await live.chat("x", tools=TOOLS, tool_choice=choice)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tool_choice"), reply.text
+            assert word in reply.json()["error"]["message"]
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
 STRICT = {"name": "add", "parameters": {"type": "object", "required": ["a"]}, "strict": True}
 
 
@@ -308,6 +337,52 @@ def test_the_template_sees_tools_calls_and_results(folder, with_server):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "text", "keys"),
+    [
+        ('{"a": "x', '{"a": "x', ["arguments"]),
+        ('"{}"', '"{}"', ["arguments"]),
+        ("[1]", "[1]", ["arguments"]),
+        ('{"a": "\\ud83d"}', '{"a": "\\ud83d"}', ["arguments"]),
+        ('{"a": 1%s}' % ("0" * 24), '{"a": 1%s}' % ("0" * 24), ["a"]),
+        ({"a": "日"}, '{"a": "日"}', ["a"]),
+        ("", "{}", []),
+        (" ", "{}", []),
+        ("null", "{}", []),
+        (None, "{}", []),
+    ],
+)  # fmt: skip
+def test_a_conversation_goes_on_whatever_a_model_wrote_as_arguments(with_server, arguments, text, keys, tmp_path):
+    """Templates put arguments into a text, write them as JSON, or go through what they have."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}{% for c in m.tool_calls %}{% set a = c.function.arguments %}{{ a if a is string else a | tojson }}"
+        ";{{ ('' + a) }};{{ a }};{{ a | items | map('first') | list }};{{ a.keys() | list }}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "add", "arguments": arguments}
+    call = {"type": "tool_use", "id": "c", "name": "add", "input": arguments}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "no"}
+
+    async def scenario(live):
+        want = ";".join([text, text, text, str(keys), str(keys)])
+        history = [*user("x"), {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}]
+        reply = (await live.post("/v1/chat/completions", messages=[*history, {"role": "tool", "content": "no"}])).json()
+        assert reply["choices"][0]["message"]["content"] == want
+        turns = [*user("x"), {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        assert (await live.post("/v1/messages", messages=turns, max_tokens=150)).json()["content"][0]["text"] == want
+        items = [
+            {"type": "function_call", "call_id": "c", **function},
+            {"type": "function_call_output", "call_id": "c", "output": ""},
+        ]
+        if arguments is not None:
+            items[0] |= function
+            items[1] |= {"output": ""}
+            output = (await live.post("/v1/responses", input=items)).json()["output"]
+            assert output[0]["content"][0]["text"] == want
+
+    with_server(scenario, chat_template=str(file))
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"tools": [{"type": "retrieval"}]}, "tools"),
@@ -325,14 +400,6 @@ def test_the_template_sees_tools_calls_and_results(folder, with_server):
         ({"messages": [{"role": "user", "content": "x", "tool_calls": HISTORY[1]["tool_calls"]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages"),
         ({"messages": [{"role": "tool", "tool_call_id": "y"}]}, "messages"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "a", "arguments": "{"}}]}]},
-            "messages",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "a", "arguments": "[]"}}]}]},
-            "messages",
-        ),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
     ],
     ids=lambda value: json.dumps(value)[:70],

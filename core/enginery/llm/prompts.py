@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeGuard, cast
+from typing import Any, SupportsIndex, TypeGuard, cast
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineFacts
@@ -47,29 +47,13 @@ class PromptEncoder:
             return prompt
         return tuple(self._text("give prompts as lists of token ids").tokenizer.encode(prompt, add_special_tokens=True))
 
-    def encode_chat(
-        self,
-        messages: Messages,
-        *,
-        template: str | None = None,
-        tools: Messages = (),
-        variables: Mapping[str, object] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-    ) -> tuple[int, ...]:
+    def encode_chat(self, messages: Messages, *, tools: Messages = (), template: str | None = None, **how: Any) -> tuple[int, ...]:
         """A conversation, a list of {"role": ..., "content": ...}, by the checkpoint's chat template; see `ChatTemplate.render`."""
         if isinstance(messages, str | Mapping) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"messages are {messages!r}, but must be a list of role and content", param="messages")
         text = self._text("chats need one; use generate with token ids")
         _check_tools(tools, template or text.template.source)
-        rendered = text.template.render(
-            messages,
-            template=template,
-            tools=tools,
-            variables=variables,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        rendered = text.template.render(messages, tools=tools, template=template, **how)
         return tuple(text.tokenizer.encode(rendered, add_special_tokens=False))
 
     def encode_any(self, prompt: Prompt | Messages) -> tuple[int, ...]:

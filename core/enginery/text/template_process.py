@@ -89,7 +89,18 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Arguments(dict[str, object]):
-    """Of a call: an object for the templates that expect one, and JSON for those that put it into a text."""
+    """Of a call: an object for the templates that expect one, and JSON for those that put it into a text.
+
+    Models also write what is no JSON object: that stays as it is in a text, and the object has it as `arguments`.
+    """
+
+    def __init__(self, given: object) -> None:
+        found = given or {}
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                found = msgspec.json.decode(given.strip() or "{}") or {}
+        self.text = "" if isinstance(found, dict) else str(given)
+        super().__init__(found if isinstance(found, dict) else {"arguments": self.text})
 
     def __str__(self) -> str:
         return _tojson(self)
@@ -139,6 +150,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """jinja's own escapes HTML."""
+    if isinstance(value, _Arguments) and value.text:
+        return value.text
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -194,7 +207,7 @@ def _as_templates_expect(messages: list[dict[str, object]]) -> list[dict[str, ob
         reasoning = message.get("reasoning_content")
         found.append(message.copy() if reasoning is None else {"thinking": reasoning, **message})
         if isinstance(calls := message.get("tool_calls"), list):
-            functions = [{**call["function"], "arguments": _Arguments(call["function"]["arguments"])} for call in calls]
+            functions = [{**call["function"], "arguments": _Arguments(call["function"].get("arguments"))} for call in calls]
             found[-1]["tool_calls"] = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
     return found
 

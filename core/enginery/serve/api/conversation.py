@@ -13,7 +13,7 @@ from enginery.serve.api.answer_parsers import AnswerFormat
 from enginery.serve.api.choices import ChoiceDelta, Tally, choice_deltas
 from enginery.serve.api.served_model import Job, Prompt, ServedModel
 from enginery.serve.api.service import Heading, Service
-from enginery.serve.schemas.chat import NO_PARAMETERS, ChatMessage, ChatRequest, FunctionTool, ToolChoice
+from enginery.serve.schemas.chat import NO_PARAMETERS, AllowedTools, ChatMessage, ChatRequest, Choice, FunctionTool, ToolChoice
 from enginery.serve.schemas.structured_outputs import FieldGrammar, asked_grammar
 from enginery.text.template import writes_tools
 
@@ -80,10 +80,10 @@ async def _ready(model: ServedModel, asked: ChatRequest) -> _Ready:
     if tools and grammar is not None:
         advice = "leave one out, or send tool_choice none"
         raise RequestError(f"an answer that follows a grammar can call no tools; {advice}", param=grammar.field)
-    must_call = bool(tools) and asked.tool_choice not in (None, "auto")
+    must_call = bool(tools) and not _is_free(asked)
     text = await model.render(asked, tools=tools)
     text, how = _how_to_read(asked, model, tools, text, must_call=must_call, must_follow=must_call or grammar is not None)
-    if must_call or any(tool.function.strict for tool in tools):
+    if must_call or isinstance(asked.tool_choice, AllowedTools) or any(tool.strict for tool in how.tools):
         grammar = _grammar_of_calls(asked, how, must_call=must_call)
     prompt = await model.encode(text, add_special_tokens=asked.add_special_tokens is True, field="messages")
     return _Ready(prompt=prompt, how=how, grammar=grammar)
@@ -98,7 +98,7 @@ def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTo
     if model.parsers.tools is None:
         advice = "start the server with --tool-parser NAME, or send tool_choice none"
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
-    if choice in (None, "auto") and not writes_tools(asked.chat_template or model.text.template.source):
+    if _is_free(asked) and not writes_tools(asked.chat_template or model.text.template.source):
         why = "the chat template does not write tools, so the model would not know of them"
         raise RequestError(
             f"{why}; force a call with tool_choice, or start the server with a --chat-template that does", param="tools"
@@ -106,10 +106,22 @@ def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTo
     return tools
 
 
-def _check_tools(names: Sequence[str], choice: str | ToolChoice | None) -> None:
+def _is_free(asked: ChatRequest) -> bool:
+    """Whether the model may answer without a call."""
+    choice = asked.tool_choice
+    return (choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice) in (None, "auto")
+
+
+def _named(choice: Choice | None) -> set[str]:
+    """The tools that a choice names."""
+    chosen = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice]
+    return {each.function.name for each in chosen if isinstance(each, ToolChoice)}
+
+
+def _check_tools(names: Sequence[str], choice: Choice | None) -> None:
     """Raises `RequestError` for two tools of one name, and for a choice that none of them fits."""
-    if isinstance(choice, ToolChoice) and choice.function.name not in names:
-        raise RequestError(f"tool_choice names {choice.function.name!r}, which is none of the tools", param="tool_choice")
+    if unknown := _named(choice) - set(names):
+        raise RequestError(f"tool_choice names {min(unknown)!r}, which is none of the tools", param="tool_choice")
     if not names and choice == "required":
         raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
     if len(set(names)) < len(names):
@@ -117,9 +129,10 @@ def _check_tools(names: Sequence[str], choice: str | ToolChoice | None) -> None:
 
 
 def _grammar_of_calls(asked: ChatRequest, how: AnswerFormat, *, must_call: bool) -> FieldGrammar:
-    """A grammar that makes the model call a tool or, without must_call, keeps calls of strict tools to their schemas."""
+    """A grammar that makes the model call a tool or, without must_call, keeps calls to allowed tools and to strict schemas."""
     assert how.tool_parser is not None
-    field, advice = ("tool_choice", "send tool_choice auto") if must_call else ("tools", "leave strict out")
+    by_choice = must_call or isinstance(asked.tool_choice, AllowedTools)
+    field, advice = ("tool_choice", "send tool_choice auto") if by_choice else ("tools", "leave strict out")
     name = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
     reasoning = ("", "") if must_call else _reasoning_tags(how, field=field, advice=advice)
     grammar = None
@@ -158,7 +171,7 @@ def _how_to_read(
     how = AnswerFormat(
         reasoning=spec,
         tool_parser=model.parsers.tools if tools else None,
-        tools=_for_parser(tools),
+        tools=_for_parser(tools, asked.tool_choice),
         is_inside=is_inside,
         parallel=asked.parallel_tool_calls is not False,
         calls_only=must_call,
@@ -173,8 +186,10 @@ def _opens_reasoning(final: ChatMessage, spec: ParserSpec) -> bool:
     return bool(begin) and text.lstrip().startswith(begin) and end not in text
 
 
-def _for_parser(tools: Sequence[FunctionTool]) -> list[Tool]:
-    functions = [tool.function for tool in tools]
+def _for_parser(tools: Sequence[FunctionTool], choice: Choice | None) -> list[Tool]:
+    """Those that may be called."""
+    allowed = _named(choice) if isinstance(choice, AllowedTools) else None
+    functions = [tool.function for tool in tools if allowed is None or tool.function.name in allowed]
     schemas = [NO_PARAMETERS if each.parameters is None else each.parameters for each in functions]
     named = zip(functions, schemas, strict=True)
     return [Tool(name=each.name, parameters=schema, strict=each.strict is True) for each, schema in named]

@@ -159,7 +159,7 @@ class _Layout:
             case BlockKind.TEXT:
                 return item | {"type": "message", "role": "assistant", "content": parts}
             case BlockKind.REASONING:
-                return item | {"type": "reasoning", "summary": [], "content": parts}
+                return item | {"type": "reasoning", "summary": [], "content": parts, "encrypted_content": None}
             case BlockKind.CALL:
                 return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": block.text}
 

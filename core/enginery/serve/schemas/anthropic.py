@@ -42,11 +42,11 @@ class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="tool_use"):
-    """A call of an earlier answer."""
+    """A call of an earlier answer. input: an object, unless the model wrote something else."""
 
     id: Id
     name: str
-    input: dict[str, object]
+    input: object = None
     cache_control: CacheControl | None = None
     caller: Caller | None = None
 
@@ -190,7 +190,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         for message in self.messages:
             messages += _messages(message)
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
-        named = chat.ToolChoice("function", chat.ChosenFunction(choice.name or "")) if choice.type == "tool" else None
+        named = chat.ToolChoice(chat.ChosenFunction(choice.name or "")) if choice.type == "tool" else None
         words: dict[str, Literal["auto", "none", "required"]] = {"auto": "auto", "none": "none", "any": "required"}
         return chat.ChatRequest(
             model=self.model,
@@ -277,7 +277,7 @@ def _result(block: ToolResultBlock) -> chat.ChatMessage:
 
 
 def _call(block: ToolUseBlock) -> chat.ToolCall:
-    arguments = msgspec.json.encode(block.input).decode()
+    arguments = block.input if isinstance(block.input, str | dict) else msgspec.json.encode(block.input).decode()
     return chat.ToolCall(id=block.id, function=chat.CalledFunction(name=block.name, arguments=arguments))
 
 

@@ -8,7 +8,6 @@ import msgspec
 
 from enginery.contracts.request import MAX_TOP_LOGPROBS
 from enginery.errors import RequestError
-from enginery.serve.schemas.body_decoding import decode_json
 from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, CommonRequest, Id
 
 MAX_TOOLS: Final = 256
@@ -24,10 +23,10 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """arguments: a JSON object as text."""
+    """arguments: a JSON object as text, or whatever the model wrote in its place; an object is accepted too."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, object] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,14 +38,8 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     index: int | None = None
 
     def for_template(self) -> dict[str, object]:
-        """The call as chat templates expect it: its arguments as an object, not as text. Raises `RequestError`."""
-        try:
-            arguments = decode_json(self.function.arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError(f"the arguments of the call {self.id!r} are not JSON: {error}", param="messages") from error
-        if not isinstance(arguments, dict):
-            raise RequestError(f"the arguments of the call {self.id!r} are no JSON object", param="messages")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        """The call as a chat template reads it, which gets the arguments as an object, or as text if they are none."""
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": self.function.arguments}}
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -127,13 +120,26 @@ class ChosenFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Id
 
 
-class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tool that must be called."""
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
+    """The tool that must be called, or one of those that may be."""
 
-    type: Literal["function"]
     function: ChosenFunction
 
 
+class Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """mode: whether one of these tools may be called, or must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="allowed_tools"):
+    """The tools that may be called; the model is told about all."""
+
+    allowed_tools: Allowed
+
+
+Choice = Literal["auto", "none", "required"] | ToolChoice | AllowedTools
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -144,7 +150,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None

@@ -208,6 +208,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
     status: str
     summary: list[JsonObject]
     content: list[JsonObject]
+    encrypted_content: None
 
 
 class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -36,18 +35,19 @@ class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A message, a call, what a call gave, or reasoning. id, status and summary are without effect."""
+    """A message, a call, what a call gave, or reasoning. id, status, summary and encrypted_content are without effect."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputText] | None = None
     call_id: Id | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, object] | None = None
     output: str | list[InputText] | None = None
     id: str | None = None
     status: str | None = None
     summary: list[InputText] | None = None
+    encrypted_content: str | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,11 +76,20 @@ class ResponsesTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     strict: bool | None = None
 
 
-class ResponsesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tool that must be called."""
+class ResponsesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
+    """The tool that must be called, or one that may be."""
 
-    type: Literal["function"]
     name: Id
+
+
+class ResponsesAllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="allowed_tools"):
+    """The tools that may be called, or of which one must be; the model is told about all."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponsesToolChoice], msgspec.Meta(min_length=1, max_length=chat.MAX_TOOLS)]
+
+
+_Choice = Literal["auto", "none", "required"] | ResponsesToolChoice | ResponsesAllowedTools
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -109,9 +118,9 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
     stream_options: Obfuscation | None = None
     text: TextOptions | None = None
     tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
+    tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Id] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, object] | None = None
     truncation: Literal["disabled"] | None = None
@@ -128,15 +137,12 @@ class ResponsesRequest(NoEffect, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def as_chat(self) -> chat.ChatRequest:
         """The same as a body of /v1/chat/completions. Raises `RequestError`, which may name fields as that body does."""
-        _check_included(self.include)
         messages = [] if self.instructions is None else [chat.ChatMessage(role="developer", content=self.instructions)]
         messages += _messages([InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input)
-        tool = self.tool_choice
-        choice = chat.ToolChoice("function", chat.ChosenFunction(tool.name)) if isinstance(tool, ResponsesToolChoice) else tool
         return chat.ChatRequest(
             messages=messages,
             tools=[_tool(tool) for tool in self.tools or ()],
-            tool_choice=choice,
+            tool_choice=_choice(self.tool_choice),
             response_format=_response_format(self.text.format) if self.text and self.text.format else None,
             max_completion_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
@@ -152,7 +158,7 @@ class InputTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     instructions: str | None = None
     text: TextOptions | None = None
     tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=chat.MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ResponsesToolChoice | None = None
+    tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, object] | None = None
@@ -163,15 +169,16 @@ class InputTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         return ResponsesRequest(**{name: getattr(self, name) for name in self.__struct_fields__}).as_chat()
 
 
-def _check_included(names: Sequence[str] | None) -> None:
-    for name in names or ():
-        why = "nothing can be added to a response; its reasoning is in it as text, to be sent back as it is"
-        raise RequestError(f"include has {name!r}, but {why}", param="include")
-
-
 def _tool(tool: ResponsesTool) -> chat.FunctionTool:
     function = chat.Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
     return chat.FunctionTool(type="function", function=function)
+
+
+def _choice(asked: _Choice | None) -> chat.Choice | None:
+    if isinstance(asked, ResponsesAllowedTools):
+        tools = [chat.ToolChoice(chat.ChosenFunction(tool.name)) for tool in asked.tools]
+        return chat.AllowedTools(chat.Allowed(asked.mode, tools))
+    return chat.ToolChoice(chat.ChosenFunction(asked.name)) if isinstance(asked, ResponsesToolChoice) else asked
 
 
 def _response_format(asked: TextFormat) -> ResponseFormat:
@@ -187,6 +194,8 @@ def _messages(items: list[InputItem]) -> list[chat.ChatMessage]:
     groups: list[list[chat.ChatMessage]] = []
     has_content = False
     for message in map(_message, items):
+        if message == chat.ChatMessage(role="assistant", reasoning_content=""):
+            continue  # reasoning that the client has kept nothing of
         last = groups[-1][-1] if groups else None
         if last is not None and last.role == message.role == "assistant" and not (has_content and message.content is not None):
             groups[-1].append(message)
@@ -209,7 +218,7 @@ def _merged(group: list[chat.ChatMessage]) -> chat.ChatMessage:
 def _message(item: InputItem) -> chat.ChatMessage:
     _check(item)
     if item.type == "function_call":
-        function = chat.CalledFunction(name=item.name or "", arguments=item.arguments or "")
+        function = chat.CalledFunction(name=item.name or "", arguments=item.arguments)
         return chat.ChatMessage(role="assistant", tool_calls=[chat.ToolCall(id=item.call_id or "", function=function)])
     if item.type == "function_call_output":
         return chat.ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output))
@@ -225,6 +234,7 @@ _NEEDS: Final = {
     "reasoning": set[str](),
 }
 _MAY_HAVE: Final = {"type", "id", "status", "summary"}
+_REASONING_MAY_HAVE: Final = {"content", "encrypted_content"}
 
 
 def _check(item: InputItem) -> None:
@@ -232,7 +242,7 @@ def _check(item: InputItem) -> None:
     needed = _NEEDS[item.type]
     if missing := needed - given:
         raise RequestError(f"an item of the type {item.type} needs {' and '.join(sorted(missing))}", param="input")
-    if extra := given - needed - _MAY_HAVE - ({"content"} if item.type == "reasoning" else set()):
+    if extra := given - needed - _MAY_HAVE - (_REASONING_MAY_HAVE if item.type == "reasoning" else set()):
         raise RequestError(f"an item of the type {item.type} has no {' and no '.join(sorted(extra))}", param="input")
 
 

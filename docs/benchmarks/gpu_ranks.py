@@ -48,11 +48,7 @@ GOALS = {  # output tokens a second by workload and number of GPUs; SGLang 0.5.1
     ("70B, one stream", 2): 56,
     ("70B, 64 streams", 2): 1_950,
 }
-KERNELS = {
-    "kernel": FEW_BYTES,
-    "sent to all": 1 << 20,
-    "in blocks": 0,
-}  # `few_bytes`; 64 rows and more are always sent in blocks, or of more than two ranks added up by shares
+KERNELS = {"kernel": FEW_BYTES, "sent to all": 1 << 20, "by shares": 0}  # `few_bytes`, of which two ranks know nothing
 ROWS, COLUMNS, EPS = (1, 8, 16, 32, 64, 256, 512, 4096, 16384), 8192, 1e-5
 BEST_ROWS, VOCABULARY = (1, 8, 64, 256), 128_256
 REPEATS, SUMS_IN_A_GRAPH = 20, 16
@@ -108,9 +104,8 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
     group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
     peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, TritonPeerOps]()
     if peers.are_in_reach():
-        kernels = {
-            name: TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few) for name, few in KERNELS.items()
-        }
+        for name in list(KERNELS)[: 1 if ranks == 2 else None]:
+            kernels[name] = TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=KERNELS[name])
     ops, capture = TritonOps(dependent_launch=True), CudaCapture(device)
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
     for rows in ROWS:

@@ -167,6 +167,29 @@ def test_a_chat_is_the_template_s_text_continued() -> None:
         assert answer.token_ids == model.generate(list(answer.prompt_token_ids), params)[0].token_ids
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (
+            [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}],
+            r"the content of a message is \[.*must be text or parts of text",
+        ),
+        (5, r"the content of a message is 5, but must be text"),
+        ("\ud83d", "cannot be given to a template: .*surrogates not allowed"),
+    ],
+)
+def test_a_chat_s_content_is_text_or_parts_of_text(content: object, why: str) -> None:
+    params = SamplingParams(max_tokens=1)
+    with LLM(**TINY) as model:
+        parts = model.chat(
+            [{"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]}], params
+        )
+        assert parts.prompt_token_ids == model.chat([{"role": "user", "content": "One\ntwo"}], params).prompt_token_ids
+        with pytest.raises(RequestError, match=why):
+            model.chat([{"role": "system", "content": "Brief"}, {"role": "user", "content": content}], params)
+        assert model.chat([{"role": "user", "content": "Hi"}], params).token_ids
+
+
 def test_a_chat_may_say_how_it_is_rendered(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     asked = [{"role": "user", "content": "Hi"}]
@@ -287,6 +310,12 @@ def test_wrong_use_says_what_to_do(echo: Path) -> None:
     model.close()
     with pytest.raises(EnginError, match="closed"):
         model.generate([1])
+
+
+@pytest.mark.parametrize("option", ["tp", "pp", "dp_attention"])
+def test_fewer_ranks_than_one_are_refused_by_name(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is 0, but must be at least 1"):
+        LLM(**{**TINY, option: 0})
 
 
 def test_a_top_k_of_minus_one_keeps_all_as_others_write_it() -> None:

@@ -25,9 +25,10 @@ def generate(
     sampling: GivenSampling,
     options: EngineOptions,
     *,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input if it is left out.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input if it is - or left out.")] = None,
 ) -> None:
     """Continue a text."""
+    prompt = None if prompt == "-" else prompt
     if prompt is None and sys.stdin.isatty():
         print("reading the prompt from the terminal; Ctrl-D on a new line ends it", file=sys.stderr)
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -69,11 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command of the core or of a plugin. Errors that users cause are printed without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        complete = build_app()
-        own = {command.name for command in complete.registered_commands} | {group.name for group in complete.registered_groups}
-        if not own.intersection(given[:1]):  # a plugin cannot take the name of one of these, and importing plugins takes time
-            add_commands(_load(given), complete)
-        code = complete(given, prog_name="engine", standalone_mode=False)
+        code = _whole_app(given)(given, prog_name="engine", standalone_mode=False)
     except UsageError as error:
         if message := told(error, given):
             print(f"engine: {message}", file=sys.stderr)
@@ -83,7 +81,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"engine: {error}; make room there", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what Python writes once more as it ends
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _whole_app(given: Sequence[str]) -> typer.Typer:
+    """With the plugins' commands, unless the core's own is given."""
+    complete = build_app()
+    own = {command.name for command in complete.registered_commands} | {group.name for group in complete.registered_groups}
+    if not own.intersection(given[:1]):  # a plugin cannot take the name of one of these, and importing plugins takes time
+        add_commands(_load(given), complete)
+    return complete
 
 
 def add_commands(registry: Registry, app: typer.Typer) -> None:

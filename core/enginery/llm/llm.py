@@ -125,9 +125,7 @@ class LLM(AbstractContextManager["LLM"]):
         batch = as_batch(prompts)
         each = list(map(checked_params, params if isinstance(params, Sequence) else [params] * len(batch)))
         if len(each) != len(batch):
-            raise RequestError(
-                f"there are {len(batch)} prompts and {len(each)} params; give one params, or one for each", param="params"
-            )
+            raise RequestError(f"there are {len(batch)} prompts and {len(each)} params; give one, or one for each", param="params")
         token_ids = [self._prompts.encode(prompt) for prompt in batch]
         with self._turn:
             growing = self._run(self._live(), token_ids, each, progress=progress)
@@ -176,10 +174,9 @@ class LLM(AbstractContextManager["LLM"]):
                 for part in list(parts):
                     if part.error is not None:
                         raise part.error
-                    delta = part.take()
-                    if delta is not None and delta.finish_reason is not None:
-                        parts.remove(part)
-                    if delta is not None:
+                    if (delta := part.take()) is not None:
+                        if delta.finish_reason is not None:
+                            parts.remove(part)
                         yield delta
         finally:
             with self._turn:

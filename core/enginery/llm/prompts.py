@@ -30,11 +30,13 @@ class PromptEncoder:
     def load(cls, facts: EngineFacts, asked: EngineOptions) -> PromptEncoder:
         """The encoder for the checkpoint of a running engine. Raises `CheckpointError` for a tokenizer that cannot be read."""
         try:
-            text = TextSide.load(facts.folder, tokenizer_folder=facts.tokenizer_folder, chat_template=asked.chat_template)
+            text: TextSide | None = TextSide.load(
+                facts.folder, tokenizer_folder=facts.tokenizer_folder, chat_template=asked.chat_template
+            )
         except CheckpointError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return cls(folder=facts.folder, text=None)
-            raise
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            text = None
         return cls(folder=facts.folder, text=text)
 
     @property
@@ -49,11 +51,11 @@ class PromptEncoder:
 
     def encode_chat(self, messages: Messages, *, tools: Messages = (), template: str | None = None, **how: Any) -> tuple[int, ...]:
         """A conversation, a list of {"role": ..., "content": ...}, by the checkpoint's chat template; see `ChatTemplate.render`."""
-        if isinstance(messages, str | Mapping) or not messages or not all(isinstance(one, Mapping) for one in messages):
+        if not isinstance(messages, Sequence) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"messages are {messages!r}, but must be a list of role and content", param="messages")
         text = self._text("chats need one; use generate with token ids")
         _check_tools(tools, template or text.template.source)
-        rendered = text.template.render(messages, tools=tools, template=template, **how)
+        rendered = text.template.render([_plain(one) for one in messages], tools=tools, template=template, **how)
         return tuple(text.tokenizer.encode(rendered, add_special_tokens=False))
 
     def encode_any(self, prompt: Prompt | Messages) -> tuple[int, ...]:
@@ -94,10 +96,18 @@ def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | tuple[int, ...]]:
 def checked_params(params: SamplingParams | None) -> SamplingParams:
     """Those given, or the usual ones. Raises `RequestError`."""
     if not isinstance(params, SamplingParams | None):
-        raise RequestError(
-            f"params are {params!r}, but must be SamplingParams; several prompts may have a list of them", param="params"
-        )
+        raise RequestError(f"params are {params!r}, but must be SamplingParams, or for prompts a list of them", param="params")
     return params or SamplingParams()
+
+
+def _plain(message: Mapping[str, object]) -> dict[str, object]:
+    """With parts of text as one text, as the server gives them to a template. Raises `RequestError` for other content."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if not isinstance(content, str | list | None) or len(texts) < len(parts):
+        raise RequestError(f"the content of a message is {content!r:.80}, but must be text or parts of text", param="messages")
+    return {**message, "content": "\n".join(texts) if isinstance(content, list) else content}
 
 
 def _check_tools(tools: Messages, template: str | None) -> None:

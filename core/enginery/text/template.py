@@ -60,9 +60,7 @@ def read_template(folder: Path | str) -> str | None:
     if isinstance(found, dict):
         found = found.get("default")
     if found is not None and not isinstance(found, str):
-        raise CheckpointError(
-            f"chat_template in {config} is {type(found).__name__}; it must be text or a list of name and template"
-        )
+        raise CheckpointError(f"chat_template in {config} is {type(found).__name__}, not text or a list of name and template")
     return found
 
 
@@ -127,11 +125,8 @@ class ChatTemplate:
         """The request's template, or else the model's. Raises `RequestError` if there is none."""
         source = self.source if template is None else template
         if source is None:
-            raise RequestError(
-                "this model has no chat template; send the whole prompt to /v1/completions, start with --chat-template FILE, "
-                "or put the template into its folder as chat_template.jinja",
-                param="messages",
-            )
+            why = "this model has no chat template; send the whole prompt to /v1/completions, start with --chat-template FILE"
+            raise RequestError(f"{why}, or put the template into its folder as chat_template.jinja", param="messages")
         return source
 
     def answers(self, within_s: float) -> bool:
@@ -163,7 +158,7 @@ class ChatTemplate:
         """Render, once more with a new process if the old one is stuck or was killed by somebody else."""
         try:
             frame = msgspec.msgpack.encode(rendering)
-        except (RecursionError, OverflowError, TypeError) as error:
+        except (RecursionError, OverflowError, TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"these messages cannot be given to a template: {error}", param="messages") from error
         limits = self.limits
         if not self._turn.acquire(timeout=2 * limits.wall_s):

@@ -76,12 +76,13 @@ def test_generate_continues_its_argument(console):
     assert console("generate", "hello world", "--max-tokens", "40") == ("hello world\n", "", 0)
 
 
-def test_generate_reads_standard_input(console, monkeypatch, tmp_path):
+@pytest.mark.parametrize("prompt", [(), ("-",)])
+def test_generate_reads_standard_input(console, monkeypatch, tmp_path, prompt):
     path = tmp_path / "prompt"
     path.write_text("from a pipe")
     with path.open() as file:
         monkeypatch.setattr("sys.stdin", file)
-        assert console("generate", "--stop", "pipe")[0] == "from a \n"
+        assert console("generate", *prompt, "--stop", "pipe")[0] == "from a \n"
 
 
 def test_a_prompt_that_is_no_utf_8_is_refused(console, monkeypatch, tmp_path):
@@ -287,6 +288,14 @@ def test_the_checkpoint_is_looked_for_once(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["generate", "Hi", "--max-tokens", "1", "--num-pages", "64"])
     assert (ended.value.code, len(looked_for)) == (0, 1)
+
+
+def test_a_full_disk_is_told_without_a_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-u", "-m", "enginery", "plugins"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (1, "engine: [Errno 28] No space left on device; make room there\n")
 
 
 @pytest.mark.parametrize("name", ["enginery.cli.serve", "numpy"])

@@ -55,7 +55,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
     launch: instead of the executor's. What fails inside ends them. Raises the first cause.
     """
     offer = named(registry.executors, asked.executor, "executor", registry.records)
-    if asked.num_ranks == 1:
+    if asked.num_ranks <= 1:  # fewer are refused with the other options
         yield None
         return
 

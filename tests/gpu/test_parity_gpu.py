@@ -29,6 +29,7 @@ from parity.test_latent_parity import watched
 from transformers import DeepseekV2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.step import SamplingInput, StepInput
 from enginery.engine.build import build_parts
@@ -108,7 +109,7 @@ def asked(oracle: Oracle, attention: str, **changes: object) -> EngineOptions:
 def skip_if_absent(registry: Registry, attention: str) -> None:
     """What is installed must not refuse."""
     names = set(ATTENTION[attention].values())
-    if absent := names - {offer.name for offer in registry.attn_backends}:
+    if absent := names - {offer.name for offer in registry.offers(AttnBackendSpec)}:
         pytest.skip(f"not installed here: {', '.join(absent)}")
     if "flashinfer" in attention and find_spec("flashinfer") is None:
         pytest.skip("not installed here: the library flashinfer")
@@ -166,7 +167,7 @@ def test_steps_of_experts_read_nothing_back_and_are_captured(
     parts = build_parts(wanted, registry)
     engine = Engine(parts, registry, wanted)
     assert len(generate(engine, oracle.prompts, max_tokens=8)) == len(oracle.prompts)  # captures all sizes that come
-    attend, launch, steps = parts.socket.relay.attend, engine._runner.launch, list[tuple[bool, bool]]()
+    attend, launch, steps = parts.step.socket.relay.attend, engine._runner.launch, list[tuple[bool, bool]]()
 
     def watched_attend(*given: object) -> None:
         with no_reads(torch.device("cuda")):
@@ -177,7 +178,7 @@ def test_steps_of_experts_read_nothing_back_and_are_captured(
         steps.append((step.num_decode < step.num_items, launched.captured))
         return launched
 
-    monkeypatch.setattr(parts.socket.relay, "attend", watched_attend)
+    monkeypatch.setattr(parts.step.socket.relay, "attend", watched_attend)
     monkeypatch.setattr(engine._runner, "launch", noted)
     generate(engine, [prompt[::-1] for prompt in oracle.prompts], max_tokens=8)
     assert set(steps) == {(True, True), (False, True)}

@@ -139,7 +139,7 @@ class KernelBench:
 
         Raises `PluginError` for a backend that is named and refuses all of it.
         """
-        offers = {offer.name: offer for offer in ranked(self.registry.attn_backends)}
+        offers = {offer.name: offer for offer in ranked(self.registry.offers(AttnBackendSpec))}
         for name in names or offers:
             served = self._served(offers.get(name))
             if names and not served:

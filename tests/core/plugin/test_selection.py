@@ -20,6 +20,7 @@ from enginery.api import (
     Reason,
     Unsupported,
 )
+from enginery.contracts.ops import OpSpec
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.records import Offer, PluginRecord, Status
 from enginery.plugin.registry import Registry
@@ -350,5 +351,5 @@ def test_the_winner_of_each_operation_and_what_was_refused_are_said_for_a_model(
     """
     site.install("mine", code)
     registry = Registry.load()
-    assert weigh_ops(OpNeeds(device="cpu", dtype="float32"), registry.ops) == ["mine (priority 5): gives greedy"]
-    assert weigh_ops(OpNeeds(device="cuda", dtype="float32"), registry.ops) == ["mine (priority 5): for CPUs"]
+    assert weigh_ops(OpNeeds(device="cpu", dtype="float32"), registry.offers(OpSpec)) == ["mine (priority 5): gives greedy"]
+    assert weigh_ops(OpNeeds(device="cuda", dtype="float32"), registry.offers(OpSpec)) == ["mine (priority 5): for CPUs"]

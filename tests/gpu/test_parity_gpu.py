@@ -175,7 +175,7 @@ def test_steps_of_experts_read_nothing_back_and_are_captured(
 
     def noted(step: StepInput) -> Launched:
         launched = launch(step)
-        steps.append((step.num_decode < step.num_items, launched.captured))
+        steps.append((step.num_decode < step.num_items, launched.forwarded.in_graphs))
         return launched
 
     monkeypatch.setattr(parts.step.socket.relay, "attend", watched_attend)
@@ -205,7 +205,7 @@ def test_launching_a_step_waits_for_nothing(
     def watched_launch(step: StepInput) -> Launched:
         with no_reads(torch.device("cuda")):
             launched = launch(step)
-        steps.append((step.num_decode < step.num_items, launched.captured))
+        steps.append((step.num_decode < step.num_items, launched.forwarded.in_graphs))
         return launched
 
     def watched_sample(launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]) -> RunningStep:

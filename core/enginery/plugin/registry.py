@@ -20,7 +20,6 @@ from enginery.contracts.attention import (
 )
 from enginery.contracts.engine import EngineHandle
 from enginery.contracts.model import CheckpointSpec, ModelSpec
-from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.errors import FAULTS, CheckpointError, PluginError
@@ -33,7 +32,7 @@ from enginery.plugin.manifest import Manifest
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.options import parse_options
 from enginery.plugin.records import Offer, PluginRecord, SpecT, absent_plugins, not_found
-from enginery.plugin.selection import Selection, choose_family, ranked, refusals, select
+from enginery.plugin.selection import Selection, choose_family, ranked, select
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -100,24 +99,14 @@ class Registry:
     def create_attn_backend(self, name: str, context: BackendContext) -> AttnBackend:
         """Build the backend `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
         offer = self.named(AttnBackendSpec, name, "attention backend")
-        backend: AttnBackend = self._created(offer, "create_attn_backend", name=name, context=context)
+        backend: AttnBackend = _created(self.manager, offer, "create_attn_backend", name=name, context=context)
         return backend
 
     def create_sparse_coordinator(self, name: str, context: CoordinatorContext) -> SparseCoordinator:
         """Build the coordinator `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
         offer = self.named(SparseCoordinatorSpec, name, "sparse coordinator")
-        coordinator: SparseCoordinator = self._created(offer, "create_sparse_coordinator", context=context)
+        coordinator: SparseCoordinator = _created(self.manager, offer, "create_sparse_coordinator", context=context)
         return checked(offer, coordinator, SparseCoordinator)
-
-    def _created(self, offer: Offer[object], hook: str, **given: object) -> Any:
-        try:
-            created = self.manager.only(offer.plugin, hook)(**given)
-        except FAULTS as error:
-            raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
-        if created is None:
-            why = f"registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there"
-            raise PluginError(f"{offer.source} {why}")
-        return created
 
     def find_model(self, config: Mapping[str, Any]) -> tuple[Offer[ModelSpec], str]:
         """The family for a config.json, and why it is that one: of its `architectures` the first that any serves.
@@ -137,10 +126,6 @@ class Registry:
         lines = lines or [f"no plugin serves the architecture {shown}{did_you_mean(shown, known) or '.'}"]
         lines += [f"Served are: {', '.join(sorted(known)) or 'none'}.", *absent_plugins(self.records)]
         raise CheckpointError("\n".join([*lines, "Install a plugin for it; engine plugins shows what is installed."]))
-
-    def select_ops(self, needs: OpNeeds) -> tuple[Offer[OpSpec], ...]:
-        """The sets of operations that refuse nothing, highest priority first."""
-        return tuple(offer for offer in ranked(self.offers(OpSpec)) if not refusals(offer, needs))
 
     def schedule_policy(self, name: str) -> Offer[SchedulePolicySpec]:
         """The order of that name; "auto" is first come, first served."""
@@ -189,6 +174,17 @@ class Registry:
             router.include_router(own)
             added.append((able[name], own))
         return added
+
+
+def _created(manager: StrictPluginManager, offer: Offer[object], hook: str, **given: object) -> Any:
+    try:
+        created = manager.only(offer.plugin, hook)(**given)
+    except FAULTS as error:
+        raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
+    if created is None:
+        why = f"registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there"
+        raise PluginError(f"{offer.source} {why}")
+    return created
 
 
 def raised_in(error: BaseException, registry: Registry) -> str:

@@ -25,7 +25,7 @@ from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.boundary import described
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
-from enginery.plugin.selection import op_winners, weigh_ops
+from enginery.plugin.selection import op_winners, select_ops, weigh_ops
 from enginery.speculate.combs import num_verified
 from enginery.worker.attention_choice import (
     AttentionChoice,
@@ -130,7 +130,7 @@ def choose(
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)
     settings = resolve(asked, device, facts, config=checkpoint.config)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
-    ops = registry.select_ops(op_needs)
+    ops = select_ops(op_needs, registry.offers(OpSpec))
     weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
     dtype, kept = TORCH_DTYPES[settings.dtype], kept_schemes(ops)
     parallel, staged = divide_stages(parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept)

@@ -24,7 +24,7 @@ from enginery.contracts.ops import OpSpec
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.records import Offer, PluginRecord, Status
 from enginery.plugin.registry import Registry
-from enginery.plugin.selection import select, weigh, weigh_ops
+from enginery.plugin.selection import select, select_ops, weigh, weigh_ops
 from enginery.worker.needs import by_phase
 
 CAN = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
@@ -205,7 +205,8 @@ def test_the_checkpoint_of_highest_priority_is_the_default(site) -> None:
 
 def test_operations_that_refuse_nothing_come_by_priority(site) -> None:
     site.install("m", MODELS)
-    assert [found.name for found in Registry.load().select_ops(OpNeeds(device="cpu", dtype="float32"))] == ["fast", "slow"]
+    needs = OpNeeds(device="cpu", dtype="float32")
+    assert [found.name for found in select_ops(needs, Registry.load().offers(OpSpec))] == ["fast", "slow"]
 
 
 def test_an_operation_that_does_not_exist_is_refused(site) -> None:

@@ -260,26 +260,19 @@ class DecodeGraphs:
         )
 
     def _run_head(self, hidden: torch.Tensor) -> HeadResults:
-        """hidden: [rows, C]. Of all ranks, where there are several: each keeps its own columns of the logits."""
+        """hidden: [rows, C]. What is made of it stays until the next replay; of several ranks each keeps its columns of logits."""
+        kept = self.buffers.logits[: len(hidden)]
         if isinstance(self.model, JoinedHead):
-            columns = self._kept(self.model.columns(hidden))
+            columns = kept.copy_(self.model.columns(hidden))
             marked = self.best[: len(columns)].copy_(self.model.shared.best(columns))
             return HeadResults(marked.clamp(min=0), columns, marked)
-        logits = self._kept(self.results.logits(self.model.logits(hidden), hidden))
+        logits = kept.copy_(self.results.logits(self.model.logits(hidden), hidden))
         best = self.ops.greedy(logits)
-        return HeadResults(best, logits, self._marked(logits, best))
+        return HeadResults(best, logits, self.best[: len(best)].copy_(mark_nan(logits, best)))
 
     def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
         """Fill pending ids in, where the graph reads them."""
         self.feed.fill(batch.input_ids, sources, out=batch.input_ids)
-
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """Where they stay until the next replay: [rows, V]."""
-        return self.buffers.logits[: len(logits)].copy_(logits)
-
-    def _marked(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """Where the best tokens stay until the next replay, with `NAN_TOKEN` for rows of NaN: [rows] int64."""
-        return self.best[: len(best)].copy_(mark_nan(logits, best))
 
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly."""

@@ -32,6 +32,7 @@ _KINDS: Final = {
     "softmax": "softmax attention layers",
     "prefill": "softmax attention layers, in prefills",
     "decode": "softmax attention layers, decoding",
+    "single": "softmax attention layers, decoding one request",
     "recurrent": "recurrent attention layers",
 }
 
@@ -71,12 +72,18 @@ class _Asking:
 
 
 def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ...]]:
-    """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them."""
+    """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them, and
+    one for decoding one request if it takes another for that."""
     weighed: dict[str, tuple[Candidate, ...]] = {}
     for kind, needs in asking.layers.items():
+        if kind == "recurrent":
+            weighed[kind] = weigh(needs, registry.attn_backends)
+            continue
         phases = {role: weigh(part, registry.attn_backends) for role, part in by_phase(needs).items()}
-        best = {next((candidate.name for candidate in each if candidate.chosen), None) for each in phases.values()}
-        weighed |= {kind: weigh(needs, registry.attn_backends)} if len(best) == 1 or kind == "recurrent" else phases
+        best = {role: next((found.name for found in each if found.chosen), None) for role, each in phases.items()}
+        single = {"single": phases.pop("single")}
+        weighed |= {kind: weigh(needs, registry.attn_backends)} if best["prefill"] == best["decode"] else phases
+        weighed |= single if best["single"] != best["decode"] else {}
     return weighed
 
 

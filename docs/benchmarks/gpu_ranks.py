@@ -51,9 +51,9 @@ GOALS = {  # output tokens a second by workload and number of GPUs; SGLang 0.5.1
 KERNELS = {
     "kernel": FEW_BYTES,
     "sent to all": 1 << 20,
-    "by shares": 0,
-}  # `few_bytes`; 64 rows and more are always added up by shares
-ROWS, COLUMNS, EPS = (1, 8, 16, 32, 64, 256, 512, 4096), 8192, 1e-5
+    "in blocks": 0,
+}  # `few_bytes`; 64 rows and more are always sent in blocks, or of more than two ranks added up by shares
+ROWS, COLUMNS, EPS = (1, 8, 16, 32, 64, 256, 512, 4096, 16384), 8192, 1e-5
 BEST_ROWS, VOCABULARY = (1, 8, 64, 256), 128_256
 REPEATS, SUMS_IN_A_GRAPH = 20, 16
 
@@ -107,7 +107,7 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
     host = Group(store, "host", rank=rank, size=ranks, standing=standing)
     group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
     peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, TritonPeerOps]()
-    if peers.are_in_reach():  # 0: whatever is taken, by shares
+    if peers.are_in_reach():
         kernels = {
             name: TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few) for name, few in KERNELS.items()
         }
@@ -115,8 +115,8 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
     for rows in ROWS:
         torch.manual_seed(rows)
-        partials = [torch.randn(rows, COLUMNS).bfloat16() for _ in range(ranks)]
-        own, residual = partials[rank].to(device), torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
+        partials = [torch.randn(rows, COLUMNS, device=device).bfloat16() for _ in range(ranks)]
+        own, residual = partials[rank], torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
 
         def by_nccl(own: torch.Tensor = own, residual: torch.Tensor = residual) -> torch.Tensor:
             return ops.add_rms_norm(group.sum(own.clone()), residual, weight, EPS)
@@ -126,7 +126,7 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
             if kernel.takes_sum(own, residual, weight):
                 ways[name] = functools.partial(kernel.add_rms_norm, own, residual, weight, EPS)
         total = sum(each.double() for each in partials)
-        wanted = (total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt()).to(device)
+        wanted = total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt()
         row: dict[str, Any] = {"ranks": ranks, "rows": rows, "bytes": own.nbytes}
         for name, way in ways.items():
             residual.zero_()

@@ -28,6 +28,7 @@ from enginery.plugin.registry import Registry
 from enginery.testing.kits.ranks import Meeting
 from enginery.worker.choice import Choice
 from enginery.worker.device import devices_of_ranks, torch_device
+from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.paths.running_step import RunningStep
 from enginery.worker.ranks import groups
 from enginery.worker.ranks.gloo import Standing
@@ -87,11 +88,11 @@ class ThreadGroup:
         return [min(each) for each in zip(*self._exchange("smallest", values), strict=True)]
 
     def of_all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return self._exchange("of all", x.clone())
+        return [each.clone() for each in self._exchange("of all", x.clone())]  # memory that this rank's graphs write
 
     def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = self._exchange("at first", x.clone())
-        return parts if self.rank == 0 else []
+        return [each.clone() for each in parts] if self.rank == 0 else []
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange("from first", x.clone())[0])
@@ -270,13 +271,17 @@ class ThreadRanks:
 
 
 @contextlib.contextmanager
-def on_threads(asked: EngineOptions, registry: Registry, **others: object) -> Iterator[tuple[Engine, ThreadRanks]]:
+def on_threads(
+    asked: EngineOptions, registry: Registry, *, forced_rates: Sequence[float] = (), **others: object
+) -> Iterator[tuple[Engine, ThreadRanks]]:
     """An engine of so many ranks as are asked for. At the end all tensor ranks have made the same guesses."""
     with patch.multiple(groups, Group=ThreadGroup, DeviceGroup=DeviceThreadGroup):
         ranks = ThreadRanks(asked, registry, others)
         try:
             try:
-                engine = Engine(ranks.build(), registry, asked, ranks=ranks)
+                parts = ranks.build()
+                forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
+                engine = Engine(parts, registry, asked, ranks=ranks, forced=forced)
                 ranks.guesses[0] = noted(engine._runner)
             except BaseException as error:
                 ranks.failed(error)

@@ -16,17 +16,23 @@ from pathlib import Path
 import noise
 import pytest
 from cuda_on_host import Device, simulated
+from engine import test_model_heads
 from engine.captured_backends import EXPERTS, captured
+from engine.heads_made import Eagle3
 from engine.rank_pair import Told, request, serve
 from engine.rank_threads import on_threads
 from engine.test_draft_models import SAID, embedded, prompt_of
 from engine.test_rank_processes import ASKED, PROMPTS, assert_equal, folder_of
 from engine.test_ranks import RECURRENT
+from engine.test_speculation import Scripted, with_drafter
 from pairwise import in_turn
+from parity.oracle import Oracle
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.ops import OpSpec
 from enginery.contracts.request import GenerationRequest
+from enginery.contracts.step import StepInput
 from enginery.engine import build as build_module
 from enginery.engine import changeover as changeover_module
 from enginery.engine.engine import Engine
@@ -34,7 +40,10 @@ from enginery.engine.recording import read_recording
 from enginery.engine.replay import build_replica, compare_tokens, replay_options
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
+from enginery.worker.drafts.draws import DRAW_KINDS
+from enginery.worker.paths.path import Forwarded
 
+llama_of_six = test_model_heads.llama  # a fixture
 MESHES: Mapping[str, Mapping[str, object]] = {
     "one": {},
     "tp": {"tp": 2},
@@ -141,6 +150,53 @@ def test_preemption_and_aborts(registry: Registry, mesh: str, kv_dtype: str) -> 
         engine._scheduler.check_idle()
 
 
+@in_turn(
+    ("mesh", ["tp", "tp", "one"]),
+    ("kind", ["lookup", "random", "right", "some", "wrong"]),
+    ("length", ["3", "1", "3", "auto"]),
+    ("family", ["llama", "lfm2"]),
+    ("changes", [{}, {}, {"overlap": False}, FEW]),
+)
+def test_what_a_drafter_of_the_host_guesses_is_verified_in_graphs(
+    registry: Registry, tmp_path: Path, *, mesh: str, kind: str, length: str, family: str, changes: dict[str, object]
+) -> None:
+    """Of a request alone, and of some together, for some of which it may guess nothing."""
+    recurrent = {"linear_attention_backend": "linear"} if family in RECURRENT else {}
+    asked = options(model=folder_of(tmp_path, family), **{"max_batch_requests": 12, **changes}, **recurrent)
+    ways = [{}, {}, {"temperature": 0.9, "top_p": 0.95, "seed": 7}, {"logprobs": 2}, {"repetition_penalty": 1.3}]
+    requests = [request(f"{at}", [at, *PROMPTS[at % 4][:20]], max_tokens=24, **way) for at, way in enumerate(ways)]
+    expected = serve(Engine.build(asked, registry), requests)
+    if kind != "lookup":
+        answers = {each.prompt_token_ids: expected[each.request_id].tokens for each in requests}
+        registry = with_drafter(registry, lambda _: Scripted(kind, answers))
+    drafter = "lookup" if kind == "lookup" else "scripted"
+    with on_cuda(dataclasses.replace(asked, drafter=drafter, draft_length=length, **MESHES[mesh]), registry) as (engine, devices):
+        graphs, replayed = engine._runner.graphs, replayed_by(engine)
+        assert graphs is not None
+        for batch in (requests[:1], requests, requests[1:3]):
+            assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
+        drafts, keys = engine.meter.stats().drafts, graphs._captured
+        assert (drafts.accepted > 0, drafts.accepted < drafts.drafted) == (kind != "wrong", kind not in ("right", "some"))
+        assert sum(step.verifies for step in replayed) > 5
+        assert len([key for key in keys if key.length > 1]) > 1, "captured when the engine was built, and when needed"
+        assert not any(device.waits for device in devices)
+
+
+def replayed_by(engine: Engine) -> list[StepInput]:
+    """The decoding steps that it runs as graphs from now on."""
+    found: list[StepInput] = []
+    graphs = engine._runner.graphs
+    assert graphs is not None
+    forward = graphs.forward
+
+    def noting(step: StepInput, batch: ForwardBatch) -> Forwarded:
+        found.append(step)
+        return forward(step, batch)
+
+    graphs.forward = noting  # type: ignore[method-assign]
+    return found
+
+
 def by_itself(**changes: object) -> EngineOptions:
     """A model that drafts for itself: all guesses are right of tokens that are the likeliest, or drawn."""
     asked = options(**changes)
@@ -159,19 +215,51 @@ def test_as_many_guesses_are_right_as_on_a_cpu(registry: Registry, *, mesh: str,
     with on_cuda(dataclasses.replace(asked, **MESHES[mesh]), registry) as (engine, devices):
         assert_equal(serve(engine, requests), expected)
         assert engine.meter.stats().drafts == wanted
-        assert (engine._runner._draft_graphs is not None) == (mesh == "one" and "graphs" not in changes)
+        assert (engine._runner._draft_graphs is not None) == ("graphs" not in changes)
         assert not any(device.waits for device in devices)
 
 
-def test_a_drafter_that_takes_hidden_states_changes_no_token(registry: Registry) -> None:
-    sizes = {"max_model_len": 128, "max_batch_requests": 4, "max_batch_tokens": 64, "num_pages": 100}
-    asked = embedded(attention_backend="torch", dtype="float32", **sizes)
-    requests = [request(said, prompt_of(said), max_tokens=10) for said in SAID[:2]]
-    expected = serve(Engine.build(asked, registry), requests)
-    with on_cuda(dataclasses.replace(asked, drafter="eagle", draft_length="2"), registry) as (engine, _):
-        assert_equal(serve(engine, requests), expected)
-        assert engine._runner._draft_graphs is not None
-        assert engine.meter.stats().drafts.accepted > 0
+@in_turn(("mesh", ["tp", "one"]), ("drafter", ["eagle", "standalone", "eagle3"]), ("length", ["3", "2", "2"]))
+def test_a_draft_model_changes_no_token(
+    llama_of_six: Oracle, registry: Registry, tmp_path: Path, *, mesh: str, drafter: str, length: str
+) -> None:
+    """Requests that draw their tokens, and one that is not drafted for, are alone and among others."""
+    sizes = {"max_model_len": 128, "max_batch_requests": 12, "max_batch_tokens": 64, "num_pages": 120, "overlap": None}
+    asked, prompts = embedded(attention_backend="torch", dtype="float32", **sizes), [prompt_of(said) for said in SAID[:5]]
+    if drafter == "eagle3":
+        head = {"draft_model": str(Eagle3(own=97).write(tmp_path))}
+        asked = test_model_heads.options(llama_of_six.folder, attention_backend="torch", **sizes, **head)
+        prompts = [tuple(prompt[:30]) for prompt in llama_of_six.prompts[1:6]]
+    ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}, {"speculation": False}, {}]
+    requests = [request(f"{at}", prompts[at], max_tokens=16, **way) for at, way in enumerate(ways)]
+    expected = serve(Engine.build(dataclasses.replace(asked, draft_model=None), registry), requests)
+    with on_cuda(dataclasses.replace(asked, drafter=drafter, draft_length=length, **MESHES[mesh]), registry) as (engine, devices):
+        replayed, waits = replayed_by(engine), [device.waits for device in devices]
+        for batch in (requests[:2], requests, requests[2:3]):
+            assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
+        drafts, graphs = engine.meter.stats().drafts, engine._runner._draft_graphs
+        assert drafts.accepted > 0
+        assert (drafts.accepted < drafts.drafted) == (drafter != "standalone")
+        assert sum(step.verifies for step in replayed) > 5
+        assert graphs is not None
+        assert len(graphs._follows) > 1, "captured when the engine was built, and when needed"
+        drawn = {kind for _, _, kind in graphs._steps} - {None}
+        assert len(drawn) == (len(DRAW_KINDS) if mesh == "tp" else 1), "ranks that do not know which one it is have them all"
+        assert [device.waits for device in devices] == waits
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_acceptance_is_forced_behind_graphs_of_ranks(registry: Registry, rate: float) -> None:
+    sizes = {"max_model_len": 128, "max_batch_requests": 6, "max_batch_tokens": 64, "num_pages": 100}
+    asked = embedded(attention_backend="torch", drafter="eagle", draft_length="2", tp=2, **sizes)
+    with simulated():
+        asked, registry = dataclasses.replace(asked, device="cuda"), captured(registry)
+        with on_threads(asked, registry, forced_rates=[rate, rate]) as (engine, _):
+            replayed = replayed_by(engine)
+            serve(engine, [request(f"{at}", prompt_of(SAID[at]), max_tokens=16) for at in range(2)])
+            drafts = engine.meter.stats().drafts
+            assert sum(step.verifies for step in replayed) > 4
+            assert drafts.accepted == rate * drafts.drafted
 
 
 @pytest.mark.parametrize("drafts", [False, True])

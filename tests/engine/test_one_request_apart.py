@@ -103,8 +103,8 @@ def test_requests_that_come_and_go_are_told_what_one_backend_tells(
     assert {each.name for each in noted if each.refreshed} == ({"one", "many"} if captures else set())
 
 
-@pytest.mark.parametrize("changes", [{}, {"graphs": False}, {"draft_length": "3"}])
-def test_so_is_what_is_guessed_and_verified(registry: Registry, changes: Mapping[str, object]) -> None:
+@pytest.mark.parametrize(("tp", "changes"), [(1, {}), (2, {}), (1, {"graphs": False}), (1, {"draft_length": "3"})])
+def test_so_is_what_is_guessed_and_verified(registry: Registry, tp: int, changes: Mapping[str, object]) -> None:
     """And what the draft model plans, which has a backend of its own for one request, too."""
     asked, noted = by_itself(**{"draft_length": "2", **changes}), set[Noted]()
     requests = [each for each in every_kind() if "logprobs" not in each.request_id and not each.embed]
@@ -112,7 +112,8 @@ def test_so_is_what_is_guessed_and_verified(registry: Registry, changes: Mapping
     batches = [requests[:1], requests, requests[:2]]
     here = Engine.build(asked, registry)
     expected = told_of(here, batches)
-    with on_cuda(dataclasses.replace(asked, attention_backend="auto"), with_another_for_one(registry, noted)) as (engine, _):
+    asked = dataclasses.replace(asked, attention_backend="auto", tp=tp)
+    with on_cuda(asked, with_another_for_one(registry, noted)) as (engine, _):
         for found, wanted in zip(told_of(engine, batches), expected, strict=True):
             assert_equal(found, wanted, within=1e-4)
         assert engine.meter.stats().drafts == here.meter.stats().drafts

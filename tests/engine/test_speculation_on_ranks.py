@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_on_host import simulated
 from engine import test_frozen_keys, test_model_heads
+from engine.captured_backends import captured
 from engine.heads_made import Eagle3, Module
 from engine.random_use import RandomUse
 from engine.rank_threads import Guesses, noted, on_threads
@@ -145,8 +148,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(write_oracle: Callable[.
         assert told_alone(engine, requests[0].prompt_token_ids, 4).num_cached_tokens > 0
 
 
-def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come, are preempted and aborted amid their drafts, on all ranks."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Requests come, are preempted and aborted amid their drafts, on all ranks; on devices, simulated ones, in graphs."""
     chance = random.Random(5)
     prompts = [prompt_of(said)[:30] for said in SAID]
     asked = [asking(f"{at}", each, max_tokens=25, temperature=0.7, seed=1) for at, each in enumerate(prompts)]
@@ -158,11 +162,14 @@ def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monk
     def ask(name: str) -> GenerationRequest:
         return asking(name, chance.choice(prompts), max_tokens=chance.randint(1, 25), temperature=0.7, seed=1)
 
-    with on_threads(embedded(drafter="eagle", draft_length="3", tp=2, **small), registry) as (engine, _):
+    drafting = embedded(drafter="eagle", draft_length="3", tp=2, attention_backend="torch", device=device, **small)
+    ranks = captured(registry) if device == "cuda" else registry
+    with simulated() if device == "cuda" else nullcontext(), on_threads(drafting, ranks) as (engine, _):
         use = RandomUse(engine, chance, ask)
         told = use.turns(50, arrivals=0.5, aborts=0.08, evict_each=36)
         engine._scheduler.check_idle()
         stats = engine.meter.stats()
+    assert (stats.num_graph_steps > 20) == (device == "cuda")
     for request, tokens in told:
         assert tokens == expected[request.prompt_token_ids][: len(tokens)]
     assert stats.num_preempted > 0

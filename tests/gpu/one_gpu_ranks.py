@@ -71,6 +71,9 @@ class OneGpuGroup:
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self.of_all(x)[0])
 
+    def close(self) -> None:
+        """There is nothing of NCCL's to end."""
+
     def send(self, x: torch.Tensor, rank: int) -> Sending:
         raise NotImplementedError("stages need a device each")
 

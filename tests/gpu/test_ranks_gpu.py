@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -173,6 +174,48 @@ def test_two_gpus_tell_what_transformers_tells(
     try:
         assert generate(engine, prompts_of(oracle), max_tokens=NUM_TOKENS) == expected_tokens(oracle)
         assert sampled(engine, oracle) == alone
+    finally:
+        engine.close()
+
+
+def served(engine: Engine, requests: list[GenerationRequest]) -> dict[str, list[int]]:
+    """The tokens of each."""
+    told: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    for each in requests:
+        engine.submit(each)
+    while engine.has_work:
+        for output in engine.step():
+            told[output.request_id].extend(output.token_ids)
+    return told
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("drafter", ["lookup", "eagle"])
+def test_guesses_on_two_gpus_change_no_token(registry: Registry, *, drafter: str, graphs: bool) -> None:
+    """Greedy, drawn, and one that is not drafted for: the embedded model, each alone and together."""
+    sizes = {"max_batch_requests": 16, "max_batch_tokens": 256, "max_model_len": 256, "num_pages": 200, "step_deadline": 20.0}
+    plain = EngineOptions(device="cuda", dtype="float32", attention_backend="triton", graphs=graphs, **sizes)  # type: ignore[arg-type]
+    ways: list[dict[str, object]] = [{}, {}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": 1}, {"speculation": False}]
+    requests = [
+        GenerationRequest(
+            request_id=str(at),
+            prompt_token_ids=(at, *(6, 7, 8) * (2 + 3 * at)),
+            params=SamplingParams(**{"temperature": 0.0, "seed": at, "max_tokens": 32, "ignore_eos": True, **way}),  # type: ignore[arg-type]
+        )
+        for at, way in enumerate(ways)
+    ]
+    batches = [requests[:1], requests[2:3], requests]
+    alone = Engine.build(plain, registry)
+    expected = [served(alone, batch) for batch in batches]
+    alone.close()
+    engine = Engine.build(dataclasses.replace(plain, tp=2, drafter=drafter, draft_length="3"), registry)
+    try:
+        assert [served(engine, batch) for batch in batches] == expected
+        stats = engine.meter.stats()
+        assert 0 < stats.drafts.accepted < stats.drafts.drafted
+        assert (stats.num_graph_steps > 30) == graphs
+        assert (engine._runner._draft_graphs is not None) == (graphs and drafter == "eagle")
     finally:
         engine.close()
 

@@ -16,10 +16,8 @@ _DECODE: Final = 1
 
 
 class PhaseSplit(Composite):
-    """Gives each request to the backend of its phase; a mixed batch is cut in two. Verification goes with decoding.
-
-    single: has what decodes in a step if that is one request, as padded; so a graph is of the same child as its replays.
-    """
+    """Gives each request to the backend of its phase; a mixed batch is cut in two. Verification goes with decoding. single: has
+    what decodes in a step if that is one request, as padded; so a graph is of the same child as its replays."""
 
     kind = "split"
 

@@ -177,8 +177,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class AttnNeeds:
-    """What a model on a device with given settings asks of an attention backend. layers: that it will run. single: steps of one
-    request alone, beside another backend for those of more."""
+    """What model, device and settings ask of an attention backend. layers: that it will run. single: steps of one request alone."""
 
     device: str
     dtype: str
@@ -326,8 +325,7 @@ class AttnBackendSpec:
 
     def priority_for(self, needs: AttnNeeds) -> int:
         """Its rank among those that could serve `needs`."""
-        prefills = self.prefill_priority if needs.phases == {Phase.PREFILL} else None
-        apart = self.single_priority if needs.single else prefills
+        apart = self.single_priority if needs.single else self.prefill_priority if needs.phases == {Phase.PREFILL} else None
         return self.priority if apart is None else apart
 
     def refuse(self, needs: AttnNeeds) -> list[Reason]:

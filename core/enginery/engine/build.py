@@ -211,9 +211,9 @@ def build_parts(
 
 
 def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> Runner:
-    """What runs the steps. forced: for benchmarks; decoding steps are captured anew with it."""
+    """What runs the steps. forced: for benchmarks; decoding steps of one rank are captured anew with it."""
     graphs = parts.graphs
-    if graphs is not None and forced is not None:
+    if graphs is not None and forced is not None and parts.choice.parallel.num_ranks == 1:
         graphs.buffers = graphs.buffers._replace(forced=forced)
         graphs = graphs.over(parts.relay)
     return Runner(

@@ -264,7 +264,7 @@ class Engine:
         flight = self._in_flight[0]
         self._sent.append(_Sent(step, self._scheduler.requests, flight.at))  # to be given up too, should it fail
         with self._naming(flight.step):
-            output = flight.running.wait()
+            output = self._ranks.wait(flight.running)
             step = ahead.settle(output, is_launched=False)
         self._sent.clear()
         return step, began_s + output.times.arrived_s - output.times.waited_from_s

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
@@ -19,7 +18,6 @@ from enginery.worker.drafts.choice import ChosenDrafter
 from enginery.worker.needs import LayerNeeds, by_phase, verifying
 
 log = logging.getLogger(__name__)
-_SETTINGS: Final = {"softmax": "attention", "single": "attention of one request"}  # as decisions name roles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ def choose_attention(
         considered += [f"{role}: {candidate}" for candidate in selection.candidates]
         chosen[role] = selection.winner
         reason = "asked for" if name != "auto" else "highest priority that refuses nothing"
-        setting = _SETTINGS.get(role, f"{role} attention")
+        setting = {"softmax": "attention", "single": "attention of one request"}.get(role, f"{role} attention")
         source = selection.winner.source
         decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {source}", source=source))
     for line in considered:

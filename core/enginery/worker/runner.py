@@ -24,7 +24,7 @@ from enginery.kv.upload import recorded, to_device
 from enginery.speculate.acceptance import accept
 from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
-from enginery.worker.drafts.draws import ForcedAcceptance, GuessDraws
+from enginery.worker.drafts.draws import DRAW_KINDS, ForcedAcceptance, GuessDraws
 from enginery.worker.drafts.trees import deepest, move_standing, parents_of, standing_first, straightened
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.page_tables import PageTables
@@ -108,7 +108,7 @@ class Runner:
         if isinstance(graphs, RecordedForwards):
             self._whole = BestTokens(RankSteps(graphs, model), model, self.feed)
         elif graphs is not None:
-            self._whole = GatheredLogits(graphs, model)
+            self._whole = GatheredLogits(graphs, model, is_forced=self._forced is not None)
         if pieces is not None:
             self._pieces = BestTokens(pieces, model, self.feed)
 
@@ -290,7 +290,8 @@ class Runner:
     def _draws(self, step: StepInput, sampling: SamplingInput | None) -> GuessDraws:
         rows, agreed = begins_of(step.sampled_rows), self.agreement
         together = None if agreed is None else functools.partial(agreed.guess, greedy=step.run.greedy)
-        return GuessDraws(sampling, rows, ops=self.ops, device=self.device, siblings=self._siblings, together=together)
+        kind = None if agreed is None or step.run.greedy else DRAW_KINDS[0]
+        return GuessDraws(sampling, rows, ops=self.ops, device=self.device, siblings=self._siblings, together=together, kind=kind)
 
     def _embedded(self, embedding: Sequence[int], launched: Launched) -> torch.Tensor | None:
         """The last hidden states of these items, [E, C] float32, on their way to the host."""

@@ -34,6 +34,9 @@ CALLS = [  # rows, columns, dtype: in turns of all kinds, so that places are wri
     (1, 8192, torch.bfloat16),
     (8, 8192, torch.bfloat16),
     (1, 24, torch.bfloat16),
+    (61, 64, torch.float32),
+    (90, 72, torch.bfloat16),
+    (3, 64, torch.float32),
 ]
 BEST = [  # rows, vocabulary, dtype; the last rank may have no column
     (3, 64, torch.float32),
@@ -43,6 +46,7 @@ BEST = [  # rows, vocabulary, dtype; the last rank may have no column
 ]
 EPS = 1e-5
 FEW_PROGRAMS = 8  # so that few rows are several of a program
+BLOCK_BYTES = 512  # so that they are several blocks
 LATE_S, LATE_PART = 0.02, 0.2
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -74,7 +78,8 @@ def wanted_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 def run(rank: int, parts: tuple[torch.Tensor, ...], results: list[list[torch.Tensor]], tokens: list[list[torch.Tensor]]) -> None:
     torch.set_num_threads(1)
-    peer_ops.MOST_PROGRAMS = FEW_PROGRAMS
+    peer_ops.MOST_PROGRAMS = peer_ops.MOST_OF_TWO = FEW_PROGRAMS
+    peer_ops.BLOCK_BYTES = BLOCK_BYTES
     if rank:  # the first is far ahead then, and would write where the others still read, if it took the same place in each turn
         rows, often = sums._rows, random.Random(rank)
         sums._rows = lambda *values: time.sleep(LATE_S * (often.random() < LATE_PART)) or rows(*values)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from enginery.api import PeerMemory
+from enginery_ops_triton import peer_ops
 from enginery_ops_triton.peer_ops import MOST_PROGRAMS, NUM_BYTES, TritonPeerOps
 from enginery_ops_triton.spec import PEER_BYTES
 
@@ -45,12 +46,20 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
 
 def test_what_is_taken_follows_from_sizes_and_types() -> None:
     """The same on all ranks: nothing else is looked at."""
-    bound = TritonPeerOps(PeerMemory(rank=0, parts=(torch.zeros(NUM_BYTES, dtype=torch.uint8),) * 2), dependent_launch=False)
+    part = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    bound = {count: TritonPeerOps(PeerMemory(rank=0, parts=(part,) * count), dependent_launch=False) for count in (2, 4)}
 
-    def takes(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, residual: torch.dtype | None = None) -> bool:
+    def takes(
+        rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, residual: torch.dtype | None = None, of: int = 4
+    ) -> bool:
         x, kept = torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns, dtype=residual or dtype)
-        return bound.takes_sum(x, kept, torch.empty(columns, dtype=dtype))
+        return bound[of].takes_sum(x, kept, torch.empty(columns, dtype=dtype))
 
+    assert takes(16384, 8192, of=2)
+    assert takes(1, 16384, torch.float32, of=2)
+    assert not takes(1, 16392, of=2)
+    assert not takes(0, 4096, of=2)
+    assert not takes(600, 4100, of=2)
     assert takes(1, 4096)
     assert takes(512, 4096)  # 4 MiB
     assert not takes(513, 4096)
@@ -61,11 +70,11 @@ def test_what_is_taken_follows_from_sizes_and_types() -> None:
     assert not takes(1, 4100, torch.bfloat16)  # rows that begin anywhere
     assert not takes(1, 4096, residual=torch.float32)
     assert not takes(1, 4096, torch.float64)
-    assert bound.takes_best(torch.empty(1024, 8))
-    assert bound.takes_best(torch.empty(1, 0))
-    assert not bound.takes_best(torch.empty(1025, 8))
-    assert not bound.takes_best(torch.empty(0, 8))
-    assert not bound.takes_sum(torch.empty(4096, 4, dtype=torch.bfloat16).t(), torch.empty(4, 4096), torch.empty(4096))
+    assert bound[4].takes_best(torch.empty(1024, 8))
+    assert bound[4].takes_best(torch.empty(1, 0))
+    assert not bound[4].takes_best(torch.empty(1025, 8))
+    assert not bound[4].takes_best(torch.empty(0, 8))
+    assert not bound[4].takes_sum(torch.empty(4096, 4, dtype=torch.bfloat16).t(), torch.empty(4, 4096), torch.empty(4096))
 
 
 class OneDevice:
@@ -99,6 +108,26 @@ class OneDevice:
         return found
 
 
+def compare_with_float64(device: OneDevice, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Three turns."""
+    device.load(rows, columns, dtype)
+    for turn in range(3):
+        torch.manual_seed(turn)
+        partials = [torch.randn(rows, columns, device="cuda").to(dtype) for _ in device.ranks]
+        residual, weight = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((rows, columns), (columns,)))
+        residuals = [residual.clone() for _ in device.ranks]
+        torch.cuda.synchronize()
+        normed = device.run(partials, residuals, weight)
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, residuals[0]) for each in residuals)
+        assert all(torch.equal(each, normed[0]) for each in normed)
+        summed = residual.double() + sum(partial.double() for partial in partials)
+        wanted = summed * (summed.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * weight.double()
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(residuals[0].double(), summed, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(normed[0].double(), wanted, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -107,22 +136,17 @@ def test_streams_of_a_gpu_give_what_float64_gives(num_ranks: int, dtype: torch.d
     for rows, columns in SIZES:
         if rows * columns * dtype.itemsize > 4 << 20 or num_ranks * min(rows, MOST_PROGRAMS) > 132:
             continue  # not taken; more programs than run at once
-        device.load(rows, columns, dtype)
-        for turn in range(3):
-            torch.manual_seed(turn)
-            partials = [torch.randn(rows, columns, device="cuda").to(dtype) for _ in range(num_ranks)]
-            residual, weight = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((rows, columns), (columns,)))
-            residuals = [residual.clone() for _ in range(num_ranks)]
-            torch.cuda.synchronize()
-            normed = device.run(partials, residuals, weight)
-            torch.cuda.synchronize()
-            assert all(torch.equal(each, residuals[0]) for each in residuals)
-            assert all(torch.equal(each, normed[0]) for each in normed)
-            summed = residual.double() + sum(partial.double() for partial in partials)
-            wanted = summed * (summed.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * weight.double()
-            tolerance = TOLERANCES[dtype]
-            torch.testing.assert_close(residuals[0].double(), summed, atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(normed[0].double(), wanted, atol=tolerance, rtol=tolerance)
+        compare_with_float64(device, rows, columns, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_of_two_ranks_follow_each_other(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """More than there are places for, of programs few enough that those of both ranks run at once."""
+    monkeypatch.setattr(peer_ops, "MOST_OF_TWO", 32)
+    device = OneDevice(2)
+    for rows, columns in ((200, 8192), (1000, 4096), (3000, 1024), (33, 16384)):
+        compare_with_float64(device, rows, columns, dtype)
 
 
 @pytest.mark.gpu

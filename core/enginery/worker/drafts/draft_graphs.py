@@ -6,11 +6,13 @@
 
 The first reads the token fields of the target's graph where they are; its backend's plan is refreshed from exact lengths.
 Lengths of the second are true on the device alone. The guess of the first is the best token; where one is drawn, the second begins
-with it.
+with it. Several ranks guess together within their graphs. What guesses are drawn by the first one alone knows, and so which graph
+it needs: all have those of every kind of draws, captured at once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,12 +28,13 @@ from enginery.contracts.step import StepInput
 from enginery.kv.upload import pinned
 from enginery.speculate.combs import num_verified
 from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_each
-from enginery.worker.drafts.draws import CapturedDraws, DrawKind, GuessDraws, beside, verified_order
+from enginery.worker.drafts.draws import DRAW_KINDS, CapturedDraws, DrawKind, GuessDraws, beside, verified_order
 from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_told, deepest, standing_chain
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.captured_step import Capture, CapturedStep, Replayable
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
+from enginery.worker.ranks.collectives import Agreement, JoinedHead
 
 
 class _Follow(NamedTuple):
@@ -68,6 +71,7 @@ class DraftGraphs:
         """model: of a backend that can be captured. state: [most rows, C'], zeros. siblings: n."""
         self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
         self._capture, self.state, self._siblings = capture, state, siblings
+        self._agreed = Agreement.of(target.model, model) if isinstance(target.model, JoinedHead) else None
         self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
         self._follows: dict[tuple[int, int, int], _Follow] = {}
@@ -116,8 +120,13 @@ class DraftGraphs:
         if (num_steps := draft_len - self._model.takes_features) > 0:
             self._steps_of(key[0], num_steps, None)
 
-    def _best(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return beside(logits, self._ops.greedy(logits), self._siblings)
+    def _choose(self, draws: CapturedDraws | None, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        def choose(whole: torch.Tensor) -> torch.Tensor:
+            return beside(whole, self._ops.greedy(whole), self._siblings) if draws is None else draws.choose(whole, positions)
+
+        if self._agreed is None:
+            return choose(logits)
+        return self._agreed.guess(logits, lambda whole: choose(whole)[:, 0], greedy=draws is None)[:, None]
 
     def _follow(self, of: CapturedStep, padded: ForwardBatch, features: torch.Tensor) -> None:
         key = _key_of(of)
@@ -156,7 +165,7 @@ class DraftGraphs:
                 there.input_ids.copy_(tokens)
                 hidden = model.follow(there, {FEATURES: rows})
                 state = self.state[:size].copy_(hidden.index_select(0, last))
-                self.ids[:size].copy_(model.guess(state, last, self._best))
+                self.ids[:size].copy_(model.guess(state, last, functools.partial(self._choose, None)))
             else:
                 model.follow(there, None)
                 self.ids[:size, 0].copy_(tokens.index_select(0, last))
@@ -164,10 +173,10 @@ class DraftGraphs:
         return _Follow(of, there, self._capture(run))
 
     def _steps_of(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
-        key = size, num_steps, kind
-        if key not in self._steps:
-            self._steps[key] = self._capture_steps(*key)
-        return self._steps[key]
+        if (size, num_steps, kind) not in self._steps:
+            for each in (kind,) if kind is None or self._agreed is None else DRAW_KINDS:
+                self._steps[size, num_steps, each] = self._capture_steps(size, num_steps, each)
+        return self._steps[size, num_steps, kind]
 
     def _guess(self, found: _Steps, ahead: Ahead, draws: GuessDraws) -> torch.Tensor:
         padded = self._padded(ahead, found.packed.shape[1], width=len(found.packed) - 1)
@@ -209,7 +218,7 @@ class DraftGraphs:
                 self._relay.ask("device_prologue", plan=there.plan)
             at, window, right = packed[0], packed[1:], self.right[:size] + self.moved[:size]
             model.place(steps, at, window, right)
-            first, state, choose = self.ids[:size], None, self._best if draws is None else draws.choose
+            first, state, choose = self.ids[:size], None, functools.partial(self._choose, draws)
             behind = at + right + 1
             if model.takes_features:
                 state = self.state[:size]

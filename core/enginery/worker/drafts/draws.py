@@ -42,11 +42,14 @@ class DrawKind(NamedTuple):
     few: bool
 
 
+DRAW_KINDS: Final = (DrawKind(cut=True, few=False), DrawKind(cut=True, few=True), DrawKind(cut=False, few=False))
+
+
 class GuessDraws:
     """Of the items of one step. rows: [S], the first sampled row of each. sampling: of the rows; None: all take the best token.
 
-    siblings: beside each guess, n. kind: of what is drawn; None: nothing is. together: where ranks have some columns each; given
-    these, and how this rank would choose from all of them, [S, V] -> [S], it gives what all ranks take; then there are no siblings.
+    siblings: beside each guess, n. kind: of what is drawn; None: nothing is; told to ranks that know none. together: of ranks with
+    some columns each; given these, and how this one would choose from all, [S, V] -> [S], it gives what all take; no siblings then.
     """
 
     def __init__(
@@ -58,16 +61,17 @@ class GuessDraws:
         device: torch.device,
         siblings: int = 0,
         together: Together | None = None,
+        kind: DrawKind | None = None,
     ) -> None:
         assert together is None or not siblings, "guesses of several ranks do not branch"
         params = np.zeros((4, len(rows))) if sampling is None else sampling.params[:, rows]
+        seeds = np.zeros(len(rows), np.uint64) if sampling is None else sampling.seeds[rows]
         self._params, self._ops, self._device, self._together, self._siblings = params, ops, device, together, siblings
-        self.kind: DrawKind | None = None
-        if sampling is not None and bool((params[0] >= LEAST_TEMPERATURE).any()):
+        self.table, self.seeds = torch.from_numpy(params.astype(np.float32)), torch.from_numpy(seeds.view(np.int64))
+        self.kind = kind
+        if bool((params[0] >= LEAST_TEMPERATURE).any()):
             kept, cut = most_kept(params, sys.maxsize)
             self.kind = DrawKind(cut, cut and kept <= _FEW)
-            self.table = torch.from_numpy(params.astype(np.float32))
-            self.seeds = torch.from_numpy(sampling.seeds[rows].view(np.int64))
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """A token of each row of [S, V], for the position that it would have, [S] int64, and those beside it: [S, 1 + n].

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -37,7 +37,7 @@ from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
 
-
+_Size = TypeVar("_Size")
 _Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]  # all that may be called in a step
 Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  # says and measures what its context holds
 
@@ -51,20 +51,28 @@ def capture_steps(
     if choice.device.type == "cpu":
         return Captured(_recorded_steps(choice, parts, guesses=draft_model is not None))
     try:
-        if choice.parallel.num_ranks > 1:
-            return _capture_on_ranks(phases, choice, parts, met)
-        return _capture_alone(phases, choice, parts, draft, draft_model)
+        return _capture_on_devices(phases, choice, parts, met, draft, draft_model)
     except Unsupported as error:  # the same on all ranks
         log.warning("all steps run eagerly, which makes decoding slow: %s", error)
         return Captured()
 
 
-def _capture_alone(
-    phases: Phases, choice: Choice, parts: StepParts, draft: DraftNeeds | None, draft_model: DraftModel | None
+def _capture_on_devices(
+    phases: Phases, choice: Choice, parts: StepParts, met: Met, draft: DraftNeeds | None, draft_model: DraftModel | None
 ) -> Captured:
-    """On a GPU: the others when they are needed, or in idle moments."""
-    capture = CudaCapture(choice.device)
+    """On GPUs: the largest, and one that verifies if anything guesses; with one rank the others when needed, or in idle moments.
+
+    Each rank takes part in the exchanges of each capture. In idle moments others would not, so ranks capture all plain steps and
+    pieces here. Those that verify, and a draft model's, are too many, one of each size and number of guesses, and are captured when
+    needed. That is right with ranks too, as what each has captured follows from the steps that it has run: all run the same in one
+    order, and come to the same capture. So nothing is captured but here and in a step, and none is launched before the one in front
+    of it is told: whether that can be is asked of the first rank alone.
+    """
+    capture = CudaCapture(choice.device, met.together)
+    met.keep_ahead(capture.graphs)
     with phases("graphs"):
+        if choice.parallel.num_lanes > 1:
+            return Captured(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=False))
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
         most, keeps = 0 if drafts is None else _most_positions(choice, parts, draft), draft is not None and not draft.taps
         graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=keeps, most_positions=most)
@@ -72,29 +80,16 @@ def _capture_alone(
             return Captured()
         if drafts is not None:
             _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
-    with phases("pieces"):
-        return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
-
-
-def _capture_on_ranks(phases: Phases, choice: Choice, parts: StepParts, met: Met) -> Captured:
-    """On GPUs: all sizes, as each rank takes part in the exchanges of each capture. Raises `Unsupported` where anything guesses."""
-    if choice.drafter is not None:
-        raise Unsupported("with several ranks none are captured where a drafter guesses")
-    capture = CudaCapture(choice.device, met.together)
-    met.keep_ahead(capture.graphs)
-    with phases("graphs"):
-        if choice.parallel.num_lanes > 1:
-            return Captured(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=False))
-        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=False)
-        if graphs is None:
-            return Captured()
-        for key in reversed(graphs.waiting):  # the others fit into the memory of the largest
-            graphs.capture(key)
+        _capture_at_once(graphs.waiting, graphs.capture, choice)
     with phases("pieces"):
         pieces = _piecewise_graphs(choice, parts, capture)
-        for size in reversed(pieces.waiting):
-            pieces.capture(size)
-        return Captured(graphs, pieces)
+        _capture_at_once(pieces.waiting, pieces.capture, choice)
+        return Captured(graphs, pieces, drafts)
+
+
+def _capture_at_once(waiting: Sequence[_Size], capture: Callable[[_Size], None], choice: Choice) -> None:
+    for size in reversed(waiting) if choice.parallel.num_ranks > 1 else ():  # the smallest last: it fits into the others' memory
+        capture(size)
 
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
@@ -151,9 +146,9 @@ def _decode_graphs(
 
 
 def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) -> int:
-    """As `GraphBuffers` has it: where all keys are in pages of one kind, whose backends need no lengths when they plan."""
+    """As `GraphBuffers` has it: with one rank, all keys in pages of one kind, whose backends need no lengths when they plan."""
     geometry = parts.pool.geometry
-    if draft is None or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
+    if draft is None or choice.parallel.num_ranks > 1 or any(geometry.kind_of(layer) != FULL for layer in geometry.layers):
         return 0
     chosen = [each for each in (choice.attention, choice.first_attention, draft.choice.attention) if each is not None]
     able = all(offer.spec.capabilities.verify_lengths for each in chosen for offer in each.by_role.values())

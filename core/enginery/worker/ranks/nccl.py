@@ -81,11 +81,8 @@ class DeviceGroup:
         return list(found)
 
     def at_first(self, x: torch.Tensor) -> list[torch.Tensor]:
-        x, options = x.contiguous(), dist.GatherOptions()
-        options.rootRank, options.asyncOp = FIRST, False
-        found = list(x.new_empty(self.size, *x.shape)) if self.rank == FIRST else []
-        _order(self._group.gather([found] if found else [], [x], options))
-        return found
+        found = self.of_all(x)  # one way less of NCCL's that graphs have to hold
+        return found if self.rank == FIRST else []
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
         options = dist.BroadcastOptions()

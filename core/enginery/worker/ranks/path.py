@@ -55,20 +55,21 @@ class BestTokens:
 class GatheredLogits:
     """Implements `ForwardPath` over graphs of decoding steps, which leave a rank's columns of logits, and the best of all ranks'.
 
-    Where more is asked for, the columns are brought together behind the graph.
+    Where more is asked for, the columns are brought together behind the graph. is_forced: drafts are accepted there too, not in it.
     """
 
     captured = True
 
-    def __init__(self, graphs: DecodeGraphs, head: JoinedHead) -> None:
-        self._graphs, self._head = graphs, head
+    def __init__(self, graphs: DecodeGraphs, head: JoinedHead, *, is_forced: bool) -> None:
+        self._graphs, self._head, self._is_forced = graphs, head, is_forced
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """As the graphs do; of a step that asks for the best tokens alone there are no logits, [R, 0]."""
         forwarded, count = self._graphs.forward(step, batch), int(step.sampled_rows.sum())
         assert forwarded.logits is not None, "graphs leave logits"
-        columns = forwarded.logits[:count]
-        return forwarded._replace(logits=columns[:, :0] if step.run.tokens_only else self._head.shared.gather(columns))
+        columns, accepted = forwarded.logits[:count], None if self._is_forced else forwarded.accepted
+        logits = columns[:, :0] if step.run.tokens_only else self._head.shared.gather(columns)
+        return forwarded._replace(logits=logits, accepted=accepted)
 
 
 class RecordedForwards(RecordedSteps):

@@ -1,6 +1,7 @@
 """What kernels of several ranks do together, as the core calls it: what is taken, by which kernel, and where it lies.
 
-    a part    [ end | turns | flags of both meetings | rows | sums | words of few rows, twice | best: turns | words, twice ]
+    a part    [ end | turns | flags of both meetings | rows | sums | blocks, four times | words of few rows, twice |
+                best: turns | words, twice ]
 
 N rows, C columns, R ranks, V vocabulary.
 """
@@ -19,16 +20,19 @@ from enginery_ops_triton.sampling import best_of_each_block
 MOST_PROGRAMS: Final = 128  # fewer than multiprocessors: all run at once
 MOST_RANKS: Final = 16
 REGION_BYTES: Final = 32 << 10  # of a program's rows
+BLOCK_BYTES: Final = 16 << 10  # of rows that go to the other of two ranks at once, if they are not longer
+MOST_OF_TWO: Final = 256  # programs: two on a multiprocessor, as each waits most of the time
 FEW_BYTES: Final = 512 << 10  # of rows that every rank sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
 FEW_ROW_BYTES: Final = 16 << 10
 FEW_SLOTS: Final = 64  # programs times ranks
 MOST_COLUMNS: Final = 16384
 MOST_BEST_ROWS: Final = 1024
 _TURNS: Final = 64  # words; the first is not 0 at the end
-_FLAGS: Final = _TURNS + MOST_PROGRAMS
+_FLAGS: Final = _TURNS + MOST_OF_TWO
 _ROWS: Final = 4 * (_FLAGS + 2 * MOST_PROGRAMS * MOST_RANKS)
 _SUMS: Final = _ROWS + MOST_PROGRAMS * REGION_BYTES
-_WORDS: Final = _SUMS + MOST_PROGRAMS * REGION_BYTES
+_BLOCKS: Final = _SUMS + MOST_PROGRAMS * REGION_BYTES
+_WORDS: Final = _BLOCKS + MOST_OF_TWO * 4 * BLOCK_BYTES
 _SLOT_WORDS: Final = FEW_ROW_BYTES // 4  # of 8 bytes, 4 of them a row's
 _BEST_TURNS: Final = _WORDS + 2 * FEW_SLOTS * 8 * _SLOT_WORDS
 _BEST_WORDS: Final = _BEST_TURNS + 4 * MOST_BEST_ROWS
@@ -57,14 +61,16 @@ class TritonPeerOps:
             self._is_over, self._beside = self._is_over.pin_memory(), torch.cuda.Stream(own.device)  # type: ignore[no-untyped-call]
 
     def takes_sum(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Rows of up to 4 MiB in all, 32 KiB for each program, of a type that is the residual's too."""
-        if partial.dim() != 2 or residual.dim() != 2 or weight.dim() != 1 or len(self._memory.parts) > MOST_RANKS:
+        """Rows of a type that is the residual's too: of two ranks any number, else up to 4 MiB in all, 32 KiB for each program."""
+        num_ranks = len(self._memory.parts)
+        if partial.dim() != 2 or residual.dim() != 2 or weight.dim() != 1 or num_ranks > MOST_RANKS:
             return False
         num_rows, columns = partial.shape
         size = partial.element_size()
         alike = partial.dtype == residual.dtype and partial.dtype in _DTYPES and partial.stride(1) == residual.stride(1) == 1
-        each = -(-num_rows // MOST_PROGRAMS) * len(self._memory.parts) * self._share(columns, size) * size
-        return alike and 0 < each <= REGION_BYTES and columns <= MOST_COLUMNS and columns * size % 16 == 0
+        each = -(-num_rows // MOST_PROGRAMS) * num_ranks * self._share(columns, size) * size
+        fits = num_rows > 0 if num_ranks == 2 else 0 < each <= REGION_BYTES
+        return alike and fits and 0 < columns <= MOST_COLUMNS and columns * size % 16 == 0
 
     def add_rms_norm(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[N, C] -> [N, C]."""
@@ -74,7 +80,6 @@ class TritonPeerOps:
         block, num_ranks, size = next_power_of_2(columns), len(self._memory.parts), partial.element_size()
         alike: dict[str, object] = {
             "RANK": self._memory.rank,
-            "RANKS": num_ranks,
             "COLUMNS": columns,
             "TURNS": _TURNS,
             "CHAINED": self._dependent_launch,
@@ -86,6 +91,7 @@ class TritonPeerOps:
                 partial.stride(0),
                 residual.stride(0),
                 eps,
+                RANKS=num_ranks,
                 BLOCK_RANKS=next_power_of_2(num_ranks),
                 BLOCK=block * size // 4,
                 PACKED=4 // size,
@@ -96,6 +102,23 @@ class TritonPeerOps:
                 **alike,
             )
             return out
+        if num_ranks == 2:
+            each = min(next_power_of_2(-(-num_rows // MOST_OF_TWO)), _power_of_2_within(BLOCK_BYTES // (columns * size)))
+            fit = (_WORDS - _BLOCKS) // (4 * each * columns * size)
+            sums.sum_norm_of_two[(min(-(-num_rows // each), fit, MOST_OF_TWO),)](
+                *given,
+                num_rows,
+                partial.stride(0),
+                residual.stride(0),
+                eps,
+                BLOCK=block,
+                EACH=each,
+                FLAGS=_FLAGS,
+                BLOCKS=_BLOCKS,
+                num_warps=_warps(each * block),
+                **alike,
+            )
+            return out
         share, each = self._share(columns, size), next_power_of_2(-(-num_rows // MOST_PROGRAMS))
         sums.sum_norm[(min(num_rows, MOST_PROGRAMS),)](
             *given,
@@ -103,6 +126,7 @@ class TritonPeerOps:
             partial.stride(0),
             residual.stride(0),
             eps,
+            RANKS=num_ranks,
             BLOCK=block,
             EACH=each,
             SHARE=share,
@@ -170,6 +194,11 @@ class TritonPeerOps:
 def _warps(count: int) -> int:
     """Of a program that has so many numbers at once: up to 16 for each thread, or more for each of 512."""
     return min(max(count // 512, 1), 16)
+
+
+def _power_of_2_within(count: int) -> int:
+    """The largest that is not larger; of 0 it is 1."""
+    return 1 << max(count, 1).bit_length() - 1
 
 
 def _rounded(count: int, unit: int) -> int:

@@ -12,30 +12,15 @@ stand on the left of a product, so that a few pairs waste little of the matrix u
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery_ops_triton.kernels.gates import biased, gated
 from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
-from enginery_ops_triton.kernels.precision import INTERPRETED, round_to
+from enginery_ops_triton.kernels.precision import INTERPRETED, bound, round_to
 from enginery_ops_triton.kernels.sums_in_lanes import adjacent, in_lanes
 
 SCALE_BLOCK = tl.constexpr(128)
 WARP = tl.constexpr(32)  # lanes, whose integers one instruction adds up
-
-if INTERPRETED.value:
-
-    def bound(number: Any) -> int:
-        """Of a loop: the interpreter has arrays of one element for scalars, and Python's range, from numpy 2.4 on, takes none."""
-        return number if isinstance(number, int) else int(number.handle.data.item())
-
-else:
-
-    @kernel
-    def bound(number: tl.tensor) -> tl.tensor:
-        """Of a loop: itself."""
-        return number
 
 
 @kernel

@@ -1,6 +1,8 @@
-"""Rounding and products that are the same in Triton's interpreter, which cuts bfloat16 off and cannot multiply it (3.6)."""
+"""Rounding, products and bounds of loops that Triton's interpreter takes too: it cuts bfloat16 off and cannot multiply it (3.6)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -8,6 +10,19 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from enginery_ops_triton.kernels.launch import kernel
 
 INTERPRETED = tl.constexpr(not isinstance(tl.max, triton.JITFunction))  # decided for the process when triton is imported
+
+if INTERPRETED.value:
+
+    def bound(number: Any) -> int:
+        """Of a loop: the interpreter has arrays of one element for scalars, and Python's range, from numpy 2.4 on, takes none."""
+        return number if isinstance(number, int) else int(number.handle.data.item())
+
+else:
+
+    @kernel
+    def bound(number: tl.tensor) -> tl.tensor:
+        """Of a loop: itself."""
+        return number
 
 
 @kernel

@@ -1,12 +1,15 @@
 """Sums over ranks within the norm behind them: each rank's kernel reads and writes the memory of the others.
 
     few rows    own rows, each word with its turn -> all parts | wait for the words of all | add up, add to the residual, norm
+    two ranks   own rows, block after block -> the other's part | wait for its block before that one | add both, add, norm
     more        shares of own rows -> the ranks that add them up | meet | own share added up -> all parts | meet | add, norm
 
 A program has the same rows on every rank, and meets the programs of its number there. It counts its turns. No two programs of a
 rank wait for each other, so that it does not matter which run first. What was written is read before it is overwritten: rows and
 sums, as a program comes to a meeting behind what it read; words, as they lie at two places in turn, and whoever writes to one again
-has had the words of the turn between, whose kernel began where the one before it had ended.
+has had the words of the turn between, whose kernel began where the one before it had ended; blocks, as they lie at four places in
+turn, and whoever sends one has had the other's block but one before it, which the other sent when it had read those before its own
+last but one: four before. All rows cross NVLink once each way, as they would by shares, and nobody waits twice.
 
 Words of 64 bits arrive whole, so that one with the number of the turn in its upper half needs no flag behind it and no fence: it
 takes twice the bytes and one way over NVLink where a meeting takes more (NCCL's protocol LL does the same).
@@ -17,7 +20,7 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
-from enginery_ops_triton.kernels.precision import round_to
+from enginery_ops_triton.kernels.precision import bound, round_to
 
 
 @kernel
@@ -42,16 +45,21 @@ def _meet(
     part is not 0 when nobody is to be waited for any more.
     """
     tl.debug_barrier()
-    own = part_words(addresses, RANK)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             tl.atomic_xchg(part_words(addresses, rank) + FLAGS + program * RANKS + RANK, turn, sem="release", scope="sys")
+    own = part_words(addresses, RANK)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            flag = own + FLAGS + program * RANKS + rank
-            while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - turn < 0) & (tl.load(own, volatile=True) == 0):
-                pass
+            _await(own + FLAGS + program * RANKS + rank, turn, own)
     tl.debug_barrier()
+
+
+@kernel
+def _await(flag: tl.tensor, turn: tl.tensor, over: tl.tensor) -> None:
+    """Wait until the flag has come to a turn, or nobody is to be waited for any more."""
+    while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - turn < 0) & (tl.load(over, volatile=True) == 0):
+        pass
 
 
 @kernel
@@ -135,6 +143,64 @@ def sum_norm_few(
         round_to(total, DTYPE)[None, :], before, kept, out + row * COLUMNS + column, scale, column < COLUMNS, eps, COLUMNS, DTYPE
     )
     tl.store(own + TURNS + row, turn)
+
+
+@kernel
+def sum_norm_of_two(
+    partial: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    num_rows: int,
+    partial_stride: int,
+    residual_stride: int,
+    eps: float,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
+    TURNS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """As `sum_norm`, of any number of rows, EACH in a block. A turn is a block. BLOCKS: where they begin in a part, in bytes; four
+    places for each program."""
+    release_successor(CHAINED)
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    DTYPE: tl.constexpr = partial.dtype.element_ty
+    PLACES: tl.constexpr = 4
+    column, place = tl.arange(0, BLOCK)[None, :], tl.arange(0, EACH)[:, None]
+    scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    own, within = part_words(addresses, RANK), program * PLACES * EACH * COLUMNS + place * COLUMNS + column
+    flag = FLAGS + program * 2
+    arriving = _rows(addresses, RANK, DTYPE, BLOCKS) + within
+    leaving = _rows(addresses, 1 - RANK, DTYPE, BLOCKS) + within
+    wait_for_predecessor(CHAINED)
+    turn = tl.load(own + TURNS + program)
+    count = tl.cdiv(tl.cdiv(num_rows, EACH) - program, programs).to(tl.int32)
+    for block in range(bound(count + 1)):
+        if block < count:  # this one leaves before the one before it is waited for
+            row = (program + block * programs) * EACH + place
+            inside = (column < COLUMNS) & (row < num_rows)
+            values = tl.load(partial + row * partial_stride + column, mask=inside, other=0.0)
+            tl.store(leaving + ((turn + block) & (PLACES - 1)) * EACH * COLUMNS, values, mask=inside)
+            tl.debug_barrier()
+            tl.atomic_xchg(part_words(addresses, 1 - RANK) + flag + RANK, turn + block + 1, sem="release", scope="sys")
+        if block > 0:
+            row = (program + (block - 1) * programs) * EACH + place
+            inside = (column < COLUMNS) & (row < num_rows)
+            values = tl.load(partial + row * partial_stride + column, mask=inside, other=0.0).to(tl.float32)
+            kept = residual + row * residual_stride + column
+            before = tl.load(kept, mask=inside, other=0.0)
+            _await(own + flag + 1 - RANK, turn + block, own)
+            tl.debug_barrier()
+            arrived = arriving + ((turn + block - 1) & (PLACES - 1)) * EACH * COLUMNS
+            values += tl.load(arrived, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+            normed = out + row * COLUMNS + column
+            _added_normed(round_to(values, DTYPE), before, kept, normed, scale, inside, eps, COLUMNS, DTYPE)
+    tl.store(own + TURNS + program, turn + count)
 
 
 @kernel

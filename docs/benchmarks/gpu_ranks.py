@@ -13,9 +13,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -48,11 +48,7 @@ GOALS = {  # output tokens a second by workload and number of GPUs; SGLang 0.5.1
     ("70B, one stream", 2): 56,
     ("70B, 64 streams", 2): 1_950,
 }
-KERNELS = {
-    "kernel": FEW_BYTES,
-    "sent to all": 1 << 20,
-    "in blocks": 0,
-}  # `few_bytes`; 64 rows and more are always sent in blocks, or of more than two ranks added up by shares
+KERNELS = {"kernel": FEW_BYTES, "sent to all": 1 << 20, "by shares": 0}  # `few_bytes`, of which two ranks know nothing
 ROWS, COLUMNS, EPS = (1, 8, 16, 32, 64, 256, 512, 4096, 16384), 8192, 1e-5
 BEST_ROWS, VOCABULARY = (1, 8, 64, 256), 128_256
 REPEATS, SUMS_IN_A_GRAPH = 20, 16
@@ -67,36 +63,49 @@ def tokens_of(options: EngineOptions) -> list[list[int]]:
         return [list(generation.token_ids) for generation in llm.generate(prompts, params, progress=False)]
 
 
-def measured(workload: Workload, config: dict[str, object], options: EngineOptions, *, repeats: int) -> dict[str, Any]:
-    """Seconds of each pass and tokens a second of the median one."""
+class Loads(NamedTuple):
+    """What one engine is given: workloads by name, of a shape's config.json and on a mesh."""
+
+    workloads: dict[str, Workload]
+    config: dict[str, object]
+    mesh: dict[str, int]
+
+
+def measured(loads: Loads, options: EngineOptions, *, repeats: int) -> Iterator[dict[str, Any]]:
+    """Of each workload the seconds of all passes, and tokens a second of the median one."""
     free_memory()
-    longest = max(sum(lengths) for lengths in workload.lengths)
+    longest = max(sum(lengths) for workload in loads.workloads.values() for lengths in workload.lengths)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        asked = dataclasses.replace(options, model=folder, load_format="dummy", max_model_len=longest + 1)
+        (Path(folder) / "config.json").write_text(json.dumps(loads.config))
+        asked = dataclasses.replace(options, model=folder, load_format="dummy", max_model_len=longest + 1, **loads.mesh)
         with LLM(**vars(asked)) as llm:
-            runs = run_workload(llm, workload, repeats=repeats)
-    middle = sorted(runs)[(len(runs) - 1) // 2]
-    return {
-        "runs_s": [run.total_s for run in runs],
-        "output_tokens_per_s": middle.output_tokens / middle.total_s,
-        "prompt_tokens_per_s": middle.prompt_tokens / middle.total_s,
-    }
+            for name, workload in loads.workloads.items():
+                runs = run_workload(llm, workload, repeats=repeats)
+                middle = sorted(runs)[(len(runs) - 1) // 2]
+                yield {
+                    "workload": name,
+                    "runs_s": [run.total_s for run in runs],
+                    "output_tokens_per_s": middle.output_tokens / middle.total_s,
+                    "prompt_tokens_per_s": middle.prompt_tokens / middle.total_s,
+                }
 
 
-def workloads_of(ranks: int) -> list[tuple[str, Workload, dict[str, object], dict[str, int]]]:
-    """Name, lengths, config.json and mesh."""
-    small, tensor = shapes()["llama-3.1-8b"], {"tp": ranks}
-    found = [(name, find_workload(name), small, tensor) for name in ("W2", "W3")]
+def loads_of(ranks: int, only: Collection[str] | None) -> Iterator[Loads]:
+    """only: names of workloads; None: all."""
+    small, tensor, prompts = shapes()["llama-3.1-8b"], {"tp": ranks}, ((32768, 1),) * 4
+    every = [Loads({name: find_workload(name)}, small, tensor) for name in ("W2", "W3")]
     if ranks > 1:
-        found.append(("70B, one stream", find_workload("W2"), BIG, tensor))
-        found.append(("70B, 64 streams", find_workload("llama-3.1-8b:64"), BIG, tensor))
+        big = {"70B, one stream": find_workload("W2"), "70B, 64 streams": find_workload("llama-3.1-8b:64")}
+        every.append(Loads(big, BIG, tensor))
     if ranks <= 2:
-        prompt = Workload(name="", shape="", summary="prompts of 32k in chunks of 8,192", lengths=((32768, 1),) * 4)
-        found.append(("32k prompts", prompt, small, {"pp": ranks, "max_batch_tokens": 8192}))
+        long = Workload(name="", shape="", summary="prompts of 32k in chunks of 8,192", lengths=prompts)
+        every.append(Loads({"32k prompts": long}, small, {"pp": ranks, "max_batch_tokens": 8192}))
     lanes = {"dp_attention": ranks, "ep": True} if ranks > 1 else {}
-    found.append(("V2-Lite in lanes", find_workload("W7"), shapes()["deepseek-v2-lite"], lanes))
-    return found
+    every.append(Loads({"V2-Lite in lanes": find_workload("W7")}, shapes()["deepseek-v2-lite"], lanes))
+    for loads in every:
+        wanted = {name: workload for name, workload in loads.workloads.items() if only is None or name in only}
+        if wanted:
+            yield loads._replace(workloads=wanted)
 
 
 def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
@@ -108,9 +117,8 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
     group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
     peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, TritonPeerOps]()
     if peers.are_in_reach():
-        kernels = {
-            name: TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few) for name, few in KERNELS.items()
-        }
+        for name in list(KERNELS)[: 1 if ranks == 2 else None]:
+            kernels[name] = TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=KERNELS[name])
     ops, capture = TritonOps(dependent_launch=True), CudaCapture(device)
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
     for rows in ROWS:
@@ -192,14 +200,11 @@ def main() -> None:
             print(f"{ranks} ranks: greedy tokens are one rank's: {tokens[ranks]}", file=sys.stderr, flush=True)
         if ranks > 1 and (not asked.only or "sums" in asked.only):
             table += sums(ranks)
-        for name, workload, config, mesh in workloads_of(ranks):
-            if asked.only and name not in asked.only:
-                continue
+        for loads in loads_of(ranks, asked.only):
             began_s = time.perf_counter()
-            row = measured(workload, config, dataclasses.replace(options, **mesh), repeats=asked.repeats)
-            row |= {"ranks": ranks, "workload": name, "goal": GOALS.get((name, ranks))}
-            rows.append(row)
-            print(row, f"{time.perf_counter() - began_s:.0f} s with its start", file=sys.stderr, flush=True)
+            for row in measured(loads, options, repeats=asked.repeats):
+                rows.append({"ranks": ranks, "goal": GOALS.get((row["workload"], ranks)), **row})
+                print(rows[-1], f"{time.perf_counter() - began_s:.0f} s with its start", file=sys.stderr, flush=True)
     device = f"{present} x {torch.cuda.get_device_name()}"
     report = {"device": device, "torch": torch.__version__, "tokens_are_one_ranks": tokens, "rows": rows, "sums": table}
     json.dump(report, sys.stdout, indent=1)

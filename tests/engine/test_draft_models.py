@@ -421,7 +421,8 @@ def test_on_a_gpu_a_model_that_reads_has_the_target_attend_by_lengths_of_the_dev
     needs = LayerNeeds.of(target.facts.layers, target.settings, on_a_gpu(asked, registry).device_facts).softmax
     reader, writer = (verifying_drafts(LayerNeeds(needs, needs), drafter)[0] for drafter in drafters)
     assert (reader.device_lengths, writer.device_lengths) == (True, False)
-    assert {role: each.device_lengths for role, each in by_phase(reader).items()} == {"prefill": False, "decode": True}
+    asked_of = {role: each.device_lengths for role, each in by_phase(reader).items()}
+    assert asked_of == {"prefill": False, "decode": True, "single": True}
     on_a_cpu = LayerNeeds.of(target.facts.layers, target.settings, target.device_facts).softmax
     assert not verifying_drafts(LayerNeeds(on_a_cpu, on_a_cpu), drafters[0])[0].device_lengths
 

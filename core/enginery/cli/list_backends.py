@@ -32,6 +32,7 @@ _KINDS: Final = {
     "softmax": "softmax attention layers",
     "prefill": "softmax attention layers, in prefills",
     "decode": "softmax attention layers, decoding",
+    "single": "softmax attention layers, decoding one request",
     "recurrent": "recurrent attention layers",
 }
 
@@ -71,12 +72,19 @@ class _Asking:
 
 
 def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ...]]:
-    """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them."""
+    """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them, and
+    one for decoding one request if it takes another for that."""
     weighed: dict[str, tuple[Candidate, ...]] = {}
+    backends = registry.offers(AttnBackendSpec)
     for kind, needs in asking.layers.items():
-        phases = {role: weigh(part, registry.offers(AttnBackendSpec)) for role, part in by_phase(needs).items()}
-        best = {next((candidate.name for candidate in each if candidate.chosen), None) for each in phases.values()}
-        weighed |= {kind: weigh(needs, registry.offers(AttnBackendSpec))} if len(best) == 1 or kind == "recurrent" else phases
+        if kind == "recurrent":
+            weighed[kind] = weigh(needs, backends)
+            continue
+        phases = {role: weigh(part, backends) for role, part in by_phase(needs).items()}
+        best = {role: next((found.name for found in each if found.chosen), None) for role, each in phases.items()}
+        single = {"single": phases.pop("single")}
+        weighed |= {kind: weigh(needs, backends)} if best["prefill"] == best["decode"] else phases
+        weighed |= single if best["single"] != best["decode"] else {}
     return weighed
 
 

@@ -15,6 +15,7 @@ from enginery.api import (
     ConfigError,
     HookGroup,
     OpNeeds,
+    Phase,
     PluginError,
     QueuedFacts,
     Reason,
@@ -59,8 +60,20 @@ def test_auto_takes_the_highest_priority_that_refuses_nothing_and_keeps_the_lose
 def test_a_backend_can_rank_otherwise_where_it_would_only_prefill() -> None:
     offers = [offer("decoder", 5), offer("prefiller", 3, prefill_priority=7)]
     winners = {role: select("auto", needs, offers, []).winner.name for role, needs in by_phase(NEEDS).items()}
-    assert winners == {"prefill": "prefiller", "decode": "decoder"}
+    assert winners == {"prefill": "prefiller", "decode": "decoder", "single": "decoder"}
     assert select("auto", NEEDS, offers, []).winner.name == "decoder"
+
+
+def test_a_backend_can_rank_otherwise_where_it_would_only_decode_one_request() -> None:
+    offers = [offer("decoder", 5), offer("sprinter", 3, single_priority=7, prefill_priority=1)]
+    winners = {role: select("auto", needs, offers, []).winner.name for role, needs in by_phase(NEEDS).items()}
+    assert winners == {"prefill": "decoder", "decode": "decoder", "single": "sprinter"}
+    single = by_phase(NEEDS)["single"]
+    assert (single.phases, single.single) == ({Phase.DECODE}, True)
+    verifying = by_phase(replace(NEEDS, phases=NEEDS.phases | {Phase.VERIFY}, trees=True))["single"]
+    assert (verifying.phases, verifying.trees) == ({Phase.DECODE, Phase.VERIFY}, True)
+    (last, first) = sorted(weigh(single, offers), key=lambda candidate: candidate.priority)
+    assert [str(last), str(first)] == ["decoder (priority 5): a higher priority was chosen", "sprinter (priority 7): chosen"]
 
 
 def test_equal_priorities_are_settled_by_name_in_any_order() -> None:

@@ -22,7 +22,7 @@ MOST_RANKS: Final = 16
 REGION_BYTES: Final = 32 << 10  # of a program's rows
 BLOCK_BYTES: Final = 16 << 10  # of rows that go to the other of two ranks at once, if they are not longer
 MOST_OF_TWO: Final = 256  # programs: two on a multiprocessor, as each waits most of the time
-FEW_BYTES: Final = 512 << 10  # of rows that every rank sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
+FEW_BYTES: Final = 512 << 10  # of rows that each of more ranks sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
 FEW_ROW_BYTES: Final = 16 << 10
 FEW_SLOTS: Final = 64  # programs times ranks
 MOST_COLUMNS: Final = 16384
@@ -51,7 +51,7 @@ class TritonPeerOps:
     """Implements `PeerOps`."""
 
     def __init__(self, memory: PeerMemory, *, dependent_launch: bool, few_bytes: int = FEW_BYTES) -> None:
-        """memory: of `NUM_BYTES`. few_bytes: up to which all ranks send their rows to all."""
+        """memory: of `NUM_BYTES`. few_bytes: up to which more than two ranks send their rows to all."""
         self._memory, self._dependent_launch, self._few_bytes = memory, dependent_launch, few_bytes
         own = memory.parts[memory.rank]
         self._addresses = torch.tensor([part.data_ptr() for part in memory.parts], dtype=torch.int64, device=own.device)
@@ -78,6 +78,7 @@ class TritonPeerOps:
         out = torch.empty((num_rows, columns), dtype=torch.promote_types(residual.dtype, weight.dtype), device=partial.device)
         given = (partial, residual, weight.contiguous(), out, self._addresses)
         block, num_ranks, size = next_power_of_2(columns), len(self._memory.parts), partial.element_size()
+        strides = (partial.stride(0), residual.stride(0), eps)
         alike: dict[str, object] = {
             "RANK": self._memory.rank,
             "COLUMNS": columns,
@@ -85,12 +86,24 @@ class TritonPeerOps:
             "CHAINED": self._dependent_launch,
             "launch_pdl": self._dependent_launch,
         }
-        if self._are_few(num_rows, columns * size):
+        if num_ranks == 2:
+            each = min(next_power_of_2(-(-num_rows // MOST_OF_TWO)), _power_of_2_within(BLOCK_BYTES // (columns * size)))
+            fit = (_WORDS - _BLOCKS) // (4 * each * columns * size)
+            sums.sum_norm_of_two[(min(-(-num_rows // each), fit, MOST_OF_TWO),)](
+                *given,
+                num_rows,
+                *strides,
+                BLOCK=block,
+                EACH=each,
+                FLAGS=_FLAGS,
+                BLOCKS=_BLOCKS,
+                num_warps=_warps(each * block),
+                **alike,
+            )
+        elif self._are_few(num_rows, columns * size):
             sums.sum_norm_few[(num_rows,)](
                 *given,
-                partial.stride(0),
-                residual.stride(0),
-                eps,
+                *strides,
                 RANKS=num_ranks,
                 BLOCK_RANKS=next_power_of_2(num_ranks),
                 BLOCK=block * size // 4,
@@ -101,44 +114,25 @@ class TritonPeerOps:
                 num_warps=_warps(block),
                 **alike,
             )
-            return out
-        if num_ranks == 2:
-            each = min(next_power_of_2(-(-num_rows // MOST_OF_TWO)), _power_of_2_within(BLOCK_BYTES // (columns * size)))
-            fit = (_WORDS - _BLOCKS) // (4 * each * columns * size)
-            sums.sum_norm_of_two[(min(-(-num_rows // each), fit, MOST_OF_TWO),)](
+        else:
+            share, each = self._share(columns, size), next_power_of_2(-(-num_rows // MOST_PROGRAMS))
+            sums.sum_norm[(min(num_rows, MOST_PROGRAMS),)](
                 *given,
                 num_rows,
-                partial.stride(0),
-                residual.stride(0),
-                eps,
+                *strides,
+                RANKS=num_ranks,
                 BLOCK=block,
                 EACH=each,
+                SHARE=share,
+                BLOCK_SHARE=next_power_of_2(share),
+                MOST_PROGRAMS=MOST_PROGRAMS,
+                REGION=REGION_BYTES // size,
                 FLAGS=_FLAGS,
-                BLOCKS=_BLOCKS,
+                ROWS=_ROWS,
+                SUMS=_SUMS,
                 num_warps=_warps(each * block),
                 **alike,
             )
-            return out
-        share, each = self._share(columns, size), next_power_of_2(-(-num_rows // MOST_PROGRAMS))
-        sums.sum_norm[(min(num_rows, MOST_PROGRAMS),)](
-            *given,
-            num_rows,
-            partial.stride(0),
-            residual.stride(0),
-            eps,
-            RANKS=num_ranks,
-            BLOCK=block,
-            EACH=each,
-            SHARE=share,
-            BLOCK_SHARE=next_power_of_2(share),
-            MOST_PROGRAMS=MOST_PROGRAMS,
-            REGION=REGION_BYTES // size,
-            FLAGS=_FLAGS,
-            ROWS=_ROWS,
-            SUMS=_SUMS,
-            num_warps=_warps(each * block),
-            **alike,
-        )
         return out
 
     def takes_best(self, columns: torch.Tensor) -> bool:

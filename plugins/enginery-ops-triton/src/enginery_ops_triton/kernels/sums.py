@@ -1,7 +1,7 @@
 """Sums over ranks within the norm behind them: each rank's kernel reads and writes the memory of the others.
 
+    two ranks   own rows, block after block -> the other's part | wait for its block before that one | add up, to the residual, norm
     few rows    own rows, each word with its turn -> all parts | wait for the words of all | add up, add to the residual, norm
-    two ranks   own rows, block after block -> the other's part | wait for its block before that one | add both, add, norm
     more        shares of own rows -> the ranks that add them up | meet | own share added up -> all parts | meet | add, norm
 
 A program has the same rows on every rank, and meets the programs of its number there. It counts its turns. No two programs of a

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from enginery.api import EngineHandle, GenerationRequest, SamplingParams
+from enginery.contracts.parsers import ParserSpec
 from enginery.plugin.registry import Registry
 from enginery.testing.fixtures import StubEngine, queued, running_server, step_report, tiny_checkpoint, tiny_llm
 from enginery.testing.kits.parsers import ParserSuite
@@ -42,7 +43,10 @@ def test_small_values_take_changes() -> None:
     assert step_report(num_preempted=2).num_preempted == 2
 
 
-@pytest.mark.parametrize("spec", [offer.spec for offer in Registry.load().parsers], ids=lambda spec: f"{spec.kind}-{spec.name}")
+PARSERS = [offer.spec for offer in Registry.load().offers(ParserSpec)]
+
+
+@pytest.mark.parametrize("spec", PARSERS, ids=lambda spec: f"{spec.kind}-{spec.name}")
 def test_the_plugins_parsers_keep_the_rules(spec) -> None:
     suite = type("Suite", (ParserSuite,), {"parser": spec, "texts": ("<think>why</think>so", "no <b tags", "</think>", "<think")})()
     suite.test_any_cut_gives_the_same_events()

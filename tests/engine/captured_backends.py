@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
+from offers import offering
 
 from enginery.api import (
     Accepted,
@@ -21,7 +22,6 @@ from enginery.api import (
     ForwardPlan,
     LayerSpec,
     MaskPart,
-    OpNeeds,
     OpSpec,
     PlanKey,
     Routed,
@@ -229,7 +229,5 @@ def captured(registry: Registry, ops: Sequence[Offer[OpSpec]] = (EXPERTS,)) -> R
             made = {"torch": CapturedTorch, "linear": CapturedLinear}.get(name)
             return registry.create_attn_backend(name, context) if made is None else made(context)
 
-        def select_ops(self, needs: OpNeeds) -> tuple[Offer[OpSpec], ...]:
-            return tuple(ops)
-
-    return Composed(**{field.name: vars(registry)[field.name] for field in fields(registry)})
+    composed = Composed(**{field.name: vars(registry)[field.name] for field in fields(registry)})
+    return offering(composed, OpSpec, *ops)

@@ -92,7 +92,7 @@ def test_two_workers_in_one_process_have_other_ids_and_refuse_each_other_s_plans
     """Hole 2: both had `torch#0`."""
     registry = Registry.load()
     asked = EngineOptions(attention_backend="torch", num_pages=8, dtype="float32")
-    first, second = (build_parts(asked, registry).relay for _ in range(2))
+    first, second = (build_parts(asked, registry).step.relay for _ in range(2))
     assert first.backend_id != second.backend_id
     one = torch.ones(1, dtype=torch.int32)
     batch = ForwardBatch(

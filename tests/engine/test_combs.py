@@ -20,6 +20,7 @@ from engine.test_model_heads import Module, chain_of, module_of
 from engine.test_model_heads import options as head_options
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
 from engine.test_trees import WAYS, backend_of, requests_of, written_by_step
+from offers import offering
 from pairwise import in_turn
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle, shape
@@ -27,6 +28,7 @@ from parity.test_hybrids import HYBRIDS
 from transformers import LlamaConfig
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.drafting import DraftModelOptions, DraftTree
 from enginery.contracts.request import GenerationRequest
@@ -427,10 +429,10 @@ def test_layers_that_verify_chains_alone_are_refused_by_name(
 
 def test_backends_that_verify_chains_alone_are_refused_by_name(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
     oracle = write_oracle("llama", FAMILIES["llama"])
-    offer = next(offer for offer in registry.attn_backends if offer.name == "torch")
+    offer = next(offer for offer in registry.offers(AttnBackendSpec) if offer.name == "torch")
     chains = dataclasses.replace(offer.spec.capabilities, trees=False)
     changed = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, capabilities=chains))
-    only = dataclasses.replace(registry, attn_backends=(changed,))
+    only = offering(registry, AttnBackendSpec, changed)
     with pytest.raises(Unsupported, match="trees of drafts is needed and not offered"):
         Engine.build(by_itself(oracle), branching(only, "standalone"))
 

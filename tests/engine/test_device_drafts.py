@@ -36,6 +36,7 @@ from enginery.worker.paths.captured_step import takes_graphs
 from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphBuffers
 from enginery.worker.paths.path import Launched
 from enginery.worker.paths.running_step import RunningStep
+from enginery.worker.runner import Captured
 
 MOST_ROWS = 24
 TOKENS = 24
@@ -108,8 +109,8 @@ def captured(
     assert graphs.verified_rows == MOST_ROWS
     for step in (step for step in graphs.steps if step.followed and drafts is not None):
         assert drafts is not None
-        drafts.prepare(step, parts.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
-    return Engine(dataclasses.replace(parts, graphs=graphs, draft_graphs=drafts), registry, asked, **named), capture, drafts
+        drafts.prepare(step, parts.step.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
+    return Engine(dataclasses.replace(parts, captured=Captured(graphs, drafts=drafts)), registry, asked, **named), capture, drafts
 
 
 def requests_of(prompts: list[list[int]] | list[tuple[int, ...]], **changes: object) -> list[GenerationRequest]:

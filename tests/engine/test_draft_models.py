@@ -15,6 +15,7 @@ import torch
 from engine.random_use import RandomUse
 from engine.test_kinds_at_random import WINDOWS, small_memory
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
+from offers import offering
 from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
@@ -25,7 +26,9 @@ from transformers import LlamaConfig
 
 from enginery.config.resolve import DeviceFacts
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import Phase
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.build import build_parts
@@ -318,7 +321,7 @@ LAYER = {
 
 @pytest.mark.parametrize(("bias", "beside"), [(True, {"fc.weight", "fc.bias"}), (False, {"fc.weight"})])
 def test_a_head_is_one_layer_without_its_first_norm(registry: Registry, *, bias: bool, beside: set[str]) -> None:
-    (eagle,) = (offer.spec.model for offer in registry.drafters if offer.name == "eagle")
+    (eagle,) = (offer.spec.model for offer in registry.offers(DrafterSpec) if offer.name == "eagle")
     assert eagle is not None
     config = json.loads((DRAFTERS["eagle"] / "config.json").read_text()) | {"bias": bias}
     pieces = needed_weights(eagle, config, torch.float32).pieces
@@ -418,7 +421,8 @@ def test_on_a_gpu_a_model_that_reads_has_the_target_attend_by_lengths_of_the_dev
     needs = LayerNeeds.of(target.facts.layers, target.settings, on_a_gpu(asked, registry).device_facts).softmax
     reader, writer = (verifying_drafts(LayerNeeds(needs, needs), drafter)[0] for drafter in drafters)
     assert (reader.device_lengths, writer.device_lengths) == (True, False)
-    assert {role: each.device_lengths for role, each in by_phase(reader).items()} == {"prefill": False, "decode": True}
+    asked_of = {role: each.device_lengths for role, each in by_phase(reader).items()}
+    assert asked_of == {"prefill": False, "decode": True, "single": True}
     on_a_cpu = LayerNeeds.of(target.facts.layers, target.settings, target.device_facts).softmax
     assert not verifying_drafts(LayerNeeds(on_a_cpu, on_a_cpu), drafters[0])[0].device_lengths
 
@@ -427,12 +431,14 @@ def test_auto_guesses_nothing_where_attention_would_have_to_change(registry: Reg
     """Of the best backend for plain decoding, and of one that is asked for, which a drafter that is named does without."""
     chosen = choose(embedded(drafter="auto"), registry)
     assert (chosen.drafter is not None, chosen.attention.name) == (True, "cpu")
-    spec = next(offer.spec for offer in registry.attn_backends if offer.name == "cpu")
+    spec = next(offer.spec for offer in registry.offers(AttnBackendSpec) if offer.name == "cpu")
     blind = dataclasses.replace(
         spec, capabilities=dataclasses.replace(spec.capabilities, phases=spec.capabilities.phases - {Phase.VERIFY})
     )
-    offers = tuple(dataclasses.replace(offer, spec=blind) if offer.name == "cpu" else offer for offer in registry.attn_backends)
-    registry = dataclasses.replace(registry, attn_backends=offers)
+    offers = tuple(
+        dataclasses.replace(offer, spec=blind) if offer.name == "cpu" else offer for offer in registry.offers(AttnBackendSpec)
+    )
+    registry = offering(registry, AttnBackendSpec, *offers)
     for backend in ("auto", "cpu"):
         chosen = choose(embedded(drafter="auto", attention_backend=backend), registry)
         assert (chosen.drafter, chosen.attention.name) == (None, "cpu")

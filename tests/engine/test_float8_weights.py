@@ -43,7 +43,7 @@ SCALES = "w.weight_scale_inv"
 
 def fp8_offer() -> Offer[WeightFormatSpec]:
     """Of the plugin, as it is installed."""
-    return next(offer for offer in Registry.load().weight_formats if offer.name == FP8.name)
+    return next(offer for offer in Registry.load().offers(WeightFormatSpec) if offer.name == FP8.name)
 
 
 def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -182,7 +182,7 @@ def needs(config: dict[str, object]) -> FormatNeeds:
 
 
 def test_it_is_chosen_for_blocks_of_128_and_says_so() -> None:
-    offer, why = formats.choose_format(CONFIG, Registry.load().weight_formats, needs(CONFIG))
+    offer, why = formats.choose_format(CONFIG, Registry.load().offers(WeightFormatSpec), needs(CONFIG))
     assert (offer.name, why) == ("fp8", "reads quant_method 'fp8'")
 
 
@@ -190,7 +190,7 @@ def test_it_is_chosen_for_blocks_of_128_and_says_so() -> None:
 def test_other_float8_is_refused_with_the_size(size: object) -> None:
     config = {"quant_method": "fp8", "weight_block_size": size}
     with pytest.raises(CheckpointError, match="reads blocks of 128 x 128, and weight_block_size is"):
-        formats.choose_format(config, Registry.load().weight_formats, needs(config))
+        formats.choose_format(config, Registry.load().offers(WeightFormatSpec), needs(config))
 
 
 class RowFloat8:

@@ -18,6 +18,7 @@ from engine.heads_made import DIM, HEADS, KV_HEADS, SIZE, double, drawn, norm, r
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_model_heads import PROMPT, asking, guesses_of, options
 from engine.test_speculation import answers_of
+from offers import offering
 from parity.oracle import FAMILIES, Oracle, shape
 from safetensors.torch import save_file
 from transformers import LlamaConfig
@@ -97,7 +98,7 @@ def spec_of(reads: tuple[int, ...] = READS) -> DrafterSpec:
 
 
 def with_reader(registry: Registry, reads: tuple[int, ...] = READS) -> Registry:
-    return dataclasses.replace(registry, drafters=(dataclasses.replace(registry.drafters[0], spec=spec_of(reads), name="reader"),))
+    return offering(registry, DrafterSpec, dataclasses.replace(registry.offers(DrafterSpec)[0], spec=spec_of(reads), name="reader"))
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from offers import offering
 
 from enginery.contracts.grammars import CompiledGrammar, Grammar, GrammarKind, GrammarSpec, GrammarState, UnfinishedGrammar
 from enginery.contracts.versions import HookGroup
@@ -267,7 +267,7 @@ def registry_with(compilers: Compilers) -> Callable[[object], GrammarQueue]:
         fields = {"name": "fixed", "api": (2, 0), "priority": 1, "summary": "", "kinds": frozenset(GrammarKind)}
         spec = GrammarSpec(**fields, refuse=lambda needs: [], load=lambda tokens: Fixed())
         offer = Offer(spec=spec, group=HookGroup.GRAMMAR, name="fixed", plugin="p", distribution="enginery-p", version="1")
-        registry = dataclasses.replace(Registry.load(no_plugins=True), grammars=(offer,))
+        registry = offering(Registry.load(no_plugins=True), GrammarSpec, offer)
 
         class Words:
             vocab_size = 5

@@ -12,6 +12,7 @@ import jsonschema
 import noise
 import pytest
 from engine.test_graphs import with_graphs
+from offers import offering
 from pairwise import EVERYTHING, spread
 
 from enginery import LLM, SamplingParams
@@ -74,7 +75,7 @@ def registry() -> Registry:
 
         return dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, load=load))
 
-    return dataclasses.replace(found, grammars=tuple(map(keeping, found.grammars)))
+    return offering(found, GrammarSpec, *map(keeping, found.offers(GrammarSpec)))
 
 
 def build(registry: Registry, **changes: object) -> Engine:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from engine.test_speculation import with_drafter
+from offers import offering
 from pairwise import in_turn
 
 from enginery.config.schema import EngineOptions
@@ -111,7 +112,7 @@ def answer(
 ) -> tuple[list[int], str | None]:
     """What one request is told, and the error that ends it."""
     registry, asked = Registry.load(), ASKED
-    registry = dataclasses.replace(registry, grammars=(Grammars(kind, trap).offered(),))
+    registry = offering(registry, GrammarSpec, Grammars(kind, trap).offered())
     if guesses is not None:
         registry = offer(registry, guesses)
         asked = dataclasses.replace(asked, drafter="scripted", draft_length="4")

@@ -78,7 +78,7 @@ def with_graphs(
     logits = torch.empty(MAX_REQUESTS, parts.choice.facts.vocab_size)
     graphs = DecodeGraphs.build(parts.step, GraphBuffers(logits), capture=capture)
     assert graphs is not None
-    return Engine(dataclasses.replace(parts, graphs=graphs), registry, asked), capture
+    return Engine(dataclasses.replace(parts, captured=parts.captured._replace(graphs=graphs)), registry, asked), capture
 
 
 @in_turn(("count", [1, 5, 7]), ("overlap", [False, True]))
@@ -122,7 +122,7 @@ def test_a_backend_without_graphs_runs_eagerly_and_says_so(
     llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = build_parts(options(llama, attention_backend="torch"), registry)
-    relay: BackendRelay = parts.relay
+    relay: BackendRelay = parts.step.relay
     with caplog.at_level("INFO"):
         buffers = GraphBuffers(torch.empty(4, 256))
         graphs = DecodeGraphs.build(parts.step._replace(relay=relay), buffers, capture=AgainAndAgain())

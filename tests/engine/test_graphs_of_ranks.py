@@ -54,13 +54,13 @@ def with_graphs(asked: Any, registry: Registry, **given: Any) -> BuiltParts:
     composed = Composed(**{field.name: vars(registry)[field.name] for field in dataclasses.fields(registry)})
     parts = build_parts(dataclasses.replace(asked, attention_backend="torch"), composed, **given)
     capture: Callable[[Callable[[], None]], Replayable] = Again
-    width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.choice.facts.vocab_size
+    width = parts.step.model.width if isinstance(parts.step.model, JoinedHead) else parts.choice.facts.vocab_size
     graphs = DecodeGraphs.build(parts.step, GraphBuffers(torch.empty(MOST, width)), capture=capture)
     assert graphs is not None
     for key in reversed(graphs.waiting):
         graphs.capture(key)
     assert not graphs.waiting, "nothing is left for idle moments, in which other ranks would not take part"
-    return dataclasses.replace(parts, graphs=graphs)
+    return dataclasses.replace(parts, captured=parts.captured._replace(graphs=graphs))
 
 
 @pytest.fixture

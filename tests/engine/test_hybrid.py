@@ -111,7 +111,7 @@ def serve(registry: Registry, asked: EngineOptions) -> Served:
 
 def softmax_leaf(parts: BuiltParts) -> WithoutHook:
     """Under the hybrid and MLA."""
-    backend: AttnBackend = parts.relay.backend
+    backend: AttnBackend = parts.step.relay.backend
     while isinstance(backend, Composite):
         backend = backend.children[0].backend
     return backend  # type: ignore[return-value]
@@ -147,8 +147,8 @@ def test_logits_of_a_prompt_are_within_1e_4(
     oracle = oracles[layers]
     asked = options(oracle, max_batch_tokens=chunk, mla_prefill=mla_prefill, mla_chunk_tokens=at_once)
     parts = build_parts(asked, registry)
-    recording = RecordingModel(parts.model)
-    engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
+    recording = RecordingModel(parts.step.model)
+    engine = Engine(dataclasses.replace(parts, step=parts.step._replace(model=recording)), registry, asked)
     engine.submit(greedy("a", oracle.prompts[LONG], max_tokens=1, prompt_logprobs=0))
     drain(engine, {})
     actual = torch.cat(recording.recorded)  # the prompt's rows chunk by chunk, and last the one that is sampled from
@@ -191,7 +191,7 @@ def test_one_plugin_serves_both_kinds_of_layers_under_one_name(
     parts = build_parts(asked, registry)
     assert parts.choice.attention.name == "both"
     assert set(parts.choice.attention.by_role) == {"softmax", "recurrent"}
-    ids = re.findall(r"target/0/(softmax|recurrent)/both#(\d+)", parts.relay.backend_id)
+    ids = re.findall(r"target/0/(softmax|recurrent)/both#(\d+)", parts.step.relay.backend_id)
     assert [part for part, _ in ids] == ["softmax", "recurrent"]
     assert len({number for _, number in ids}) == 2
     assert_greedy(oracle, generate(Engine(parts, registry, asked), oracle.prompts))

@@ -13,6 +13,7 @@ import pytest
 from engine.test_grammars_ahead import Fussy, Grammars
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import ASKS, Scripted, answers_of, assert_equal_answers, used_at_random, with_drafter
+from offers import offering
 from pairwise import in_turn, spread
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
@@ -20,8 +21,9 @@ from parity.test_gpt_oss import CONFIG as GPT_OSS
 from parity.test_hybrids import HYBRIDS
 from parity.test_mamba import FAMILIES as MAMBA
 
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import Phase
-from enginery.contracts.grammars import Grammar, GrammarKind
+from enginery.contracts.grammars import Grammar, GrammarKind, GrammarSpec
 from enginery.contracts.request import GenerationRequest, RequestOutput, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import PluginError, RequestError, Unsupported
@@ -167,7 +169,7 @@ def test_states_go_no_further_than_a_grammar_could_follow(
     plain = told(Engine.build(options(oracle), registry), prompt, 20).token_ids
     place = next(place for place in range(6, 20) if plain[place] not in plain[:place] and place % 4 != 3)
     grammars = ForgivingGrammars("raises", plain[place])
-    with_grammars = dataclasses.replace(registry, grammars=(grammars.offered(),))
+    with_grammars = offering(registry, GrammarSpec, grammars.offered())
     scripted = with_drafter(with_grammars, lambda _: Scripted("right", {prompt: list(plain)}))
     tokenizer = shutil.copytree(FOLDER, tmp_path / "tokenizer")
     (tokenizer / "tokenizer_config.json").write_text("{}")  # its end is none of this model's
@@ -183,14 +185,12 @@ def test_backends_that_do_not_verify_recurrent_layers_are_refused_by_name(
 ) -> None:
     oracle = write_oracle("qwen3_next", MODELS["qwen3_next"])
     asked = options(oracle, drafter="lookup")
-    (linear,) = (offer for offer in registry.attn_backends if offer.name == "linear")
+    (linear,) = (offer for offer in registry.offers(AttnBackendSpec) if offer.name == "linear")
     can = dataclasses.replace(linear.spec.capabilities, phases=linear.spec.capabilities.phases - {Phase.VERIFY})
     silent = dataclasses.replace(linear, spec=dataclasses.replace(linear.spec, capabilities=can))
-    others = tuple(silent if offer is linear else offer for offer in registry.attn_backends)
+    others = tuple(silent if offer is linear else offer for offer in registry.offers(AttnBackendSpec))
     with pytest.raises(Unsupported, match=r"(?s)linear.* phase verify is not among"):
-        Engine.build(
-            dataclasses.replace(asked, linear_attention_backend="linear"), dataclasses.replace(registry, attn_backends=others)
-        )
+        Engine.build(dataclasses.replace(asked, linear_attention_backend="linear"), offering(registry, AttnBackendSpec, *others))
     monkeypatch.delattr(LinearAttention, "commit_state")
     with pytest.raises(PluginError, match=r"linear claims to verify drafts .* LinearAttention has no hook commit_state"):
         Engine.build(asked, registry)

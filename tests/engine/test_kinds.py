@@ -113,7 +113,7 @@ def test_noise_in_pages_that_nobody_has_changes_nothing(oracle: Oracle, registry
     asked = options(oracle, page_size=4, max_batch_tokens=16, max_batch_requests=4)
     parts = build_parts(asked, registry)
     engine = Engine(parts, registry, asked)
-    pool = parts.model.layers[0].attention.pool  # type: ignore[attr-defined]
+    pool = parts.step.model.layers[0].attention.pool  # type: ignore[attr-defined]
     allocator = engine._scheduler._kv.finite.window.allocator  # type: ignore[union-attr]
     tokens: dict[str, list[int]] = {}
     for index, prompt in enumerate(oracle.prompts):
@@ -122,7 +122,7 @@ def test_noise_in_pages_that_nobody_has_changes_nothing(oracle: Oracle, registry
     while engine.has_work:
         free = torch.tensor([*allocator._free, parts.geometry.pages[WINDOW]])
         for place in windows:
-            for stored in pool.layer(type(parts.model.layers[0].attention.spec.local_id)(place)):  # type: ignore[attr-defined]
+            for stored in pool.layer(type(parts.step.model.layers[0].attention.spec.local_id)(place)):  # type: ignore[attr-defined]
                 stored[free] = 1e4
         for output in engine.step():
             tokens.setdefault(output.request_id, []).extend(output.token_ids)

@@ -26,13 +26,14 @@ from engine.heads_made import (
 from engine.test_float8_weights import CONFIG, plain, quantised
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import answers_of
+from offers import offering
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, expert_shape, shape
 from parity.test_hybrids import DELTA, SOME_EXPERTS
 from transformers import LlamaConfig, MiMoV2FlashConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from enginery.checkpoint import files
 from enginery.config.schema import EngineOptions
-from enginery.contracts.model import Model
+from enginery.contracts.model import Model, ModelSpec
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError, ConfigError, EnginError
@@ -223,9 +224,9 @@ class Untapped:
 
 
 def test_a_target_whose_layers_cannot_be_tapped_is_refused(llama: Oracle, registry: Registry, tmp_path: Path) -> None:
-    (offer,) = (each for each in registry.models if each.name == "llama")
+    (offer,) = (each for each in registry.offers(ModelSpec) if each.name == "llama")
     spec = dataclasses.replace(offer.spec, build=lambda context: Untapped(offer.spec.build(context)))  # type: ignore[arg-type]
-    closed = dataclasses.replace(registry, models=(dataclasses.replace(offer, spec=spec),))
+    closed = offering(registry, ModelSpec, dataclasses.replace(offer, spec=spec))
     asked = options(llama.folder, drafter="eagle3", draft_model=str(Eagle3().write(tmp_path)))
     with pytest.raises(ConfigError, match=r"layers 2, 3, 3, which the model of .*model-llama.* does not give: it has no `taps`"):
         Engine.build(asked, closed)

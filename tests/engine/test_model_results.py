@@ -43,7 +43,7 @@ class ChangedModel:
     """A model one of whose methods returns something else."""
 
     def __init__(self, parts: BuiltParts, method: str, change: Change) -> None:
-        self.forward, self.logits = parts.model.forward, parts.model.logits
+        self.forward, self.logits = parts.step.model.forward, parts.step.model.logits
         right = getattr(self, method)
         setattr(self, method, lambda *given: change(right(*given)))
 
@@ -53,7 +53,8 @@ def test_a_model_that_returns_another_shape_is_refused_with_its_plugin(
     registry: Registry, method: str, change: Change, said: str
 ) -> None:
     parts = build_parts(ASKED, registry)
-    engine = Engine(dataclasses.replace(parts, model=ChangedModel(parts, method, change)), registry, ASKED)
+    changed = parts.step._replace(model=ChangedModel(parts, method, change))
+    engine = Engine(dataclasses.replace(parts, step=changed), registry, ASKED)
     params = SamplingParams(max_tokens=2, temperature=0.0)
     engine.submit(GenerationRequest(request_id="a", prompt_token_ids=(5, 6, 7), params=params))
     with pytest.raises(PluginError, match=said):
@@ -63,7 +64,7 @@ def test_a_model_that_returns_another_shape_is_refused_with_its_plugin(
 @pytest.mark.parametrize(("method", "change", "said"), CHANGES[::3])
 def test_on_a_device_it_is_refused_at_the_start(registry: Registry, method: str, change: Change, said: str) -> None:
     parts = build_parts(dataclasses.replace(ASKED, attention_backend="torch"), registry)
-    pool = parts.relay.backend.pool
+    pool = parts.step.relay.backend.pool
     assert isinstance(pool, PagedKVPool)
     with pytest.raises(PluginError, match=said):
         warm_up(parts.step._replace(model=ChangedModel(parts, method, change)), longest=32)

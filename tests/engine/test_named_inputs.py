@@ -143,7 +143,7 @@ def test_inputs_of_several_dims_and_outputs_have_places_of_their_own(shifted: Or
     generate(engine, [prompt], max_tokens=1)
     assert len(steps) == 1
     embedded = shifted.model.get_input_embeddings().weight.detach()[prompt] * (1 + torch.from_numpy(gains[:, 1:]))
-    torch.testing.assert_close(parts.feed.named.buffers["embedded"][: len(prompt)], embedded)
+    torch.testing.assert_close(parts.step.feed.named.buffers["embedded"][: len(prompt)], embedded)
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_steps_of_nobody_s_requests_have_them_too(shifted: Oracle, registry: Reg
     """On a device, before the engine is ready."""
     parts = build_parts(options(shifted, attention_backend="torch"), registry)
     warm_up(parts.step, longest=32)
-    assert parts.relay.backend.pool.layer(LocalLayerId(0)).k[-1].any()
+    assert parts.step.relay.backend.pool.layer(LocalLayerId(0)).k[-1].any()

@@ -89,7 +89,7 @@ def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[En
     capture = Pausing()
     hidden = torch.empty(MAX_TOKENS, parts.choice.facts.hidden_size)
     pieces = PiecewiseGraphs(parts.step, hidden, capture=capture)
-    return Engine(dataclasses.replace(parts, pieces=pieces), registry, wanted), capture
+    return Engine(dataclasses.replace(parts, captured=parts.captured._replace(pieces=pieces)), registry, wanted), capture
 
 
 @in_turn(("family", ["llama", "qwen3-moe", "deepseek-v2", "longcat-flash"]), ("step, overlap", crossed([16, 100], [False, True])))

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from offers import offering
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.model import ModelSpec
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.contracts.versions import HookGroup
 from enginery.contracts.weights import Scheme, StoredWeight, WeightFormatSpec
@@ -44,10 +46,10 @@ def test_a_family_that_answers_with_something_else_is_named(
     asked: EngineOptions, changed: dict[str, Callable[[Any], Any]], said: str
 ) -> None:
     registry = Registry.load()
-    (echo,) = (offer for offer in registry.models if offer.name == "echo")
+    (echo,) = (offer for offer in registry.offers(ModelSpec) if offer.name == "echo")
     wrong = dataclasses.replace(echo, spec=dataclasses.replace(echo.spec, **changed))
     with pytest.raises(PluginError, match=rf"plugin echo \(enginery-echo==.*\){said}"):
-        Engine.build(asked, dataclasses.replace(registry, models=(wrong,)))
+        Engine.build(asked, offering(registry, ModelSpec, wrong))
 
 
 @pytest.mark.parametrize(("missing", "place"), [("pool", "attend"), ("page_size", "plan_forward_metadata")])

@@ -23,7 +23,7 @@ from enginery.contracts.engine import ExpertCounts
 from enginery.contracts.model import ModelFacts, ModelSpec
 from enginery.contracts.ops import Routed
 from enginery.contracts.parallel import ParallelFacts
-from enginery.contracts.weights import ExpertNames, ExpertsShape
+from enginery.contracts.weights import ExpertNames, ExpertsShape, WeightFormatSpec
 from enginery.errors import Unsupported
 from enginery.nn.expert_loads import ExpertLoads
 from enginery.nn.moe import OwnExperts
@@ -152,7 +152,7 @@ class OneModel:
     def __init__(self, registry: Registry, config: dict[str, Any]) -> None:
         self.family, self.config, self.reader = family_of(registry, config), config, None
         if (quantization := stated_quantization(config)) is not None:
-            (offer,) = (offer for offer in registry.weight_formats if offer.name == "fp8")
+            (offer,) = (offer for offer in registry.offers(WeightFormatSpec) if offer.name == "fp8")
             self.reader = FormatReader.load(offer, quantization, None)
         self.tensors = whole_tensors(self.family, config, self.reader)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import noise
 import pytest
 import torch
+from offers import offering
 from pairwise import in_turn
 from parity.engine_driver import assert_greedy, drain, generate, greedy, options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
@@ -16,6 +17,8 @@ from quick_processes import run_python
 
 from enginery.attention.axes import renewed
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackendSpec
+from enginery.contracts.ops import OpSpec
 from enginery.contracts.request import GenerationRequest, SamplingParams, TokenLogprob
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
@@ -183,22 +186,22 @@ def test_the_flags_for_graphs_mean_the_same_here(llama: Oracle, registry: Regist
     assert engine._runner.graphs is None
 
 
-def silenced(registry: Registry, group: str, name: str) -> Registry:
+def silenced(registry: Registry, kind: type[OpSpec | AttnBackendSpec], name: str) -> Registry:
     """With one descriptor that knows nothing of recordings."""
     offers = tuple(
         dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, record_calls=None)) if offer.name == name else offer
-        for offer in vars(registry)[group]
+        for offer in registry.offers(kind)
     )
-    return dataclasses.replace(registry, **{group: offers})
+    return offering(registry, kind, *offers)
 
 
-@pytest.mark.parametrize(("group", "name"), [("ops", "cpu-compiled"), ("attn_backends", "cpu")])
+@pytest.mark.parametrize(("kind", "name"), [(OpSpec, "cpu-compiled"), (AttnBackendSpec, "cpu")])
 def test_a_plugin_that_states_nothing_is_not_recorded(
-    llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture, group: str, name: str
+    llama: Oracle, registry: Registry, caplog: pytest.LogCaptureFixture, kind: type[OpSpec | AttnBackendSpec], name: str
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        parts = build_parts(options(llama), silenced(registry, group, name))
-    assert parts.graphs is None
+        parts = build_parts(options(llama), silenced(registry, kind, name))
+    assert parts.captured.graphs is None
     assert f"decoding runs eagerly: {name}, from plugin" in caplog.text
     assert "states no record_calls" in caplog.text
 
@@ -288,16 +291,16 @@ def test_stages_are_not_recorded_and_other_ranks_are(llama: Oracle, registry: Re
         assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == most
 
 
-def test_on_gpus_neither_stages_nor_lanes_are_captured(llama: Oracle, registry: Registry) -> None:
+def test_on_gpus_stages_capture_nothing_and_lanes_no_pieces(llama: Oracle, registry: Registry) -> None:
     from enginery.config.resolve import resolve
     from enginery.worker.choice import choose
 
     chosen = choose(options(llama), registry)
     gpu = dataclasses.replace(chosen.device_facts, kind="cuda", compute_capability=(9, 0))
-    for mesh, is_captured in (({"tp": 2}, True), ({"dp_attention": 2}, False), ({"pp": 2}, False)):
+    for mesh, are_captured in (({"tp": 2}, [True, True]), ({"dp_attention": 2}, [True, False]), ({"pp": 2}, [False, False])):
         asked = EngineOptions(model=str(llama.folder), device="cuda", **mesh)
         settings = resolve(asked, gpu, chosen.facts, config=chosen.checkpoint.config)
-        assert [settings.max_graph_requests > 0, settings.max_piece_tokens > 0] == 2 * [is_captured]
+        assert [settings.max_graph_requests > 0, settings.max_piece_tokens > 0] == are_captured
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine.test_grammars import asked, build, drain, regex, registry, run, schema, tokens
+from offers import offering
 from pairwise import in_turn
 
 from enginery.contracts.attention import Reason
@@ -92,7 +93,7 @@ def slow(registry: Registry) -> Iterator[tuple[Registry, Slow]]:
         load=load,
     )
     offer = Offer(spec=spec, group=HookGroup.GRAMMAR, name="slow", plugin="p", distribution="enginery-p", version="1")
-    yield dataclasses.replace(registry, grammars=(offer,)), compiler
+    yield offering(registry, GrammarSpec, offer), compiler
     compiler.go.set()
 
 
@@ -201,9 +202,9 @@ def test_a_grammar_that_fails_ends_its_request_alone(slow: tuple[Registry, Slow]
 
 def test_an_idle_moment_loads_the_compiler(slow: tuple[Registry, Slow], tmp_path: Path) -> None:
     loaded: list[int] = []
-    offer = slow[0].grammars[0]
+    offer = slow[0].offers(GrammarSpec)[0]
     spec = dataclasses.replace(offer.spec, load=lambda tokens: loaded.append(tokens.vocab_size) or slow[1])
-    counting = dataclasses.replace(slow[0], grammars=(dataclasses.replace(offer, spec=spec),))
+    counting = offering(slow[0], GrammarSpec, dataclasses.replace(offer, spec=spec))
     engine = build(counting, graphs=False)
     assert engine.prepare()
     assert loaded == [260]
@@ -221,16 +222,16 @@ def test_an_idle_moment_loads_the_compiler(slow: tuple[Registry, Slow], tmp_path
 
 
 def test_without_a_plugin_the_request_is_refused_at_once(registry: Registry) -> None:
-    engine = build(dataclasses.replace(registry, grammars=()))
+    engine = build(offering(registry, GrammarSpec))
     with pytest.raises(RequestError, match="no plugin compiles the regex"):
         engine.submit(asked("a", regex("x")))
     assert not engine.has_work
 
 
 def test_a_plugin_that_lacks_the_kind_or_refuses_is_not_used_and_says_why(slow: tuple[Registry, Slow]) -> None:
-    offer = slow[0].grammars[0]
+    offer = slow[0].offers(GrammarSpec)[0]
     picky = dataclasses.replace(offer.spec, refuse=lambda needs: [Reason(rule="mood", text=f"not for {needs.vocab_size} tokens")])
-    engine = build(dataclasses.replace(slow[0], grammars=(dataclasses.replace(offer, spec=picky),)))
+    engine = build(offering(slow[0], GrammarSpec, dataclasses.replace(offer, spec=picky)))
     with pytest.raises(RequestError, match="not for 260 tokens"):
         engine.submit(asked("a", regex("x")))
     with pytest.raises(RequestError, match="this kind"):

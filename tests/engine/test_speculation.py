@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from engine.random_use import RandomUse
 from engine.test_kinds_at_random import prompts_of, small_memory
+from offers import offering
 from pairwise import EVERYTHING, in_turn, spread
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
@@ -58,7 +59,7 @@ class Scripted:
 
 def with_drafter(registry: Registry, build: Callable[[DraftContext], object]) -> Registry:
     spec = DrafterSpec(name="scripted", api=(2, 0), summary="", most=8, build=build)  # type: ignore[arg-type]
-    return dataclasses.replace(registry, drafters=(dataclasses.replace(registry.drafters[0], spec=spec, name="scripted"),))
+    return offering(registry, DrafterSpec, dataclasses.replace(registry.offers(DrafterSpec)[0], spec=spec, name="scripted"))
 
 
 @dataclasses.dataclass

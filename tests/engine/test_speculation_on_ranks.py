@@ -24,12 +24,13 @@ from engine.test_hybrid_speculation import MODELS, ForgivingGrammars
 from engine.test_hybrid_speculation import told as told_alone
 from engine.test_model_heads import asking
 from engine.test_speculation import ASKS, Scripted, Told, answers_of, with_drafter
+from offers import offering
 from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
 from parity.oracle import FAMILIES, Oracle
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.grammars import Grammar, GrammarKind
+from enginery.contracts.grammars import Grammar, GrammarKind, GrammarSpec
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.engine import Engine
@@ -210,7 +211,7 @@ def test_states_go_no_further_than_a_grammar_could_follow(
     prompt = tuple(oracle.prompts[2])
     plain = told_alone(Engine.build(options(oracle), registry), prompt, 20).token_ids
     place = next(place for place in range(6, 20) if plain[place] not in plain[:place] and place % 4 != 3)
-    with_grammars = dataclasses.replace(registry, grammars=(ForgivingGrammars("raises", plain[place]).offered(),))
+    with_grammars = offering(registry, GrammarSpec, ForgivingGrammars("raises", plain[place]).offered())
     scripted = with_drafter(with_grammars, lambda _: Scripted("right", {prompt: list(plain)}))
     asked = options(oracle, drafter="scripted", draft_length="3", tokenizer=str(FOLDER), tp=2)
     request = asking("", prompt, grammar=Grammar(kind=GrammarKind.REGEX, source="x"), max_tokens=20)

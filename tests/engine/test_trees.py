@@ -11,12 +11,14 @@ import torch
 from engine.test_grammars_ahead import TRAPS, Guesses, answer
 from engine.test_kinds_at_random import WINDOWS
 from engine.test_speculation import ASKS, GRAMMARS, TOKENS, VOCABULARY, Scripted, answers_of, used_at_random
+from offers import offering
 from pairwise import in_turn
 from parity.engine_driver import drain, options
 from parity.oracle import FAMILIES, Oracle
 from parity.test_hybrids import HYBRIDS
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.drafting import DraftAsk, DrafterSpec, DraftTree
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.engine import Engine
@@ -88,7 +90,7 @@ def with_trees(registry: Registry, drafter: object, *, says: bool = True) -> Reg
         build=lambda _: drafter,  # type: ignore[arg-type, return-value]
         trees=(lambda _: True) if says else None,
     )
-    return dataclasses.replace(registry, drafters=(dataclasses.replace(registry.drafters[0], spec=spec, name="scripted"),))
+    return offering(registry, DrafterSpec, dataclasses.replace(registry.offers(DrafterSpec)[0], spec=spec, name="scripted"))
 
 
 def requests_of(oracle: Oracle, asks: dict[str, dict[str, object]] = ASKS) -> list[GenerationRequest]:
@@ -358,11 +360,11 @@ def test_backends_that_verify_chains_alone_are_refused_by_name(
     write_oracle: Callable[..., Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
-    offer = next(offer for offer in registry.attn_backends if offer.name == "torch")
+    offer = next(offer for offer in registry.offers(AttnBackendSpec) if offer.name == "torch")
     chains = dataclasses.replace(offer.spec.capabilities, trees=False)
     changed = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, capabilities=chains))
     with pytest.raises(Unsupported, match="trees of drafts is needed and not offered"):
-        built(oracle, dataclasses.replace(registry, attn_backends=(changed,)))
+        built(oracle, offering(registry, AttnBackendSpec, changed))
     monkeypatch.delattr(TorchAttention, "verify_mask")
     with pytest.raises(
         PluginError, match=r"torch claims to verify drafts that branch, and its TorchAttention has no hook verify_mask"

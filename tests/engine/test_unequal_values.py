@@ -84,7 +84,7 @@ def test_greedy_tokens_are_those_of_the_wide_model(
 
 def test_memory_is_of_the_width_that_values_have_and_who_cannot_do_it_refuses(narrow: Oracle, registry: Registry) -> None:
     parts = build_parts(options(narrow, attention_backend="torch"), registry)
-    keys, values = parts.relay.backend.pool.layer(LocalLayerId(0))
+    keys, values = parts.step.relay.backend.pool.layer(LocalLayerId(0))
     assert (keys.shape[-1], values.shape[-1]) == (16, 10)
     with pytest.raises(Unsupported, match="values of another width than keys"):
         build_parts(options(narrow, attention_backend="triton"), registry)

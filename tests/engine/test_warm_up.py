@@ -36,8 +36,8 @@ def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page
 ) -> None:
     asked = options(write_oracle("llama", FAMILIES["llama"]), max_batch_requests=20, attention_backend="torch")
     parts = build_parts(asked, Registry.load())
-    pool, ran = parts.relay.backend.pool, set[tuple[Phase, int, int]]()
-    forward = parts.model.forward
+    pool, ran = parts.step.relay.backend.pool, set[tuple[Phase, int, int]]()
+    forward = parts.step.model.forward
 
     def recorded(batch: ForwardBatch) -> torch.Tensor:
         first = batch.q_lens_cpu[0]
@@ -45,7 +45,7 @@ def test_all_phases_run_with_and_without_cached_tokens_and_only_the_scratch_page
         ran.add((batch.phase, batch.num_tokens, int(batch.kv_lens_cpu.max())))
         return forward(batch)
 
-    monkeypatch.setattr(parts.model, "forward", recorded)
+    monkeypatch.setattr(parts.step.model, "forward", recorded)
     warm(parts, longest=48)
     assert ran == {
         *((Phase.PREFILL, new, length) for new in (2, 4, 8, 16, 32, 48) for length in (new, 48)),
@@ -76,7 +76,7 @@ def test_stages_run_the_same_steps_and_pass_on_what_these_need(write_oracle: Cal
     with ThreadPoolExecutor(3) as pool:
         ranks = [done.result(timeout=60) for done in [pool.submit(warm_rank, rank) for rank in range(3)]]
     for parts in ranks:
-        scratch = [parts.pool.layer(LocalLayerId(layer))[0][-1] for layer in range(len(parts.geometry.layers))]
+        scratch = [parts.step.pool.layer(LocalLayerId(layer))[0][-1] for layer in range(len(parts.geometry.layers))]
         assert scratch
         assert all(page.any() for page in scratch)
 
@@ -122,7 +122,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def typical_batches(parts: BuiltParts, *, most: int, longest: int) -> Iterator[ForwardBatch]:
     """Prefills, decoding and mixed steps at random, some of whose requests begin alike, at any place in memory."""
-    chance, geometry = random.Random(0), parts.relay.backend.pool.geometry
+    chance, geometry = random.Random(0), parts.step.relay.backend.pool.geometry
     for _ in range(150 if EVERYTHING else 60):
         phase = chance.choice([Phase.PREFILL, Phase.DECODE, Phase.MIXED])
         num_decode = 0 if phase is Phase.PREFILL else chance.choice([1, 2, 3, 17, 63, 64, most - 3])
@@ -151,12 +151,12 @@ def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Lau
     known = set(launches.variants)
     assert {"decode", "merge", "prefill"} <= {str(variant[0]) for variant in known}
     for batch in typical_batches(parts, most=most, longest=longest):
-        planned = parts.relay.plan(batch)
-        logits = parts.model.logits(parts.model.forward(planned)[: batch.num_requests])
+        planned = parts.step.relay.plan(batch)
+        logits = parts.step.model.logits(parts.step.model.forward(planned)[: batch.num_requests])
         table = torch.rand(5, batch.num_requests)
         for values in (logits, logits.float()):
-            parts.ops.greedy(values)
-            parts.ops.sample_rows(values, SamplingTensors(table=table, most_kept=9, cut=False))
+            parts.step.ops.greedy(values)
+            parts.step.ops.sample_rows(values, SamplingTensors(table=table, most_kept=9, cut=False))
         assert not launches.variants - known, (batch.phase, batch.q_lens_cpu, batch.kv_lens_cpu)
     buffers = GraphBuffers(torch.empty(most, parts.choice.facts.vocab_size, dtype=torch.bfloat16))
     graphs = DecodeGraphs.build(parts.step, buffers, capture=AgainAndAgain())

@@ -29,6 +29,7 @@ from parity.test_latent_parity import watched
 from transformers import DeepseekV2Config, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.step import SamplingInput, StepInput
 from enginery.engine.build import build_parts
@@ -46,6 +47,7 @@ ATTENTION = {
     "flashinfer": {"attention_backend": "flashinfer"},
     "flashinfer-mla": {"attention_backend": "flashinfer-mla"},
     "flashinfer and triton": {"prefill_attention_backend": "flashinfer", "decode_attention_backend": "triton"},
+    "flashinfer-mla and triton": {"attention_backend": "auto", "wait_for_kernels": True},  # which decodes one request
 }
 WIDE = {  # heads as large as FlashInfer takes
     "llama-128": LlamaConfig(**shape(head_dim=128, num_attention_heads=8)),
@@ -67,7 +69,7 @@ WIDE_LATENT = {
 THROUGH_GRAPHS = [
     *((name, attention) for name in WIDE for attention in ("triton", "flashinfer", "flashinfer and triton")),
     *((name, attention) for name in WIDE_EXPERTS for attention in ("triton", "flashinfer")),
-    *((name, attention) for name in WIDE_LATENT for attention in ("triton", "flashinfer-mla")),
+    *((name, attention) for name in WIDE_LATENT for attention in ("triton", "flashinfer-mla", "flashinfer-mla and triton")),
 ]
 BFLOAT16_ERROR = 0.03
 ASKS: list[dict[str, object]] = [
@@ -107,8 +109,8 @@ def asked(oracle: Oracle, attention: str, **changes: object) -> EngineOptions:
 
 def skip_if_absent(registry: Registry, attention: str) -> None:
     """What is installed must not refuse."""
-    names = set(ATTENTION[attention].values())
-    if absent := names - {offer.name for offer in registry.attn_backends}:
+    names = set(attention.split(" and "))
+    if absent := names - {offer.name for offer in registry.offers(AttnBackendSpec)}:
         pytest.skip(f"not installed here: {', '.join(absent)}")
     if "flashinfer" in attention and find_spec("flashinfer") is None:
         pytest.skip("not installed here: the library flashinfer")
@@ -166,7 +168,7 @@ def test_steps_of_experts_read_nothing_back_and_are_captured(
     parts = build_parts(wanted, registry)
     engine = Engine(parts, registry, wanted)
     assert len(generate(engine, oracle.prompts, max_tokens=8)) == len(oracle.prompts)  # captures all sizes that come
-    attend, launch, steps = parts.socket.relay.attend, engine._runner.launch, list[tuple[bool, bool]]()
+    attend, launch, steps = parts.step.socket.relay.attend, engine._runner.launch, list[tuple[bool, bool]]()
 
     def watched_attend(*given: object) -> None:
         with no_reads(torch.device("cuda")):
@@ -174,10 +176,10 @@ def test_steps_of_experts_read_nothing_back_and_are_captured(
 
     def noted(step: StepInput) -> Launched:
         launched = launch(step)
-        steps.append((step.num_decode < step.num_items, launched.captured))
+        steps.append((step.num_decode < step.num_items, launched.forwarded.in_graphs))
         return launched
 
-    monkeypatch.setattr(parts.socket.relay, "attend", watched_attend)
+    monkeypatch.setattr(parts.step.socket.relay, "attend", watched_attend)
     monkeypatch.setattr(engine._runner, "launch", noted)
     generate(engine, [prompt[::-1] for prompt in oracle.prompts], max_tokens=8)
     assert set(steps) == {(True, True), (False, True)}
@@ -204,7 +206,7 @@ def test_launching_a_step_waits_for_nothing(
     def watched_launch(step: StepInput) -> Launched:
         with no_reads(torch.device("cuda")):
             launched = launch(step)
-        steps.append((step.num_decode < step.num_items, launched.captured))
+        steps.append((step.num_decode < step.num_items, launched.forwarded.in_graphs))
         return launched
 
     def watched_sample(launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]) -> RunningStep:
@@ -224,6 +226,7 @@ def test_bfloat16_stays_close_through_graphs_and_chunks(
     skip_if_absent(registry, attention)
     oracle = write_oracle(name, (WIDE | WIDE_EXPERTS | WIDE_LATENT)[name])
     engine = Engine.build(asked(oracle, attention, dtype="bfloat16", max_batch_tokens=16, overlap=False), registry)
+    assert engine.facts.attn_backend == attention.replace(" and ", "+")
     prompt = oracle.prompts[4]
     engine.submit(greedy("a", prompt, max_tokens=24))
     tokens, errors, graphs = list[int](), list[float](), engine._runner.graphs

@@ -193,7 +193,7 @@ def test_launching_waits_for_nothing(
     def watched_launch(step: StepInput) -> Launched:
         with no_reads(torch.device("cuda")):
             launched = launch(step)
-        ran.add((step.verifies, launched.captured))
+        ran.add((step.verifies, launched.forwarded.in_graphs))
         return launched
 
     def watched_sample(launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int]) -> RunningStep:

@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from enginery.cli.main import build_app
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.plugin.registry import Registry
 
 
@@ -29,7 +30,7 @@ def test_it_is_loaded_anew_where_something_is_another(changed: str, monkeypatch:
         monkeypatch.setenv("TRITON_INTERPRET", "another")
     if changed == "a path":
         monkeypatch.syspath_prepend(str(tmp_path))
-    after = Registry.load(blocked=[before.attn_backends[0].plugin] if changed == "what is wanted" else ())
+    after = Registry.load(blocked=[before.offers(AttnBackendSpec)[0].plugin] if changed == "what is wanted" else ())
     assert after.manager is not before.manager
 
 

@@ -80,8 +80,8 @@ def last_logits(registry: Registry, asked: EngineOptions, prompt: list[int]) -> 
 def each_last_logits(registry: Registry, asked: EngineOptions, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
     """The same for several prompts, one after the other in one engine."""
     parts = build_parts(asked, registry)
-    recording = RecordingModel(parts.model)
-    engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
+    recording = RecordingModel(parts.step.model)
+    engine = Engine(dataclasses.replace(parts, step=parts.step._replace(model=recording)), registry, asked)
     answers = []
     for prompt in prompts:
         engine.submit(greedy("a", prompt, max_tokens=1))

@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable
 
 import pytest
+from offers import offering
 from pairwise import in_turn
 from parity.engine_driver import assert_greedy, generate, options
 from parity.oracle import FAMILIES, Oracle
 
+from enginery.contracts.attention import AttnBackendSpec
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError, PluginError, Unsupported
@@ -47,17 +49,17 @@ def test_composed_attention_changes_no_token(
     parts = build_parts(wanted, registry)
     if family == "mistral":  # its windows are a kind of memory of their own, told apart in each of the micro-batches
         composed = re.sub(r"^(micro\()?(.*?)(?(1)\))$", r"\1kinds(\2)", composed) + ")" * changes.get("micro_batches", False)
-    assert without_numbers(parts.relay.backend_id) == composed
+    assert without_numbers(parts.step.relay.backend_id) == composed
     engine = Engine(parts, registry, wanted)
     assert engine.facts.attn_backend == "torch"
     assert_greedy(oracle, generate(engine, oracle.prompts))
 
 
 def test_left_to_choose_it_takes_the_best_for_each_phase(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
-    torch_offer = next(offer for offer in registry.attn_backends if offer.name == "torch")
+    torch_offer = next(offer for offer in registry.offers(AttnBackendSpec) if offer.name == "torch")
     spec = dataclasses.replace(torch_offer.spec, name="prefiller", priority=0, prefill_priority=99)
     prefiller = dataclasses.replace(torch_offer, name="prefiller", spec=spec)
-    both = dataclasses.replace(registry, attn_backends=(*registry.attn_backends, prefiller))
+    both = offering(registry, AttnBackendSpec, *registry.offers(AttnBackendSpec), prefiller)
     wanted = options(write_oracle("llama", FAMILIES["llama"]))
     chosen = {role: offer.name for role, offer in choose(wanted, both).attention.by_role.items()}
     assert chosen == {"prefill": "prefiller", "decode": "torch"}
@@ -71,7 +73,8 @@ def test_latent_attention_under_a_split_and_micro_batches_changes_no_token(
     oracle = write_oracle("deepseek-v2", FAMILIES["deepseek-v2"])
     wanted = options(oracle, **SPLIT, micro_batches=True, mla_prefill=strategy, mla_chunk_tokens=24, max_batch_tokens=24)
     parts = build_parts(wanted, registry)
-    assert without_numbers(parts.relay.backend_id) == "micro(split(mla(target/0/prefill/torch#N), mla(target/0/decode/torch#N)))"
+    composed = "micro(split(mla(target/0/prefill/torch#N), mla(target/0/decode/torch#N)))"
+    assert without_numbers(parts.step.relay.backend_id) == composed
     assert_greedy(oracle, generate(Engine(parts, registry, wanted), oracle.prompts))
 
 

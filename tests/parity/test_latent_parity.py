@@ -32,7 +32,7 @@ class PlanReader(RecordingModel):
     """Reads from each step's plan how its prefills are computed, and keeps the logits."""
 
     def __init__(self, parts: BuiltParts) -> None:
-        super().__init__(parts.model)
+        super().__init__(parts.step.model)
         self.prefills: list[Part] = []
         watch_steps(parts, self.read)
 
@@ -79,7 +79,7 @@ def asked(latent_oracle: Oracle, strategy: PrefillStrategy) -> Callable[..., Eng
 def watched(asked: EngineOptions, registry: Registry) -> tuple[Engine, PlanReader]:
     parts = build_parts(asked, registry)
     reader = PlanReader(parts)
-    return Engine(dataclasses.replace(parts, model=reader), registry, asked), reader
+    return Engine(dataclasses.replace(parts, step=parts.step._replace(model=reader)), registry, asked), reader
 
 
 def tokens_with_cache_hits(engine: Engine) -> Iterator[tuple[str, int, tuple[int, ...]]]:

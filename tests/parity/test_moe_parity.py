@@ -77,8 +77,8 @@ def prompt_logits(registry: Registry, oracle: Oracle, prompt: list[int], **chang
     """Of every token of the prompt, chunk by chunk."""
     asked = options(oracle, max_batch_tokens=16, **changes)
     parts = build_parts(asked, registry)
-    recording = RecordingModel(parts.model)
-    engine = Engine(dataclasses.replace(parts, model=recording), registry, asked)
+    recording = RecordingModel(parts.step.model)
+    engine = Engine(dataclasses.replace(parts, step=parts.step._replace(model=recording)), registry, asked)
     engine.submit(greedy("a", prompt, max_tokens=1, prompt_logprobs=0))
     drain(engine, {})
     return torch.cat(recording.recorded)
@@ -320,7 +320,7 @@ def test_a_shared_expert_that_is_a_whole_number_of_experts_is_computed_with_them
     actual = prompt_logits(any_ops, oracle, oracle.prompts[4])
     torch.testing.assert_close(actual, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
     mixtures = [
-        layer.mlp for layer in build_parts(options(oracle), any_ops).model.layers if isinstance(layer.mlp, MixtureOfExperts)
+        layer.mlp for layer in build_parts(options(oracle), any_ops).step.model.layers if isinstance(layer.mlp, MixtureOfExperts)
     ]
     assert {(mixture.num_joined, mixture.shared is None) for mixture in mixtures} == {(joined, joined > 0)}
 

@@ -44,8 +44,9 @@ def any_ops(request: pytest.FixtureRequest) -> Registry:
 @in_turn(("oracle", sorted(FAMILIES)), ("any_ops", OPS), indirect=["oracle", "any_ops"])
 def test_logits_of_a_prompt_are_within_1e_4(oracle: Oracle, any_ops: Registry) -> None:
     parts = build_parts(options(oracle, max_batch_tokens=16), any_ops)
-    recording = RecordingModel(parts.model)
-    engine = Engine(dataclasses.replace(parts, model=recording), any_ops, options(oracle, max_batch_tokens=16))
+    recording = RecordingModel(parts.step.model)
+    watched = dataclasses.replace(parts, step=parts.step._replace(model=recording))
+    engine = Engine(watched, any_ops, options(oracle, max_batch_tokens=16))
     prompt = oracle.prompts[4]
     engine.submit(greedy("a", prompt, max_tokens=1, prompt_logprobs=0))
     drain(engine, {})
@@ -60,7 +61,7 @@ def test_the_last_layers_mlp_has_no_rows_but_those_that_are_wanted(
     asked = options(oracle, max_batch_tokens=32)
     parts = build_parts(asked, registry)
     rows: list[list[int]] = [[], []]
-    for of_layer, layer in zip(rows, (parts.model.layers[0], parts.model.layers[-1]), strict=True):
+    for of_layer, layer in zip(rows, (parts.step.model.layers[0], parts.step.model.layers[-1]), strict=True):
         monkeypatch.setattr(layer, "mlp", lambda x, of_layer=of_layer, mlp=layer.mlp: of_layer.append(len(x)) or mlp(x))
     engine = Engine(parts, registry, asked)
     engine.submit(greedy("a", oracle.prompts[0][:1] * 40, max_tokens=2))  # a chunk that yields nothing, and one that does

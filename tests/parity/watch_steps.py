@@ -15,7 +15,7 @@ def watch_steps(parts: BuiltParts, note: Callable[[ForwardBatch], None]) -> None
 
     Also after the engine has changed over to other backends, which are others behind the same socket.
     """
-    ready, last = parts.socket._ready, list[ForwardBatch]()
+    ready, last = parts.step.socket._ready, list[ForwardBatch]()
 
     def noting(batch: ForwardBatch) -> tuple[BackendRelay, ForwardPlan]:
         found = ready(batch)
@@ -24,4 +24,4 @@ def watch_steps(parts: BuiltParts, note: Callable[[ForwardBatch], None]) -> None
             note(batch)
         return found
 
-    parts.socket._ready = noting
+    parts.step.socket._ready = noting

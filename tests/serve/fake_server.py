@@ -26,7 +26,8 @@ if __name__ == "__main__":
     drain_s = float(rest[1]) if rest[1:] else 1.0
     settings = ServeSettings(port=int(port), engine_command=fake_engine.COMMAND, drain_s=drain_s, **more)
     try:
-        serve(options, dataclasses.replace(Registry.load(no_plugins=True), parsers=fake_parsers.OFFERS), settings)
+        bare = Registry.load(no_plugins=True)
+        serve(options, dataclasses.replace(bare, on_offer=(*bare.on_offer, *fake_parsers.OFFERS)), settings)
     except EnginError as error:
         print(f"engine: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

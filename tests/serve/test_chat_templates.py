@@ -18,6 +18,7 @@ from tokenizers_made import byte_level, save
 
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import served_names
+from enginery.contracts.parsers import ParserSpec
 from enginery.errors import ConfigError
 from enginery.plugin.boundary import guarded_parser
 from enginery.plugin.registry import Registry
@@ -285,7 +286,7 @@ OPENS = QWEN.replace("{{- '<think>\\n\\n</think>\\n\\n' }}", "{{- '<think>\\n\\n
 
 @pytest.mark.parametrize("template", [QWEN, OPENS], ids=["the answer opens it", "the prompt opens it"])
 def test_the_parser_of_qwen_reads_answers_of_its_template_both_ways(with_server, template):
-    (offer,) = (offer for offer in Registry.load().parsers if offer.name == "qwen3")
+    (offer,) = (offer for offer in Registry.load().offers(ParserSpec) if offer.name == "qwen3")
 
     async def scenario(live):
         text = live.service.model().text

@@ -22,11 +22,12 @@ from enginery.bench.workloads import Workload, checkpoint_folder
 from enginery.checkpoint.folder import read_config
 from enginery.config.schema import EngineOptions
 from enginery.config.sources import registry_for
+from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.engine import EngineFacts, EngineStats
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError
 from enginery.llm.open_requests import OpenRequests
-from enginery.plugin.registry import Registry, named
+from enginery.plugin.registry import Registry
 from enginery.speculate.length import told_on_average
 from enginery.worker.device import torch_device
 
@@ -97,7 +98,7 @@ def _with_draft_model(options: EngineOptions, registry: Registry) -> Iterator[En
     if options.draft_model is not None:
         yield options
         return
-    spec = named(registry.drafters, options.drafter, "drafter", registry.records).spec
+    spec = registry.named(DrafterSpec, options.drafter, "drafter").spec
     if spec.model is None:
         raise ConfigError(f"--drafter is {options.drafter}, which is no head; give a draft model with --draft-model, or name one")
     config = read_config(Path(str(options.model))) | {"architectures": list(spec.model.architectures[:1]), "num_hidden_layers": 1}

@@ -32,7 +32,7 @@ from enginery.contracts.attention import (
 )
 from enginery.contracts.batch import FULL as PAGED
 from enginery.contracts.batch import ForwardBatch, Phase, View
-from enginery.contracts.ops import OpNeeds, OpTable
+from enginery.contracts.ops import OpNeeds, OpSpec, OpTable
 from enginery.kv.arena import DeviceArena
 from enginery.kv.pool import TORCH_DTYPES, PagedKVPool
 from enginery.kv.states import RecurrentStatePool
@@ -40,7 +40,7 @@ from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
-from enginery.plugin.selection import ranked, refusals
+from enginery.plugin.selection import ranked, refusals, select_ops
 from enginery.worker.device import device_facts, torch_device
 from enginery.worker.paths.decode_graphs import CudaCapture
 
@@ -139,7 +139,7 @@ class KernelBench:
 
         Raises `PluginError` for a backend that is named and refuses all of it.
         """
-        offers = {offer.name: offer for offer in ranked(self.registry.attn_backends)}
+        offers = {offer.name: offer for offer in ranked(self.registry.offers(AttnBackendSpec))}
         for name in names or offers:
             served = self._served(offers.get(name))
             if names and not served:
@@ -212,7 +212,7 @@ class KernelBench:
     def operation_rows(self) -> Iterator[Row]:
         """Bytes that each operation has to read and to write; of a matrix product of few rows, those of its weight."""
         table, source = reference_ops(), dict.fromkeys((field.name for field in dataclasses.fields(OpTable)), "reference")
-        for offer in reversed(self.registry.select_ops(self.needs)):
+        for offer in reversed(select_ops(self.needs, self.registry.offers(OpSpec))):
             with inside(offer, f"load the operations {offer.name!r}"):
                 table = dataclasses.replace(table, **offer.spec.load(self.needs))
             source |= dict.fromkeys(offer.spec.provides, offer.name)

@@ -20,7 +20,7 @@ from enginery.checkpoint.folder import read_config
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry
 from enginery.contracts.engine import EngineFacts
 from enginery.contracts.model import ModelFacts, ModelSpec
-from enginery.contracts.weights import FormatNeeds
+from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
 from enginery.kv.pool import TORCH_DTYPES, page_bytes
 from enginery.kv.states import state_bytes
 from enginery.plugin.registry import Registry
@@ -95,7 +95,7 @@ def read_sizes(
     (offer, _), stated, reader = registry.find_model(config), stated_quantization(config), None
     if stated is not None:
         needs = FormatNeeds(config=stated, device="cpu", dtype=dtype)
-        reader = FormatReader.load(choose_format(stated, registry.weight_formats, needs)[0], stated, stored)
+        reader = FormatReader.load(choose_format(stated, registry.offers(WeightFormatSpec), needs)[0], stated, stored)
     return family_sizes(offer.spec, config, dtype=dtype, kv_dtype=kv_dtype, reader=reader)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from enginery.checkpoint.formats import check_folder, refuse_file
+from enginery.contracts.model import CheckpointSpec
 from enginery.errors import CheckpointError
 from enginery.plugin.near import did_you_mean, known_names
 
@@ -99,7 +100,7 @@ def find_folder(model: str, registry: Registry, *, revision: str | None = None, 
         raise refuse_file(path)
     if _HUB_ID.fullmatch(model):
         return _download(model, revision, with_weights=with_weights)
-    names = [offer.name for offer in registry.checkpoints]
+    names = [offer.name for offer in registry.offers(CheckpointSpec)]
     raise CheckpointError(
         f"{model!r} is no folder, no installed checkpoint and no Hugging Face id (owner/name){did_you_mean(model, names) or '.'} "
         f"Installed checkpoints: {known_names(names)}."

@@ -80,7 +80,7 @@ _ASK_PLUGINS: Final = """
 import json, sys, time
 from dataclasses import asdict
 from importlib.metadata import EntryPoint
-from enginery.contracts.ops import OpNeeds
+from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import refusals
@@ -94,7 +94,7 @@ def timed(entry_point):
 EntryPoint.load = timed
 registry = Registry.load(blocked=sys.argv[1:])
 needs = OpNeeds(device="cpu", dtype="float32")
-refused = [(offer.name, reason) for offer in registry.ops for reason in refusals(offer, needs)]
+refused = [(offer.name, reason) for offer in registry.offers(OpSpec) for reason in refusals(offer, needs)]
 lacking = [[name, reason.text] for name, reason in refused if reason.rule == "compiled"]
 try:
     model = registry.default_checkpoint()

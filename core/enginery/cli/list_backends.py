@@ -19,7 +19,7 @@ from enginery.cli.tables import Row, console, print_paragraph, print_table
 from enginery.config.resolve import DeviceFacts, resolve
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
-from enginery.contracts.ops import OpNeeds
+from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.errors import ConfigError
 from enginery.plugin.boundary import described
 from enginery.plugin.loading import present_devices
@@ -32,6 +32,7 @@ _KINDS: Final = {
     "softmax": "softmax attention layers",
     "prefill": "softmax attention layers, in prefills",
     "decode": "softmax attention layers, decoding",
+    "single": "softmax attention layers, decoding one request",
     "recurrent": "recurrent attention layers",
 }
 
@@ -53,7 +54,7 @@ def list_backends(
     asked = EngineOptions(model=why, device=device, dtype=dtype, page_size=page_size)
     asking = None if why is None else _asking(why, asked, registry)
     candidates = {} if asking is None else _weigh(asking, registry)
-    ops = [] if asking is None else weigh_ops(asking.ops, registry.ops)
+    ops = [] if asking is None else weigh_ops(asking.ops, registry.offers(OpSpec))
     if as_json:
         print(json.dumps(_as_data(registry, candidates) | ({} if asking is None else {"ops": ops}), indent=2))
     else:
@@ -71,12 +72,19 @@ class _Asking:
 
 
 def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ...]]:
-    """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them."""
+    """The candidates for each kind of layer. Softmax layers have a list for each phase if `auto` takes two backends for them, and
+    one for decoding one request if it takes another for that."""
     weighed: dict[str, tuple[Candidate, ...]] = {}
+    backends = registry.offers(AttnBackendSpec)
     for kind, needs in asking.layers.items():
-        phases = {role: weigh(part, registry.attn_backends) for role, part in by_phase(needs).items()}
-        best = {next((candidate.name for candidate in each if candidate.chosen), None) for each in phases.values()}
-        weighed |= {kind: weigh(needs, registry.attn_backends)} if len(best) == 1 or kind == "recurrent" else phases
+        if kind == "recurrent":
+            weighed[kind] = weigh(needs, backends)
+            continue
+        phases = {role: weigh(part, backends) for role, part in by_phase(needs).items()}
+        best = {role: next((found.name for found in each if found.chosen), None) for role, each in phases.items()}
+        single = {"single": phases.pop("single")}
+        weighed |= {kind: weigh(needs, backends)} if best["prefill"] == best["decode"] else phases
+        weighed |= single if best["single"] != best["decode"] else {}
     return weighed
 
 
@@ -112,7 +120,7 @@ def _compute_capability() -> tuple[int, int] | None:
 
 def _as_data(registry: Registry, candidates: Mapping[str, Sequence[Candidate]]) -> dict[str, object]:
     backends = []
-    for offer in ranked(registry.attn_backends):
+    for offer in ranked(registry.offers(AttnBackendSpec)):
         row: dict[str, object] = {
             "name": offer.name,
             "plugin": offer.plugin,
@@ -151,10 +159,10 @@ def _show(registry: Registry, candidates: Mapping[str, Sequence[Candidate]], ops
             "distribution": f"{offer.distribution} {offer.version}",
             "summary": offer.spec.summary,
         }
-        for offer in ranked(registry.attn_backends)
+        for offer in ranked(registry.offers(AttnBackendSpec))
     ]
     print_table(out, rows, right=["priority"])
-    if not registry.attn_backends:
+    if not registry.offers(AttnBackendSpec):
         out.print("There is no attention backend; install a plugin that offers one.")
     print_reasons(out, [record for record in registry.records if not record.is_live])
     for kind, weighed in candidates.items():

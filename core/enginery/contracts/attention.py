@@ -177,7 +177,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class AttnNeeds:
-    """What a model on a device with given settings asks of an attention backend. layers: those that the backend will run."""
+    """What model, device and settings ask of an attention backend. layers: that it will run. single: steps of one request alone."""
 
     device: str
     dtype: str
@@ -192,6 +192,7 @@ class AttnNeeds:
     batch_invariant: bool = False
     device_lengths: bool = False
     trees: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,9 +306,9 @@ class AttnBackendSpec:
     """An attention backend on offer.
 
     priority: `auto` takes the highest that refuses nothing. prefill_priority: the same where it would only prefill, beside another
-    that decodes; None for priority. refuse_also: reasons that capabilities cannot express; pure, needs no device. options: a
-    dataclass whose fields `-o NAME.field=value` sets. kernel_store: of kernels that take minutes to compile. record_calls: as
-    `OpSpec` has it.
+    that decodes; single_priority: where it would only decode, steps of one request, beside another that decodes more; None for
+    priority. refuse_also: reasons that capabilities cannot express; pure, needs no device. options: a dataclass whose fields
+    `-o NAME.field=value` sets. kernel_store: of kernels that take minutes to compile. record_calls: as `OpSpec` has it.
     """
 
     name: str
@@ -316,6 +317,7 @@ class AttnBackendSpec:
     capabilities: Capabilities
     summary: str
     prefill_priority: int | None = None
+    single_priority: int | None = None
     refuse_also: Callable[[AttnNeeds], list[Reason]] = lambda _: []
     options: type[Any] | None = None
     kernel_store: KernelStore | None = None
@@ -323,8 +325,8 @@ class AttnBackendSpec:
 
     def priority_for(self, needs: AttnNeeds) -> int:
         """Its rank among those that could serve `needs`."""
-        only_prefills = needs.phases == {Phase.PREFILL}
-        return self.prefill_priority if only_prefills and self.prefill_priority is not None else self.priority
+        apart = self.single_priority if needs.single else self.prefill_priority if needs.phases == {Phase.PREFILL} else None
+        return self.priority if apart is None else apart
 
     def refuse(self, needs: AttnNeeds) -> list[Reason]:
         """Every reason why this backend cannot serve `needs`; empty if it can."""

@@ -25,7 +25,6 @@ from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.attention import CoordinatorContext, KVGeometry, SparseCoordinator
 from enginery.contracts.batch import FULL, WINDOW, MemoryKind
 from enginery.contracts.engine import BuildProgress, EngineFacts, ReportProgress, report_to_nobody
-from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.engine.changeover import Changeover
@@ -37,7 +36,6 @@ from enginery.nn.expert_loads import ExpertLoads
 from enginery.plugin.registry import Registry
 from enginery.worker.backends import AttentionParts, build_backend
 from enginery.worker.choice import Checkpoint, Choice, choose
-from enginery.worker.drafts.draft_graphs import DraftGraphs
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.parts import DraftNeeds, build_draft_model, find_draft_needs, tapped_outputs
@@ -56,8 +54,6 @@ from enginery.worker.memory_plan import (
 from enginery.worker.op_table import blaming, load_table
 from enginery.worker.page_tables import PageTables
 from enginery.worker.paths.capture import capture_steps
-from enginery.worker.paths.decode_graphs import DecodeGraphs
-from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
 from enginery.worker.paths.recorded_steps import recorded_sizes
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Met
@@ -74,32 +70,23 @@ StartPhase = Literal[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BuiltParts:
-    """Everything that an engine runs with. phases_s: seconds of each phase of the start that took more than a millisecond."""
+    """Everything that an engine runs with. step, captured: what its steps run with, and as.
+
+    phases_s: seconds of each phase of the start that took more than a millisecond.
+    """
 
     choice: Choice
     memory: MemoryPlan
-    pool: PagedKVPool
-    relay: BackendRelay
-    ops: OpTable
-    socket: LayerSocket
-    model: Model
-    feed: TokenFeed
+    step: StepParts
+    captured: Captured
     loads: ExpertLoads | None
-    graphs: DecodeGraphs | None
-    pieces: PiecewiseGraphs | None
     changeover: Changeover | None
     draft_model: DraftModel | None
-    draft_graphs: DraftGraphs | None
     phases_s: Mapping[str, float]
 
     @property
     def geometry(self) -> KVGeometry:
-        return self.pool.geometry
-
-    @property
-    def step(self) -> StepParts:
-        """What its steps run with."""
-        return StepParts(self.model, self.relay, self.ops, self.socket, self.feed, self.pool, self.choice.results)
+        return self.step.pool.geometry
 
     def facts(self) -> EngineFacts:
         choice, memory = self.choice, self.memory
@@ -190,36 +177,28 @@ def build_parts(
     with phases("warm up"):
         if choice.device.type == "cuda":
             run_once(choice, step)
-    captured = capture_steps(phases, choice, step, met, draft, drafter)
     return BuiltParts(
         choice=choice,
         memory=memory,
-        pool=pool,
-        relay=relay,
-        ops=ops,
-        socket=socket,
-        model=model,
-        feed=feed,
+        step=step,
+        captured=capture_steps(phases, choice, step, met, draft, drafter),
         loads=setting.loads,
-        graphs=captured.graphs,
-        pieces=captured.pieces,
         changeover=changeover,
         draft_model=drafter,
-        draft_graphs=captured.drafts,
         phases_s={phase: seconds for phase, seconds in phases.seconds.items() if seconds > 0.001},
     )
 
 
 def build_runner(parts: BuiltParts, forced: ForcedAcceptance | None = None) -> Runner:
     """What runs the steps. forced: for benchmarks; decoding steps of one rank are captured anew with it."""
-    graphs = parts.graphs
+    captured, graphs = parts.captured, parts.captured.graphs
     if graphs is not None and forced is not None and parts.choice.parallel.num_ranks == 1:
         graphs.buffers = graphs.buffers._replace(forced=forced)
-        graphs = graphs.over(parts.relay)
+        captured = captured._replace(graphs=graphs.over(parts.step.relay))
     return Runner(
         parts.step,
         tables=PageTables(parts.geometry),
-        captured=Captured(graphs, parts.pieces, parts.draft_graphs),
+        captured=captured,
         draft_model=parts.draft_model,
         forced=forced,
         siblings=parts.choice.draft_siblings,

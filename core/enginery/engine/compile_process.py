@@ -17,7 +17,7 @@ from typing import IO, Final
 
 import msgspec
 
-from enginery.contracts.attention import AttnNeeds
+from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
 from enginery.engine.child_process import read_frame, write_frame
 from enginery.errors import EnginError, Unsupported
 from enginery.plugin.boundary import inside
@@ -67,9 +67,8 @@ class CompileProcess:
 
 def compile_kernels(registry: Registry, wanted: Sequence[tuple[str, AttnNeeds]]) -> None:
     """Compile here and now. Raises `Unsupported`, and `PluginError` that names the plugin."""
-    offers = {offer.name: offer for offer in registry.attn_backends}
     for name, needs in wanted:
-        offer = offers[name]
+        offer = registry.named(AttnBackendSpec, name, "attention backend")
         store = offer.spec.kernel_store
         assert store is not None, "only backends with a store have kernels to compile"
         with inside(offer, f"compile the kernels of {name!r}"):

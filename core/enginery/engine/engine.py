@@ -18,7 +18,7 @@ from enginery.contracts.engine import ReportProgress, report_to_nobody
 from enginery.contracts.parallel import Launch
 from enginery.contracts.request import GenerationRequest, RequestOutput, check_token_ids
 from enginery.contracts.step import StepInput, StepOutput
-from enginery.engine.build import BuiltParts, build_parts, build_runner, kv_events_of
+from enginery.engine.build import ALONE, BuiltParts, build_parts, build_runner, kv_events_of
 from enginery.engine.changeover import Changeover
 from enginery.engine.grammar_queue import Compilers, GrammarQueue, Vocabulary
 from enginery.engine.meter import StepMeter, SteppedAt
@@ -136,10 +136,8 @@ class Engine:
         what starts the processes of other ranks; None: what `--executor` names. found: what `find_checkpoint` gave before.
         """
         with begun_ranks(asked, registry, launch) as others:
-            if others is None:
-                parts = build_parts(asked, registry, report, found=found)
-            else:
-                parts = build_parts(others.options, registry, report, place=others.place, found=found)
+            own, place = (asked, ALONE) if others is None else (others.options, others.place)
+            parts = build_parts(own, registry, report, place=place, found=found)
         forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
         return cls(parts, registry, asked, forced=forced, ranks=others or NO_RANKS)
 

@@ -66,7 +66,7 @@ class Compilers:
     """The plugins' compilers, each loaded when it is first needed. Threads share it."""
 
     def __init__(self, registry: Registry, vocabulary: Vocabulary) -> None:
-        self._offers: list[Offer[GrammarSpec]] = ranked(registry.grammars)
+        self._offers: list[Offer[GrammarSpec]] = ranked(registry.offers(GrammarSpec))
         self._unprepared = list(self._offers)
         self._absent = absent_plugins(registry.records)
         self._vocabulary = vocabulary

@@ -85,7 +85,7 @@ class Replica:
         self.dtype = parts.choice.settings.dtype
         self._runner = Runner(parts.step, tables=PageTables(parts.geometry), captured=Captured())
         self._calls: list[Wrote] = []
-        self.socket = parts.socket
+        self.socket = parts.step.socket
         self.socket.on_written = lambda call: self._calls.append(Wrote(call.layer.global_id, call.out.clone()))
 
     @torch.inference_mode()

@@ -18,25 +18,21 @@ from enginery.contracts.attention import (
     SparseCoordinator,
     SparseCoordinatorSpec,
 )
-from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.engine import EngineHandle
-from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.model import CheckpointSpec, ModelSpec
-from enginery.contracts.ops import OpNeeds, OpSpec
-from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec
-from enginery.contracts.weights import WeightFormatSpec
 from enginery.errors import FAULTS, CheckpointError, PluginError
 from enginery.plugin.boundary import Observers, checked
 from enginery.plugin.checker import StrictPluginManager
 from enginery.plugin.discovery import Wanted
+from enginery.plugin.groups import Descriptor
 from enginery.plugin.loading import Loaded, explain, load
 from enginery.plugin.manifest import Manifest
 from enginery.plugin.near import did_you_mean
 from enginery.plugin.options import parse_options
 from enginery.plugin.records import Offer, PluginRecord, SpecT, absent_plugins, not_found
-from enginery.plugin.selection import Selection, choose_family, ranked, refusals, select
+from enginery.plugin.selection import Selection, choose_family, ranked, select
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -46,24 +42,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Registry:
-    """What is installed (`records`), what is on offer, sorted by name, and the calls into plugins.
+    """What is installed (`records`), what is on offer, of all groups and sorted by name, and the calls into plugins.
 
     options: of each descriptor that has some, by its name. manager: frozen; registering with it raises. manifest: what is live
     here; `replay` it in every child, and compare the digests.
     """
 
     records: tuple[PluginRecord, ...]
-    attn_backends: tuple[Offer[AttnBackendSpec], ...]
-    sparse_coordinators: tuple[Offer[SparseCoordinatorSpec], ...]
-    models: tuple[Offer[ModelSpec], ...]
-    checkpoints: tuple[Offer[CheckpointSpec], ...]
-    ops: tuple[Offer[OpSpec], ...]
-    weight_formats: tuple[Offer[WeightFormatSpec], ...]
-    grammars: tuple[Offer[GrammarSpec], ...]
-    drafters: tuple[Offer[DrafterSpec], ...]
-    schedule_policies: tuple[Offer[SchedulePolicySpec], ...]
-    parsers: tuple[Offer[ParserSpec], ...]
-    executors: tuple[Offer[ExecutorSpec], ...]
+    on_offer: tuple[Offer[Descriptor], ...]
     manager: StrictPluginManager
     observers: Observers
     options: Mapping[str, object]
@@ -86,40 +72,41 @@ class Registry:
         manifest.check(loaded.records)
         return _build(cls, loaded, options=manifest.options, blocked=manifest.blocked)
 
+    def offers(self, kind: type[SpecT]) -> tuple[Offer[SpecT], ...]:
+        """Every descriptor of that kind, sorted by name."""
+        return cast("tuple[Offer[SpecT], ...]", tuple(offer for offer in self.on_offer if isinstance(offer.spec, kind)))
+
+    def named(self, kind: type[SpecT], name: str, what: str) -> Offer[SpecT]:
+        """The descriptor of that name. what: its kind, in words. Raises `PluginError` with the near matches."""
+        for offer in self.offers(kind):
+            if offer.name == name:
+                return offer
+        raise PluginError(not_found(what, name, [offer.name for offer in self.offers(kind)], self.records))
+
+    @property
+    def parsers(self) -> tuple[Offer[ParserSpec], ...]:
+        return self.offers(ParserSpec)
+
     def select_attn_backend(self, wanted: str, needs: AttnNeeds, *, leave_out: Collection[str] = ()) -> Selection:
         """The backend named `wanted`, or for "auto" the best that refuses nothing, with every candidate's reasons.
 
         leave_out: names that are not candidates. Raises `Unsupported` when what is wanted, or everything, refuses, and
         `PluginError` for an unknown name.
         """
-        offers = [offer for offer in self.attn_backends if offer.name not in leave_out]
+        offers = [offer for offer in self.offers(AttnBackendSpec) if offer.name not in leave_out]
         return select(wanted, needs, offers, self.records)
 
     def create_attn_backend(self, name: str, context: BackendContext) -> AttnBackend:
         """Build the backend `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
-        offer = named(self.attn_backends, name, "attention backend", self.records)
-        backend: AttnBackend = self._created(offer, "create_attn_backend", name=name, context=context)
+        offer = self.named(AttnBackendSpec, name, "attention backend")
+        backend: AttnBackend = _created(self.manager, offer, "create_attn_backend", name=name, context=context)
         return backend
-
-    def sparse_coordinator(self, name: str) -> Offer[SparseCoordinatorSpec]:
-        """The coordinator of that name. Raises `PluginError` with the near matches."""
-        return named(self.sparse_coordinators, name, "sparse coordinator", self.records)
 
     def create_sparse_coordinator(self, name: str, context: CoordinatorContext) -> SparseCoordinator:
         """Build the coordinator `name` by its own plugin. Raises `PluginError` naming the plugin when that fails."""
-        offer = self.sparse_coordinator(name)
-        coordinator: SparseCoordinator = self._created(offer, "create_sparse_coordinator", context=context)
+        offer = self.named(SparseCoordinatorSpec, name, "sparse coordinator")
+        coordinator: SparseCoordinator = _created(self.manager, offer, "create_sparse_coordinator", context=context)
         return checked(offer, coordinator, SparseCoordinator)
-
-    def _created(self, offer: Offer[object], hook: str, **given: object) -> Any:
-        try:
-            created = self.manager.only(offer.plugin, hook)(**given)
-        except FAULTS as error:
-            raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
-        if created is None:
-            why = f"registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there"
-            raise PluginError(f"{offer.source} {why}")
-        return created
 
     def find_model(self, config: Mapping[str, Any]) -> tuple[Offer[ModelSpec], str]:
         """The family for a config.json, and why it is that one: of its `architectures` the first that any serves.
@@ -127,10 +114,10 @@ class Registry:
         Of several families the one of highest priority that refuses nothing. Raises `CheckpointError`.
         """
         architectures: Sequence[str] = config["architectures"]
-        known = {architecture for offer in self.models for architecture in offer.spec.architectures}
+        known = {architecture for offer in self.offers(ModelSpec) for architecture in offer.spec.architectures}
         lines = []
         for architecture in filter(known.__contains__, architectures):
-            families = ranked(offer for offer in self.models if architecture in offer.spec.architectures)
+            families = ranked(offer for offer in self.offers(ModelSpec) if architecture in offer.spec.architectures)
             chosen, refused = choose_family(families, config, architecture)
             if chosen is not None:
                 return chosen
@@ -140,23 +127,19 @@ class Registry:
         lines += [f"Served are: {', '.join(sorted(known)) or 'none'}.", *absent_plugins(self.records)]
         raise CheckpointError("\n".join([*lines, "Install a plugin for it; engine plugins shows what is installed."]))
 
-    def select_ops(self, needs: OpNeeds) -> tuple[Offer[OpSpec], ...]:
-        """The sets of operations that refuse nothing, highest priority first."""
-        return tuple(offer for offer in ranked(self.ops) if not refusals(offer, needs))
-
     def schedule_policy(self, name: str) -> Offer[SchedulePolicySpec]:
         """The order of that name; "auto" is first come, first served."""
-        return named(self.schedule_policies, "fcfs" if name == "auto" else name, "schedule policy", self.records)
+        return self.named(SchedulePolicySpec, "fcfs" if name == "auto" else name, "schedule policy")
 
     def checkpoint(self, name: str) -> Offer[CheckpointSpec] | None:
-        return next((offer for offer in self.checkpoints if offer.name == name), None)
+        return next((offer for offer in self.offers(CheckpointSpec) if offer.name == name), None)
 
     def default_checkpoint(self) -> Offer[CheckpointSpec]:
         """The installed checkpoint of highest priority. Raises `PluginError` when none is installed."""
-        if not self.checkpoints:
+        if not (checkpoints := ranked(self.offers(CheckpointSpec))):
             advice = "name a folder or a Hugging Face id with --model (ENGINERY_MODEL)"
             raise PluginError("\n".join([f"no model is named, and no plugin brings one; {advice}", *absent_plugins(self.records)]))
-        return ranked(self.checkpoints)[0]
+        return checkpoints[0]
 
     def options_for(self, name: str) -> object | None:
         """The options of the descriptor `name`, an instance of its dataclass; None if it has none."""
@@ -193,12 +176,15 @@ class Registry:
         return added
 
 
-def named(offers: Sequence[Offer[SpecT]], name: str, what: str, records: Sequence[PluginRecord]) -> Offer[SpecT]:
-    """The offer of that name. what: its kind, in words. Raises `PluginError` with the near matches."""
-    for offer in offers:
-        if offer.name == name:
-            return offer
-    raise PluginError(not_found(what, name, [offer.name for offer in offers], records))
+def _created(manager: StrictPluginManager, offer: Offer[object], hook: str, **given: object) -> Any:
+    try:
+        created = manager.only(offer.plugin, hook)(**given)
+    except FAULTS as error:
+        raise PluginError(f"{offer.source} could not build {offer.group} {offer.name!r}: {explain(error)}") from error
+    if created is None:
+        why = f"registers {offer.group} {offer.name!r}, but its {hook} answered None; report it there"
+        raise PluginError(f"{offer.source} {why}")
+    return created
 
 
 def raised_in(error: BaseException, registry: Registry) -> str:
@@ -212,26 +198,12 @@ def raised_in(error: BaseException, registry: Registry) -> str:
     return ""
 
 
-def _of(loaded: Loaded, kind: type[SpecT]) -> tuple[Offer[SpecT], ...]:
-    return cast("tuple[Offer[SpecT], ...]", tuple(offer for offer in loaded.offers if isinstance(offer.spec, kind)))
-
-
 def _build(cls: type[Registry], loaded: Loaded, *, options: tuple[str, ...], blocked: tuple[str, ...]) -> Registry:
     observing = [record for record in loaded.records if record.is_live and "observer" in record.offers]
     observers = {str(record): loaded.manager.only(record.name, "observe_step") for record in observing}
     return cls(
         records=loaded.records,
-        attn_backends=_of(loaded, AttnBackendSpec),
-        sparse_coordinators=_of(loaded, SparseCoordinatorSpec),
-        models=_of(loaded, ModelSpec),
-        checkpoints=_of(loaded, CheckpointSpec),
-        ops=_of(loaded, OpSpec),
-        weight_formats=_of(loaded, WeightFormatSpec),
-        grammars=_of(loaded, GrammarSpec),
-        drafters=_of(loaded, DrafterSpec),
-        schedule_policies=_of(loaded, SchedulePolicySpec),
-        parsers=_of(loaded, ParserSpec),
-        executors=_of(loaded, ExecutorSpec),
+        on_offer=loaded.offers,
         manager=loaded.manager,
         observers=Observers(observers),
         options=parse_options(options, loaded.offers, loaded.records),

@@ -85,6 +85,11 @@ def op_winners(offers: Iterable[Offer[OpSpec]]) -> dict[str, Offer[OpSpec]]:
     return winners
 
 
+def select_ops(needs: OpNeeds, offers: Iterable[Offer[OpSpec]]) -> tuple[Offer[OpSpec], ...]:
+    """The sets of operations that refuse nothing, highest priority first."""
+    return tuple(offer for offer in ranked(offers) if not refusals(offer, needs))
+
+
 def weigh_ops(needs: OpNeeds, offers: Iterable[Offer[OpSpec]]) -> list[str]:
     """A line for each set of operations: what is taken from it, or why nothing is; the likeliest first."""
     by_rank = [(offer, refusals(offer, needs)) for offer in ranked(offers)]

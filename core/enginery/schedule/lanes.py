@@ -80,9 +80,6 @@ class LaneScheduler:
         tokens, reuses = prompt_tokens(asked), asked.params.prompt_logprobs is None
         standings = [
             Standing(
-                serves=True,
-                is_silent=False,
-                is_full=False,
                 waiting=lane.table.num_ahead,
                 cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0,
                 num_sent=sent,

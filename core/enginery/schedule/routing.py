@@ -12,17 +12,17 @@ from typing import NamedTuple
 class Standing(NamedTuple):
     """A replica, or a lane, as one request meets it.
 
-    serves: whether it takes requests. is_silent: it has said nothing for long. is_full: its queue has no room. waiting: tokens that
-    it has yet to compute; a request that decodes has one. cached: tokens of the request's prompt that it has already. num_sent:
-    requests that it was ever sent.
+    waiting: tokens that it has yet to compute; a request that decodes has one. cached: tokens of the request's prompt that it has
+    already. num_sent: requests that it was ever sent. serves: whether it takes requests. is_silent: it has said nothing for long.
+    is_full: its queue has no room.
     """
 
-    serves: bool
-    is_silent: bool
-    is_full: bool
     waiting: int
     cached: int
     num_sent: int
+    serves: bool = True
+    is_silent: bool = False
+    is_full: bool = False
 
 
 def choose(num_prompt: int, standings: Sequence[Standing]) -> int | None:

@@ -13,9 +13,9 @@ import torch
 from enginery.contracts.attention import AttnBackend, AttnBackendSpec, AttnNeeds, BackendContext, Capabilities
 from enginery.contracts.latent import PrefillStrategy
 from enginery.contracts.versions import HookGroup
-from enginery.errors import PluginError, Unsupported
+from enginery.errors import Unsupported
 from enginery.plugin.manifest import Manifest
-from enginery.plugin.records import Offer, not_found
+from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import refusals
 from enginery.testing.cases import AttnCase, Kind, Row, claimed_kinds, covering
@@ -53,13 +53,10 @@ class Subject:
     @classmethod
     def installed(cls, name: str, registry: Registry, *, device: str) -> Subject:
         """Backend `name`, built by its plugin. Raises `PluginError` for an unknown name, `Unsupported` for a device not claimed."""
-        offers = {offer.name: offer for offer in registry.attn_backends}
-        if name not in offers:
-            raise PluginError(not_found("attention backend", name, offers, registry.records))
         create = functools.partial(registry.create_attn_backend, name)
         manifest = dataclasses.replace(registry.manifest, absent=())
         found = cls(
-            offer=offers[name],
+            offer=registry.named(AttnBackendSpec, name, "attention backend"),
             create=create,
             device=torch.device(device),
             options=registry.options_for(name),

@@ -22,9 +22,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """The leaves, by what they are for: softmax, or prefill and decode where these have a backend each, and recurrent.
-
-    considered: every candidate of each role, with why it was refused.
+    """The leaves, by what they are for: softmax, or prefill and decode where these have a backend each; single, where steps that
+    decode one request have another; and recurrent. considered: every candidate of each role, with why it was refused.
     """
 
     by_role: Mapping[str, Offer[AttnBackendSpec]]
@@ -54,8 +53,8 @@ def choose_attention(
 ) -> tuple[AttentionChoice, tuple[Decision, ...]]:
     """A backend for each role that the model has work for.
 
-    Left to choose, it takes two for the softmax layers where the best one for prefills is not the best one for decoding.
-    leave_out: backends that are no candidates.
+    Left to choose, it takes two for the softmax layers where the best one for prefills is not the best one for decoding, and one
+    more where that is not the best one for decoding one request. leave_out: backends that are no candidates.
     """
     needs = needs._replace(softmax=_needing_ragged(needs.softmax, asked.mla_prefill))
     chosen: dict[str, Offer[AttnBackendSpec]] = {}
@@ -66,7 +65,7 @@ def choose_attention(
         considered += [f"{role}: {candidate}" for candidate in selection.candidates]
         chosen[role] = selection.winner
         reason = "asked for" if name != "auto" else "highest priority that refuses nothing"
-        setting = "attention" if role == "softmax" else f"{role} attention"
+        setting = {"softmax": "attention", "single": "attention of one request"}.get(role, f"{role} attention")
         source = selection.winner.source
         decisions.append(Decision(setting=setting, value=selection.winner.name, reason=f"{reason}, from {source}", source=source))
     for line in considered:
@@ -81,7 +80,7 @@ def unless_attention_changes(drafter: ChosenDrafter, asked: EngineOptions, regis
     """
     plain, _ = choose_attention(asked, registry, needs)
     try:
-        same = choose_attention(asked, registry, verifying_drafts(needs, drafter))[0].name == plain.name
+        same = choose_attention(asked, registry, verifying_drafts(needs, drafter))[0].by_role == plain.by_role
     except Unsupported:
         same = False
     return drafter if same else ChosenDrafter(None, 0, f"auto: {plain.name}, the attention backend, verifies no guesses")
@@ -99,25 +98,22 @@ def _wanted(
     asked: EngineOptions, registry: Registry, needs: LayerNeeds, *, leave_out: Collection[str]
 ) -> dict[str, tuple[str, AttnNeeds]]:
     """Each role that the model has work for: the name that is asked for, or auto, and what the role needs."""
-    wanted = {"softmax": (asked.attention_backend, needs.softmax)}
-    if _is_split(asked, registry, needs.softmax, leave_out=leave_out):
-        phases = by_phase(needs.softmax)
-        wanted = {
-            "prefill": (asked.prefill_attention_backend or asked.attention_backend, phases["prefill"]),
-            "decode": (asked.decode_attention_backend or asked.attention_backend, phases["decode"]),
-        }
+    any_phase, phases = asked.attention_backend, by_phase(needs.softmax)
+    named = {"prefill": asked.prefill_attention_backend, "decode": asked.decode_attention_backend}
+    names = {role: name or any_phase for role, name in named.items()}
+    wanted = {"softmax": (any_phase, needs.softmax)}
+    if any(named.values()) or _differ(any_phase, registry, (phases["prefill"], phases["decode"]), leave_out=leave_out):
+        wanted = {role: (name, phases[role]) for role, name in names.items()}
+    if _differ(names["decode"], registry, (phases["decode"], phases["single"]), leave_out=leave_out):
+        wanted["single"] = ("auto", phases["single"])
     wanted["recurrent"] = (asked.linear_attention_backend, needs.recurrent)
     return {role: (name, of_role) for role, (name, of_role) in wanted.items() if of_role.layers}
 
 
-def _is_split(asked: EngineOptions, registry: Registry, softmax: AttnNeeds, *, leave_out: Collection[str]) -> bool:
-    """Whether prefills and decoding have a backend each: both are named, or the best for one is not the best for the other."""
-    if asked.prefill_attention_backend is not None or asked.decode_attention_backend is not None:
-        return True
-    if not softmax.layers or asked.attention_backend != "auto":
-        return False
-    phases = by_phase(softmax).values()
-    return len({registry.select_attn_backend("auto", needs, leave_out=leave_out).winner.name for needs in phases}) > 1
+def _differ(wanted: str, registry: Registry, needs: Sequence[AttnNeeds], *, leave_out: Collection[str]) -> bool:
+    """Whether the best backends for these needs are not the same, if auto is wanted."""
+    asking = [each for each in needs if wanted == "auto" and each.layers]
+    return len({registry.select_attn_backend("auto", each, leave_out=leave_out).winner.name for each in asking}) > 1
 
 
 def missing_kernels(chosen: AttentionChoice, registry: Registry, needs: LayerNeeds) -> tuple[KernelWish, ...]:

@@ -1,6 +1,6 @@
 """The attention backend of an engine: leaves by role, and the composites that the model and the settings need around them.
 
-micro-batches ( kinds ( split ( mla ( prefill leaf ), mla ( decode leaf ) ), window leaf, recurrent leaf ) )
+micro-batches ( kinds ( split ( mla ( prefill leaf ), mla ( decode leaf ), mla ( single leaf ) ), window leaf, recurrent leaf ) )
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ def _of_all_kinds(parts: AttentionParts, chosen: AttentionChoice) -> BackendRela
 
 def _softmax(parts: AttentionParts, chosen: AttentionChoice, *, prefix: str, latent: bool) -> BackendRelay:
     """What serves the layers with keys and values, or latents, of one kind of memory."""
-    roles = chosen.by_role
-    if "softmax" in roles:
-        return _over_leaf(parts, roles["softmax"], part=f"{prefix}softmax", latent=latent)
-    prefill, decode = (_over_leaf(parts, roles[part], part=f"{prefix}{part}", latent=latent) for part in ("prefill", "decode"))
-    return _composite(parts, PhaseSplit(prefill=prefill, decode=decode))
+    offers = {role: offer for role, offer in chosen.by_role.items() if role != "recurrent"}
+    made = {role: _over_leaf(parts, offer, part=f"{prefix}{role}", latent=latent) for role, offer in offers.items()}
+    if made.keys() == {"softmax"}:
+        return made["softmax"]
+    prefill, decode = (made.get(role) or made["softmax"] for role in ("prefill", "decode"))
+    return _composite(parts, PhaseSplit(prefill=prefill, decode=decode, single=made.get("single")))
 
 
 def _over_leaf(parts: AttentionParts, offer: Offer[AttnBackendSpec], *, part: str, latent: bool) -> BackendRelay:

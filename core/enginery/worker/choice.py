@@ -16,7 +16,7 @@ from enginery.config.schema import Decision, EngineOptions
 from enginery.config.sources import served_names
 from enginery.contracts.attention import SparseCoordinatorSpec
 from enginery.contracts.drafting import DrafterSpec
-from enginery.contracts.model import Feature, ModelFacts, ModelSpec
+from enginery.contracts.model import CheckpointSpec, Feature, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.parallel import WHOLE, ParallelFacts
 from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
@@ -25,7 +25,7 @@ from enginery.kv.pool import TORCH_DTYPES
 from enginery.plugin.boundary import described
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
-from enginery.plugin.selection import op_winners, weigh_ops
+from enginery.plugin.selection import op_winners, select_ops, weigh_ops
 from enginery.speculate.combs import num_verified
 from enginery.worker.attention_choice import (
     AttentionChoice,
@@ -130,7 +130,7 @@ def choose(
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)
     settings = resolve(asked, device, facts, config=checkpoint.config)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
-    ops = registry.select_ops(op_needs)
+    ops = select_ops(op_needs, registry.offers(OpSpec))
     weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
     dtype, kept = TORCH_DTYPES[settings.dtype], kept_schemes(ops)
     parallel, staged = divide_stages(parallel, family, facts, checkpoint.config, dtype, weight_format=weight_format, kept=kept)
@@ -198,7 +198,7 @@ def _coordinator(asked: EngineOptions, registry: Registry, attention: AttentionC
     """Raises `Unsupported` where no chosen backend would ask it anything."""
     if asked.sparse_coordinator == "off":
         return None
-    coordinator = registry.sparse_coordinator(asked.sparse_coordinator)
+    coordinator = registry.named(SparseCoordinatorSpec, asked.sparse_coordinator, "sparse coordinator")
     if not any(offer.spec.capabilities.sparse for offer in attention.by_role.values()):
         raise Unsupported(
             f"--sparse-coordinator {coordinator.name}, from {coordinator.source}, would be built and never asked: "
@@ -208,7 +208,7 @@ def _coordinator(asked: EngineOptions, registry: Registry, attention: AttentionC
 
 
 def _considered_ops(needs: OpNeeds, registry: Registry) -> list[str]:
-    considered = [f"ops: {line}" for line in weigh_ops(needs, registry.ops)]
+    considered = [f"ops: {line}" for line in weigh_ops(needs, registry.offers(OpSpec))]
     for line in considered:
         log.debug("%s", line)
     return considered
@@ -222,7 +222,7 @@ def _weight_format(
     if stated is None:
         return None, ()
     format_needs = FormatNeeds(config=stated, device=needs.device, dtype=needs.dtype, compute_capability=needs.compute_capability)
-    offer, why = choose_format(stated, registry.weight_formats, format_needs)
+    offer, why = choose_format(stated, registry.offers(WeightFormatSpec), format_needs)
     stays = [f"{scheme} for {name}" for name, schemes in kept_schemes(ops).items() for scheme in schemes]
     reason = f"{why}, from {offer.source}; in memory stays {', '.join(stays) or 'nothing'} of it, the rest becomes {needs.dtype}"
     decision = Decision(setting="weight format", value=offer.name, reason=reason, source=offer.source)
@@ -271,7 +271,7 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
 
 def shipped_drafters(checkpoint: Checkpoint, registry: Registry) -> Mapping[str, Path]:
     """Folders of the draft models that come with a checkpoint, by drafter."""
-    return next((offer.spec.drafters for offer in registry.checkpoints if offer.spec.folder == checkpoint.folder), {})
+    return next((offer.spec.drafters for offer in registry.offers(CheckpointSpec) if offer.spec.folder == checkpoint.folder), {})
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:

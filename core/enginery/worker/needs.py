@@ -40,8 +40,7 @@ def verifying(needs: AttnNeeds, *, trees: bool = False, device_lengths: bool = F
 
 
 def by_phase(needs: AttnNeeds) -> dict[str, AttnNeeds]:
-    """Of two backends, of which one prefills and the other decodes."""
-    phases = {"prefill": {Phase.PREFILL}, "decode": {Phase.DECODE, Phase.VERIFY} & needs.phases}
-    chains = dataclasses.replace(needs, trees=False, device_lengths=False)
-    of_role = {"prefill": chains, "decode": needs}
-    return {role: dataclasses.replace(of_role[role], phases=frozenset(some)) for role, some in phases.items()}
+    """Of backends of which one prefills and another decodes, and of a third, for decoding steps of one request."""
+    prefill = dataclasses.replace(needs, phases=frozenset({Phase.PREFILL}), trees=False, device_lengths=False)
+    decode = dataclasses.replace(needs, phases=needs.phases & {Phase.DECODE, Phase.VERIFY})
+    return {"prefill": prefill, "decode": decode, "single": dataclasses.replace(decode, single=True)}

@@ -5,7 +5,6 @@ A plugin's operation that is wrong would fail later, inside of a model or of ano
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -121,7 +120,7 @@ def blaming(table: OpTable, offers: Sequence[Offer[OpSpec]], needs: OpNeeds, dev
         raise
     except FAULTS as error:  # of a model, a backend or an operation
         try:
-            check_results({field.name: vars(table)[field.name] for field in dataclasses.fields(table)}, offers, needs, device)
+            check_results(vars(table), offers, needs, device)
         except PluginError as found:
             raise PluginError(f"{found}; the first step failed for it: {explain(error)}") from error
         raise

@@ -119,14 +119,13 @@ class Runner:
         self.tables.take(own)
         batch = lay_out(own, self.tables)
         laid_out_s = time.perf_counter()
-        path = self._path_of(step)
-        forwarded = path.forward(step, batch)
+        forwarded = self._path_of(step).forward(step, batch)
         if forwarded.logits is not None:
             logits = first_rows(forwarded.logits, int(step.sampled_rows.sum()) if step.verifies else len(step.sampling))
         else:
             assert forwarded.last is not None, "a forward gives logits or hidden states"
             logits = self.results.logits(self.model.logits(forwarded.last), forwarded.last)
-        return Launched(step, forwarded, logits, path.captured, laid_out_s)
+        return Launched(step, forwarded, logits, laid_out_s)
 
     @torch.inference_mode()
     def sample(self, launched: Launched, sampling: SamplingInput | None, cuts: Mapping[int, int] = NO_CUTS) -> RunningStep:
@@ -163,7 +162,7 @@ class Runner:
             logprobs=logprobs,
             num_top=num_top,
             prompt_logprobs=prompts,
-            captured=launched.captured,
+            captured=forwarded.in_graphs,
             laid_out_s=launched.laid_out_s,
             planned_s=forwarded.planned_s,
             launched_s=time.perf_counter(),

@@ -20,9 +20,7 @@ from enginery.worker.paths.results import StepParts
 
 LENGTHS: Final = tuple(1 << power for power in range(1, 12))  # of prompts: kernels for experts differ by the power of two
 COUNTS: Final = (1, 2, 16, 32, 64)  # of decoding requests
-CACHED: Final = (
-    1024  # tokens before those of a step: enough for any backend to split a request, or to read a prefix once for several
-)
+CACHED: Final = 1024  # tokens before a step's: enough for any backend to split a request, or to read a prefix once for several
 _log: Final = logging.getLogger(__name__)
 
 

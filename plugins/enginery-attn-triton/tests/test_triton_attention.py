@@ -71,6 +71,22 @@ def test_the_interpreter_makes_it_a_backend_for_the_cpu_and_the_last(monkeypatch
     assert make_spec().capabilities.min_compute_capability == (8, 0)
 
 
+def test_it_is_before_others_for_one_request_of_latents_with_few_heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    spec, latent = make_spec(), LatentFacts(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+
+    def rank(*layers: AttnLayerFacts, spec: AttnBackendSpec = spec, single: bool = True) -> int:
+        needs = dataclasses.replace(its_needs(spec), layers=layers, phases=frozenset({Phase.DECODE}), single=single)
+        return spec.priority_for(needs)
+
+    mla = {heads: AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=576, latent=latent) for heads in (8, 16, 32, 33, 128)}
+    assert [heads for heads, layer in mla.items() if rank(layer) == spec.single_priority] == [8, 16, 32]
+    assert {rank(mla[33]), rank(mla[128]), rank(mla[16], mla[128]), rank(LLAMA), rank(mla[16], LLAMA)} == {spec.priority}
+    assert rank(mla[16], single=False) == spec.priority < 60 < rank(mla[16])  # of FlashInfer's for latents
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert rank(mla[16], spec=make_spec()) == make_spec().priority
+
+
 @pytest.mark.usefixtures("interpreter")
 def test_addresses_are_wide_enough_for_pools_of_more_than_two_to_the_31_values() -> None:
     from enginery_attn_triton.kernels.addresses import addresses

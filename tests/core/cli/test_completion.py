@@ -54,14 +54,16 @@ def test_what_plugins_offer_is_completed(monkeypatch: pytest.MonkeyPatch) -> Non
             self.record = self
 
     class Registry:
-        attn_backends = schedule_policies = sparse_coordinators = checkpoints = [Named("fa"), Named("fb"), Named("x")]
-
         @classmethod
         def load(cls) -> type[Registry]:
             return cls
 
+        @staticmethod
+        def offers(kind: type) -> list[Named]:
+            return [Named("fa"), Named("fb"), Named("x")]
+
     monkeypatch.setattr(completion, "Registry", Registry)
-    monkeypatch.setattr(completion, "discover", lambda wanted: Registry.checkpoints)
+    monkeypatch.setattr(completion, "discover", lambda wanted: Registry.offers(object))
     assert completion.backends("f") == completion.policies("f") == completion.models("f") == ["fa", "fb"]
     assert completion.backends("a") == ["auto"]
     assert completion.coordinators("") == ["fa", "fb", "off", "x"]

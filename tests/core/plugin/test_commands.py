@@ -154,6 +154,31 @@ def test_list_backends_says_why(site, cli, tmp_path) -> None:
     ]
 
 
+def test_list_backends_says_which_backends_auto_takes_for_which_steps(site, cli, tmp_path) -> None:
+    site.install("model", MODEL)
+    site.install("plain", site.backend("plain", priority=9))
+    site.install("quick", site.backend("quick", priority=1).replace("priority=1", "priority=1, single_priority=20"))
+    asked = ("list-backends", "--why", write_model(tmp_path / "m"), "--device", "cpu")
+    every, one = cli(*asked).partition("for softmax attention layers, decoding one request:")[::2]
+    assert "for softmax attention layers:" in every
+    assert "-> plain (priority 9): chosen" in every
+    assert "in prefills" not in every
+    assert "-> quick (priority 20): chosen" in one
+    rows = json.loads(cli(*asked, "--json"))["backends"]
+    assert {row["name"]: (row["softmax"]["chosen"], row["single"]["chosen"]) for row in rows} == {
+        "plain": (True, False),
+        "quick": (False, True),
+    }
+    site.install("reader", site.backend("reader", priority=2).replace("priority=2", "priority=2, prefill_priority=30"))
+    shown = cli(*asked)
+    assert "in prefills" in shown
+    assert [line for line in shown.splitlines() if "chosen" in line and line.startswith("->")] == [
+        "-> reader (priority 30): chosen",
+        "-> plain (priority 9): chosen",
+        "-> quick (priority 20): chosen",
+    ]
+
+
 def test_list_backends_fails_when_none_serves_the_model(site, cli, tmp_path) -> None:
     site.install("model", MODEL)
     site.install("plain", site.backend("plain"))

@@ -12,6 +12,10 @@ from typer.testing import CliRunner
 
 from enginery.api import PluginError, QueuedFacts, StepReport
 from enginery.cli.main import add_commands
+from enginery.contracts.drafting import DrafterSpec
+from enginery.contracts.grammars import GrammarSpec
+from enginery.contracts.parallel import ExecutorSpec
+from enginery.contracts.weights import WeightFormatSpec
 from enginery.plugin.registry import Registry
 
 REPORT = StepReport(
@@ -122,39 +126,39 @@ def test_hook_register_ops(site) -> None:
 def test_hook_register_weight_formats(site) -> None:
     fields = dict(priority="0", summary="''", methods="('x',)", reads="None", refuse="None", load="None")
     site.install("p", registering("register_weight_formats", "WeightFormatSpec", **fields))
-    assert [offer.name for offer in Registry.load().weight_formats] == ["x"]
+    assert [offer.name for offer in Registry.load().offers(WeightFormatSpec)] == ["x"]
 
 
 def test_hook_register_grammars(site) -> None:
     fields = dict(priority="1", summary="''", kinds="frozenset({'regex'})", refuse="list", load="list")
     site.install("p", registering("register_grammars", "GrammarSpec", **fields))
-    assert [offer.name for offer in Registry.load().grammars] == ["x"]
+    assert [offer.name for offer in Registry.load().offers(GrammarSpec)] == ["x"]
 
 
 def test_hook_register_grammars_checks_the_kinds(site) -> None:
     fields = dict(priority="1", summary="''", kinds="['regex']", refuse="list", load="list")
     site.install("p", registering("register_grammars", "GrammarSpec", **fields))
     registry = Registry.load()
-    assert registry.grammars == ()
+    assert registry.offers(GrammarSpec) == ()
     assert "kinds is ['regex'], but must be a frozenset" in next(record.reason for record in registry.records if record.name == "p")
 
 
 def test_hook_register_drafters(site) -> None:
     site.install("p", registering("register_drafters", "DrafterSpec", summary="''", most="4", build="list"))
-    assert [offer.name for offer in Registry.load().drafters] == ["standalone", "x"]
+    assert [offer.name for offer in Registry.load().offers(DrafterSpec)] == ["standalone", "x"]
 
 
 @pytest.mark.parametrize("most", ["0", "'4'", "True"])
 def test_hook_register_drafters_checks_how_many(site, most: str) -> None:
     site.install("p", registering("register_drafters", "DrafterSpec", summary="''", most=most, build="list"))
     registry = Registry.load()
-    assert [offer.name for offer in registry.drafters] == ["standalone"]
+    assert [offer.name for offer in registry.offers(DrafterSpec)] == ["standalone"]
     assert f"most is {most}, but must be a whole number" in next(each.reason for each in registry.records if each.name == "p")
 
 
 def test_hook_register_executors(site) -> None:
     site.install("p", registering("register_executors", "ExecutorSpec", summary="''", launch="list"))
-    assert [offer.name for offer in Registry.load().executors] == ["join", "local", "x"]
+    assert [offer.name for offer in Registry.load().offers(ExecutorSpec)] == ["join", "local", "x"]
 
 
 def test_hook_register_schedule_policies(site) -> None:

@@ -8,7 +8,11 @@ from dataclasses import asdict
 import pytest
 
 from enginery.cli.flags.plugins import blocked_names
-from enginery.contracts.drafting import DraftModelOptions
+from enginery.contracts.attention import AttnBackendSpec
+from enginery.contracts.drafting import DrafterSpec, DraftModelOptions
+from enginery.contracts.model import ModelSpec
+from enginery.contracts.parallel import ExecutorSpec
+from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.errors import ConfigError, PluginError
 from enginery.plugin import loading
 from enginery.plugin.discovery import core_refusal
@@ -26,7 +30,7 @@ def record_of(registry: Registry, name: str) -> PluginRecord:
 
 
 def backends(registry: Registry) -> list[str]:
-    return [offer.name for offer in registry.attn_backends]
+    return [offer.name for offer in registry.offers(AttnBackendSpec)]
 
 
 def test_an_installed_plugin_is_loaded_with_its_distribution_and_version(site) -> None:
@@ -39,8 +43,8 @@ def test_an_installed_plugin_is_loaded_with_its_distribution_and_version(site) -
 def test_the_cores_own_parts_come_through_its_own_hooks(site) -> None:
     registry = load(no_plugins=True)
     assert [record.name for record in registry.records] == ["core"]
-    assert {offer.name: offer.plugin for offer in registry.schedule_policies} == {"fcfs": "core", "shortest-first": "core"}
-    assert {offer.name: offer.plugin for offer in registry.executors} == {"local": "core", "join": "core"}
+    assert {offer.name: offer.plugin for offer in registry.offers(SchedulePolicySpec)} == {"fcfs": "core", "shortest-first": "core"}
+    assert {offer.name: offer.plugin for offer in registry.offers(ExecutorSpec)} == {"local": "core", "join": "core"}
 
 
 def test_a_plugin_that_fails_to_import_is_a_row_with_file_and_line(site) -> None:
@@ -70,7 +74,7 @@ def test_a_plugin_that_is_half_valid_leaves_no_trace(site) -> None:
     registry = load()
     assert record_of(registry, "half").status is Status.BROKEN
     assert "parameter 'batch' is not in the hook's specification" in record_of(registry, "half").reason
-    assert registry.attn_backends == ()
+    assert registry.offers(AttnBackendSpec) == ()
     assert registry.manager.get_plugin("half") is None
 
 
@@ -155,7 +159,7 @@ def test_a_contract_of_another_major_or_a_later_minor_is_incompatible_with_both_
         return
     assert record.status is Status.INCOMPATIBLE
     assert f"fa is written for attn-backend contract {api[0]}.{api[1]}, this core has 2.0" in record.reason
-    assert registry.attn_backends == ()
+    assert registry.offers(AttnBackendSpec) == ()
 
 
 def test_one_incompatible_descriptor_makes_the_whole_plugin_incompatible(site) -> None:
@@ -207,7 +211,10 @@ def test_drafters_in_checkpoints_share_a_name_but_no_architecture(site, second: 
     site.install("two", MODULE.format(architecture=second))
     registry = load()
     assert [record_of(registry, name).status for name in ("one", "two")] == [status, status]
-    assert [offer.name for offer in registry.drafters] == [*["mtp"] * (2 if status is Status.LOADED else 0), "standalone"]
+    assert [offer.name for offer in registry.offers(DrafterSpec)] == [
+        *["mtp"] * (2 if status is Status.LOADED else 0),
+        "standalone",
+    ]
     if status is Status.LOADED:
         (found,) = {Registry.load(options=["mtp.trees=true", "mtp.siblings=2"]).options_for("mtp")}
         assert isinstance(found, DraftModelOptions)
@@ -246,7 +253,7 @@ def test_two_plugins_for_one_architecture_are_both_live(site) -> None:
     site.install("one", code.format("a"))
     site.install("two", code.format("b"))
     registry = load()
-    assert [offer.name for offer in registry.models] == ["a", "b"]
+    assert [offer.name for offer in registry.offers(ModelSpec)] == ["a", "b"]
     assert {record_of(registry, name).status for name in ("one", "two")} == {Status.LOADED}
 
 

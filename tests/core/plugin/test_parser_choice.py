@@ -28,13 +28,13 @@ def install(site, name: str, *, kind: str = "tools", suits: str = "True", priori
 
 def chosen(wanted: str, kind: str = "tools") -> str | None:
     registry = Registry.load()
-    found = choose_parser(kind, wanted, FACTS, offers=registry.parsers, records=registry.records)
+    found = choose_parser(kind, wanted, FACTS, offers=registry.offers(ParserSpec), records=registry.records)
     return found and found.name
 
 
 def test_hook_register_parsers(site) -> None:
     install(site, "x")
-    (offer,) = Registry.load().parsers
+    (offer,) = Registry.load().offers(ParserSpec)
     assert isinstance(offer.spec, ParserSpec)
     assert offer.source == "plugin p-x (p-x==1.0)"
 
@@ -100,7 +100,7 @@ def register_parsers():
 
 def test_a_parser_that_fails_is_named_with_its_plugin(site) -> None:
     site.install("p-x", FAILING)
-    spec = guarded_parser(Registry.load().parsers[0])
+    spec = guarded_parser(Registry.load().offers(ParserSpec)[0])
     assert spec.is_inside is not None
     parser = spec.make(ParserSetup(tools=("a tool",), new_id=str))
     for fails in (lambda: spec.make(ParserSetup(new_id=str)), lambda: spec.is_inside("x"), lambda: parser.feed("x"), parser.finish):

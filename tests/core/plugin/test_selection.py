@@ -15,15 +15,17 @@ from enginery.api import (
     ConfigError,
     HookGroup,
     OpNeeds,
+    Phase,
     PluginError,
     QueuedFacts,
     Reason,
     Unsupported,
 )
+from enginery.contracts.ops import OpSpec
 from enginery.plugin.boundary import guarded_policy
 from enginery.plugin.records import Offer, PluginRecord, Status
 from enginery.plugin.registry import Registry
-from enginery.plugin.selection import select, weigh, weigh_ops
+from enginery.plugin.selection import select, select_ops, weigh, weigh_ops
 from enginery.worker.needs import by_phase
 
 CAN = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
@@ -58,8 +60,20 @@ def test_auto_takes_the_highest_priority_that_refuses_nothing_and_keeps_the_lose
 def test_a_backend_can_rank_otherwise_where_it_would_only_prefill() -> None:
     offers = [offer("decoder", 5), offer("prefiller", 3, prefill_priority=7)]
     winners = {role: select("auto", needs, offers, []).winner.name for role, needs in by_phase(NEEDS).items()}
-    assert winners == {"prefill": "prefiller", "decode": "decoder"}
+    assert winners == {"prefill": "prefiller", "decode": "decoder", "single": "decoder"}
     assert select("auto", NEEDS, offers, []).winner.name == "decoder"
+
+
+def test_a_backend_can_rank_otherwise_where_it_would_only_decode_one_request() -> None:
+    offers = [offer("decoder", 5), offer("sprinter", 3, single_priority=7, prefill_priority=1)]
+    winners = {role: select("auto", needs, offers, []).winner.name for role, needs in by_phase(NEEDS).items()}
+    assert winners == {"prefill": "decoder", "decode": "decoder", "single": "sprinter"}
+    single = by_phase(NEEDS)["single"]
+    assert (single.phases, single.single) == ({Phase.DECODE}, True)
+    verifying = by_phase(replace(NEEDS, phases=NEEDS.phases | {Phase.VERIFY}, trees=True))["single"]
+    assert (verifying.phases, verifying.trees) == ({Phase.DECODE, Phase.VERIFY}, True)
+    (last, first) = sorted(weigh(single, offers), key=lambda candidate: candidate.priority)
+    assert [str(last), str(first)] == ["decoder (priority 5): a higher priority was chosen", "sprinter (priority 7): chosen"]
 
 
 def test_equal_priorities_are_settled_by_name_in_any_order() -> None:
@@ -204,7 +218,8 @@ def test_the_checkpoint_of_highest_priority_is_the_default(site) -> None:
 
 def test_operations_that_refuse_nothing_come_by_priority(site) -> None:
     site.install("m", MODELS)
-    assert [found.name for found in Registry.load().select_ops(OpNeeds(device="cpu", dtype="float32"))] == ["fast", "slow"]
+    needs = OpNeeds(device="cpu", dtype="float32")
+    assert [found.name for found in select_ops(needs, Registry.load().offers(OpSpec))] == ["fast", "slow"]
 
 
 def test_an_operation_that_does_not_exist_is_refused(site) -> None:
@@ -350,5 +365,5 @@ def test_the_winner_of_each_operation_and_what_was_refused_are_said_for_a_model(
     """
     site.install("mine", code)
     registry = Registry.load()
-    assert weigh_ops(OpNeeds(device="cpu", dtype="float32"), registry.ops) == ["mine (priority 5): gives greedy"]
-    assert weigh_ops(OpNeeds(device="cuda", dtype="float32"), registry.ops) == ["mine (priority 5): for CPUs"]
+    assert weigh_ops(OpNeeds(device="cpu", dtype="float32"), registry.offers(OpSpec)) == ["mine (priority 5): gives greedy"]
+    assert weigh_ops(OpNeeds(device="cuda", dtype="float32"), registry.offers(OpSpec)) == ["mine (priority 5): for CPUs"]

@@ -13,8 +13,7 @@ from enginery.serve.engine.sent_prefixes import SentPrefixes, block_hashes, bloc
 
 
 def standing(waiting: int = 0, cached: int = 0, **changes: object) -> Standing:
-    given = {"serves": True, "is_silent": False, "is_full": False, "num_sent": 0, **changes}
-    return Standing(waiting=waiting, cached=cached, **given)
+    return Standing(waiting=waiting, cached=cached, **{"num_sent": 0, **changes})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 from core.schedule.device import asked_of
+from offers import offering
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.batch import Phase
@@ -249,11 +250,11 @@ def test_a_drafter_that_fails_is_named(propose: Callable[[object], object], said
 def chosen(*, most: int = 8, shipped: tuple[str, ...] = (), modules: object = None, **asked: str) -> tuple[str | None, int]:
     offer = offer_of(Noting(), most=most)
     offer = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, modules=modules))  # type: ignore[arg-type]
-    (own,) = (each for each in Registry.load(no_plugins=True).drafters if each.name == "standalone")
-    registry = SimpleNamespace(drafters=(offer, own), records=(), options_for=lambda name: None)
+    bare = Registry.load(no_plugins=True)
+    registry = offering(bare, DrafterSpec, offer, *bare.offers(DrafterSpec))
     taken, length, *_ = choose_drafter(
         EngineOptions(**asked),  # type: ignore[arg-type]
-        cast("Registry", registry),
+        registry,
         shipped=dict.fromkeys(shipped, Path("somewhere")),
         config={"architectures": ["Any"]},
         folder=Path("somewhere"),

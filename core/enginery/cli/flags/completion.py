@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from enginery.bench.workloads import WORKLOADS, shapes
+from enginery.contracts.attention import AttnBackendSpec, SparseCoordinatorSpec
+from enginery.contracts.drafting import DrafterSpec
+from enginery.contracts.model import CheckpointSpec
+from enginery.contracts.parallel import ExecutorSpec
+from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.plugin.discovery import Wanted, discover
 from enginery.plugin.registry import Registry
 
@@ -18,32 +23,32 @@ def one_of(*values: str) -> Complete:
 
 def backends(incomplete: str) -> list[str]:
     """Complete the name of an attention backend that can be loaded here."""
-    return _starting(incomplete, ["auto", *(offer.name for offer in Registry.load().attn_backends)])
+    return _starting(incomplete, ["auto", *_offered(AttnBackendSpec)])
 
 
 def policies(incomplete: str) -> list[str]:
     """Complete the name of a schedule policy."""
-    return _starting(incomplete, ["auto", *(offer.name for offer in Registry.load().schedule_policies)])
+    return _starting(incomplete, ["auto", *_offered(SchedulePolicySpec)])
 
 
 def executors(incomplete: str) -> list[str]:
     """Complete the name of what places ranks."""
-    return _starting(incomplete, [offer.name for offer in Registry.load().executors])
+    return _starting(incomplete, _offered(ExecutorSpec))
 
 
 def coordinators(incomplete: str) -> list[str]:
     """Complete the name of a sparse-KV coordinator."""
-    return _starting(incomplete, ["off", *(offer.name for offer in Registry.load().sparse_coordinators)])
+    return _starting(incomplete, ["off", *_offered(SparseCoordinatorSpec)])
 
 
 def drafters(incomplete: str) -> list[str]:
     """Complete the name of a drafter."""
-    return _starting(incomplete, ["auto", "off", *(offer.name for offer in Registry.load().drafters)])
+    return _starting(incomplete, ["auto", "off", *_offered(DrafterSpec)])
 
 
 def models(incomplete: str) -> list[str]:
     """Complete the name of an installed checkpoint. Where none fits, the shell offers folders."""
-    return _starting(incomplete, [offer.name for offer in Registry.load().checkpoints])
+    return _starting(incomplete, _offered(CheckpointSpec))
 
 
 def workloads(incomplete: str) -> list[str]:
@@ -59,6 +64,10 @@ def bench_models(incomplete: str) -> list[str]:
 def blocks(incomplete: str) -> list[str]:
     """Complete no:NAME for a plugin that is installed."""
     return _starting(incomplete, [f"no:{found.record.name}" for found in discover(Wanted())])
+
+
+def _offered(kind: type[object]) -> list[str]:
+    return [offer.name for offer in Registry.load().offers(kind)]
 
 
 def _starting(incomplete: str, values: Iterable[str]) -> list[str]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.parallel import Launch, LaunchPlan, RunningRanks
+from enginery.contracts.parallel import ExecutorSpec, Launch, LaunchPlan, RunningRanks
 from enginery.contracts.step import StepInput, StepOutput
 from enginery.plugin.boundary import checked, inside
-from enginery.plugin.registry import Registry, named
+from enginery.plugin.registry import Registry
 from enginery.worker.device import devices_of_ranks
 from enginery.worker.paths.running_step import RunningStep
 
@@ -54,7 +54,7 @@ def begun_ranks(asked: EngineOptions, registry: Registry, launch: Launch | None)
 
     launch: instead of the executor's. What fails inside ends them. Raises the first cause.
     """
-    offer = named(registry.executors, asked.executor, "executor", registry.records)
+    offer = registry.named(ExecutorSpec, asked.executor, "executor")
     if asked.num_ranks <= 1:  # fewer are refused with the other options
         yield None
         return

@@ -11,7 +11,7 @@ import torch
 from enginery.checkpoint.files import READABLE, scan_checkpoint, unstack
 from enginery.checkpoint.reader import read_tensors
 from enginery.contracts.model import ModelSpec
-from enginery.contracts.weights import FormatNeeds
+from enginery.contracts.weights import FormatNeeds, WeightFormatSpec
 from enginery.errors import Unsupported
 from enginery.nn.reference_ops import REFERENCE_SCHEMES
 from enginery.plugin.registry import Registry
@@ -43,7 +43,7 @@ class FolderModel:
         stored = unstack(scan_checkpoint(folder), self._family.stacked_weights)
         if (stated := stated_quantization(config)) is not None:
             needs = FormatNeeds(config=stated, device="cpu", dtype="float32")
-            self._reader = FormatReader.load(choose_format(stated, registry.weight_formats, needs)[0], stated, stored)
+            self._reader = FormatReader.load(choose_format(stated, registry.offers(WeightFormatSpec), needs)[0], stated, stored)
         asked = tensors_asked_for(self._family, config, self._reader)
         self._tensors = {name: torch.empty(part.whole, dtype=READABLE[stored[name].dtype]) for name, part in asked.items()}
         read_tensors(self._tensors.items(), stored, torch.device("cpu"))

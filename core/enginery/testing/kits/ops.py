@@ -14,11 +14,11 @@ import torch
 
 from enginery.contracts.ops import OpNeeds, OpSpec
 from enginery.contracts.versions import HookGroup
-from enginery.errors import PluginError, Unsupported
+from enginery.errors import Unsupported
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.nn.op_cases import OP_CASES, OpCase, Results, results_of, stored_cases
 from enginery.nn.reference_ops import reference_ops
-from enginery.plugin.records import Offer, not_found
+from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
 from enginery.plugin.selection import refusals
 from enginery.testing.kits.checks import KitCheck
@@ -33,10 +33,8 @@ DTYPES: Final = ("float32", "bfloat16", "float16")
 
 def op_checks(name: str, registry: Registry, *, device: str = "cpu", dtypes: Sequence[str] = DTYPES) -> list[KitCheck]:
     """The checks of the set of operations `name`. Raises `PluginError` for an unknown name, `Unsupported` if it refuses it all."""
-    offers = {offer.name: offer for offer in registry.ops}
-    if name not in offers:
-        raise PluginError(not_found("set of operations", name, offers, registry.records))
-    return checks_of_ops(offers[name], device=torch.device(device), dtypes=dtypes)
+    offer = registry.named(OpSpec, name, "set of operations")
+    return checks_of_ops(offer, device=torch.device(device), dtypes=dtypes)
 
 
 def op_checks_of_spec(spec: OpSpec, *, device: str = "cpu", dtypes: Sequence[str] = DTYPES) -> list[KitCheck]:

@@ -14,10 +14,10 @@ from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import ModelFacts
 from enginery.contracts.parallel import ParallelFacts
-from enginery.errors import CheckpointError, ConfigError
+from enginery.errors import CheckpointError, ConfigError, PluginError
 from enginery.plugin.boundary import gives_trees, inside, siblings_of
-from enginery.plugin.records import Offer
-from enginery.plugin.registry import Registry, named
+from enginery.plugin.records import Offer, not_found
+from enginery.plugin.registry import Registry
 from enginery.worker.weights.needed_weights import needed_weights
 
 USUAL_DRAFTS: Final = 4
@@ -73,16 +73,18 @@ def choose_drafter(
 
 
 def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer[DrafterSpec]]:
-    return {offer.name: offer for offer in registry.drafters if _suits(offer, config)}
+    return {offer.name: offer for offer in registry.offers(DrafterSpec) if _suits(offer, config)}
 
 
 def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry) -> Offer[DrafterSpec]:
-    if name not in every and any(offer.name == name for offer in registry.drafters):
+    if name in every:
+        return every[name]
+    if any(offer.name == name for offer in registry.offers(DrafterSpec)):
         raise ConfigError(
             f"--drafter is {name}, which is a part of some models' own checkpoints, and config.json of this one does not say that "
             "it has one; take another drafter, or leave --drafter out"
         )
-    return named(tuple(every.values()), name, "drafter", registry.records)
+    raise PluginError(not_found("drafter", name, every, registry.records))
 
 
 def _suits(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> bool:

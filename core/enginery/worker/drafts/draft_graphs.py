@@ -93,14 +93,12 @@ class DraftGraphs:
         assert forwarded.captured is not None, "the target ran a graph"
         assert forwarded.padded is not None, "and tells for what"
         self.tokens[: len(tokens)].copy_(tokens)
-        if accepted is None:
-            self.right[:count].zero_()
-        else:
-            self.right[:count].copy_(accepted)
-        if forwarded.captured.moved is None:
-            self.moved[:count].zero_()
-        else:
-            self.moved[:count].copy_(forwarded.captured.moved[:count])
+        moved = forwarded.captured.moved
+        for kept, values in ((self.right[:count], accepted), (self.moved[:count], None if moved is None else moved[:count])):
+            if values is None:
+                kept.zero_()
+            else:
+                kept.copy_(values)
         self._follow(forwarded.captured, forwarded.padded, features)
         step = as_chain(step, deepest(step)) if step.parents else step
         ids = self.ids[:count]

@@ -117,10 +117,10 @@ class GraphBuffers(NamedTuple):
     most_positions: int = 0
 
 
-class _Best(NamedTuple):
-    """Tokens [rows] int64; logits and marked: of `CapturedStep`."""
+class HeadResults(NamedTuple):
+    """Of hidden states. best: tokens, [rows] int64; None: none is chosen. logits, and marked, its best: of `CapturedStep`."""
 
-    best: torch.Tensor
+    best: torch.Tensor | None
     logits: torch.Tensor
     marked: torch.Tensor
 
@@ -132,7 +132,7 @@ class DecodeGraphs:
     follows: whether a draft model finds what it takes behind these steps.
     """
 
-    captured = follows = True
+    follows = True
 
     def __init__(self, parts: StepParts, buffers: GraphBuffers, *, capture: Capture) -> None:
         self.parts, self.buffers = parts, buffers
@@ -195,7 +195,7 @@ class DecodeGraphs:
         """Capture a graph. Takes as long as two or three eager steps."""
         size, length, followed, depth = key
         buffers = self.buffers
-        batch, packed = padding_alone(self.feed, self.geometry, key)
+        batch, packed = _padding_alone(self.feed, self.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
         moved = None if accepted is None or not buffers.most_positions else torch.zeros_like(accepted)
         batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
@@ -204,14 +204,14 @@ class DecodeGraphs:
         standing = (
             standing_in_comb(size, length, depth, buffers.siblings, batch, self.relay) if buffers.siblings and depth else None
         )
-        found = list[_Best]()
+        found = list[HeadResults]()
 
         def run() -> None:
             _begin(self, batch, packed, moved)
             self._fill(batch, packed[-2])
             self.relay.ask("device_prologue", plan=batch.plan)
             hidden = self.results.hidden(self.model.forward(batch), batch)
-            found.append(_best_of(self, hidden))
+            found.append(self._run_head(hidden))
             _keep(self, found[-1], batch, packed, out=accepted, standing=standing)
             if kept is not None:
                 kept.copy_(hidden)
@@ -249,9 +249,9 @@ class DecodeGraphs:
         captured.graph.replay()
         return Forwarded(
             planned_s=planned_s,
+            in_graphs=True,
             logits=captured.logits,
             greedy=captured.best,
-            seats=captured.seats,
             batch=captured.batch,
             hidden=captured.hidden,
             accepted=captured.accepted,
@@ -259,17 +259,20 @@ class DecodeGraphs:
             padded=padded,
         )
 
+    def _run_head(self, hidden: torch.Tensor) -> HeadResults:
+        """hidden: [rows, C]. What is made of it stays until the next replay; of several ranks each keeps its columns of logits."""
+        kept = self.buffers.logits[: len(hidden)]
+        if isinstance(self.model, JoinedHead):
+            columns = kept.copy_(self.model.columns(hidden))
+            marked = self.best[: len(columns)].copy_(self.model.shared.best(columns))
+            return HeadResults(marked.clamp(min=0), columns, marked)
+        logits = kept.copy_(self.results.logits(self.model.logits(hidden), hidden))
+        best = self.ops.greedy(logits)
+        return HeadResults(best, logits, self.best[: len(best)].copy_(mark_nan(logits, best)))
+
     def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
         """Fill pending ids in, where the graph reads them."""
         self.feed.fill(batch.input_ids, sources, out=batch.input_ids)
-
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """Where they stay until the next replay: [rows, V]."""
-        return self.buffers.logits[: len(logits)].copy_(logits)
-
-    def _marked(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """Where the best tokens stay until the next replay, with `NAN_TOKEN` for rows of NaN: [rows] int64."""
-        return self.best[: len(best)].copy_(mark_nan(logits, best))
 
     def note_too_large(self, num_requests: int) -> None:
         """Say once that so many are decoded eagerly."""
@@ -319,7 +322,7 @@ def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: torch.Tensor, move
 
 def _keep(
     graphs: DecodeGraphs,
-    found: _Best,
+    found: HeadResults,
     batch: ForwardBatch,
     packed: torch.Tensor,
     *,
@@ -328,6 +331,8 @@ def _keep(
 ) -> None:
     """For the next step, what the requests of a captured batch go on with. out: how many drafts of each are right; None: of a batch
     without drafts."""
+    if found.best is None:
+        return
     seats = packed[-1, : batch.num_requests]
     if out is None:
         graphs.feed.keep(found.best, seats)
@@ -347,18 +352,7 @@ def _keep(
     graphs.feed.wrong.index_copy_(0, seats, num_drafts - out)
 
 
-def _best_of(graphs: DecodeGraphs, hidden: torch.Tensor) -> _Best:
-    """Of all ranks, where there are several: each keeps its own columns of the logits."""
-    if isinstance(graphs.model, JoinedHead):
-        columns = graphs._kept(graphs.model.columns(hidden))
-        marked = graphs.best[: len(columns)].copy_(graphs.model.shared.best(columns))
-        return _Best(marked.clamp(min=0), columns, marked)
-    logits = graphs._kept(graphs.results.logits(graphs.model.logits(hidden), hidden))
-    best = graphs.ops.greedy(logits)
-    return _Best(best, logits, graphs._marked(logits, best))
-
-
-def padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:
+def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:
     """A batch of so many requests that nobody made, and its token fields with what is beside them, see `CapturedStep`."""
     num_rows = key.size * key.length
     batch = feed.named.with_inputs(no_requests(geometry, key.length, trees=key.depth > 0))

@@ -24,19 +24,19 @@ from enginery.worker.paths.results import StepParts
 class Forwarded(NamedTuple):
     """What a forward left on the device, valid until the next one.
 
-    planned_s: when the host had planned, by `time.perf_counter`. Of a graph that computes logits: logits, [>= S, V], the items that
-    sample first; greedy, [>= S] int64, the tokens of the largest, `NAN_TOKEN` where these are NaN, already kept for the next step;
-    seats, [>= S] int64, where they are kept. Of the others: rows, [N, C], hidden states of the rows that need logits; last, [S, C],
-    those of them that are sampled from. Of a step that verifies drafts, and for a draft model: batch, as it was run. For a draft
-    model: hidden, [>= T, C], of all of its rows. Of a graph that verifies: accepted, [>= S] int64, drafts that are the best tokens;
-    what follows these is kept for the next step. captured: the graph that computes logits, which batch and hidden belong to, and
-    padded: the step's batch as that was replayed for, with its fields on the host.
+    planned_s: when the host had planned, by `time.perf_counter`. in_graphs: what was captured was replayed. Of a graph that
+    computes logits: logits, [>= S, V], the items that sample first; greedy, [>= S] int64, the tokens of the largest, `NAN_TOKEN`
+    where these are NaN, already kept for the next step. Of the others: rows, [N, C], hidden states of the rows that need logits;
+    last, [S, C], those of them that are sampled from. Of a step that verifies drafts, and for a draft model: batch, as it was run.
+    For a draft model: hidden, [>= T, C], of all of its rows. Of a graph that verifies: accepted, [>= S] int64, drafts that are the
+    best tokens; what follows these is kept for the next step. captured: the graph that computes logits, which batch and hidden
+    belong to, and padded: the step's batch as that was replayed for, with its fields on the host.
     """
 
     planned_s: float
+    in_graphs: bool = False
     logits: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
-    seats: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     last: torch.Tensor | None = None
     batch: ForwardBatch | None = None
@@ -86,14 +86,13 @@ class Launched(NamedTuple):
     step: StepInput
     forwarded: Forwarded
     logits: torch.Tensor
-    captured: bool
     laid_out_s: float
 
     def seats(self) -> torch.Tensor:
         """Of the items that sample: [S] int64, on the device."""
-        if self.forwarded.seats is None:
+        if self.forwarded.captured is None:
             return to_device(sampled_seats(self.step), self.logits.device)
-        return first_rows(self.forwarded.seats, len(self.step.sampling))
+        return first_rows(self.forwarded.captured.seats, len(self.step.sampling))
 
     def found_positions(self) -> torch.Tensor | None:
         """Of the tokens that are sampled of each row, where the device alone knows them: [S] int64."""
@@ -115,9 +114,7 @@ class Launched(NamedTuple):
 
 
 class ForwardPath(Protocol):
-    """A way to run a batch. captured: whether it replays CUDA graphs."""
-
-    captured: bool
+    """A way to run a batch."""
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Plan the batch that the step was laid out as, and launch it, without waiting for the device."""
@@ -160,8 +157,6 @@ def rows_with_logits(batch: ForwardBatch, device: torch.device) -> torch.Tensor 
 
 class EagerPath:
     """Implements `ForwardPath` for any step."""
-
-    captured = False
 
     def __init__(self, parts: StepParts, *, keeps_all: bool, writes_late: bool) -> None:
         """keeps_all: a draft model takes the batch and the hidden states of all rows, of steps that it follows. writes_late: what

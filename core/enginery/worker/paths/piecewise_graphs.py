@@ -117,8 +117,6 @@ class _Memory:
 class PiecewiseGraphs:
     """Implements `ForwardPath` for prefills and mixed steps. Captures a size when it is first needed, or in idle moments."""
 
-    captured = True
-
     def __init__(self, parts: StepParts, hidden: torch.Tensor, *, capture: PiecewiseCapture) -> None:
         """Captures the largest size: the others fit into its memory. hidden: [largest size, C], where all graphs write theirs."""
         self.model, self.relay, _, self.socket, self.feed, pool, self.results = parts
@@ -165,7 +163,8 @@ class PiecewiseGraphs:
             self.socket.run(call, batch)
             graph.replay()
         hidden = self.hidden[: batch.num_tokens]
-        return hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)._replace(batch=batch, hidden=hidden)
+        forwarded = hidden_states(step, batch, hidden, rows=rows, planned_s=planned_s)
+        return forwarded._replace(in_graphs=True, batch=batch, hidden=hidden)
 
     def _upload(self, step: StepInput, batch: ForwardBatch, packed: torch.Tensor) -> ForwardBatch:
         """Copy the batch's token fields to the graphs, which fill in pending ids. Returns it with its fields there."""

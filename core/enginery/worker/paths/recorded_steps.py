@@ -16,7 +16,7 @@ from enginery.contracts.step import StepInput
 from enginery.plugin.loading import explain
 from enginery.worker.layout import has_pending
 from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, HeadResults
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.sampling import NAN_TOKEN
 
@@ -83,12 +83,11 @@ class RecordedSteps(DecodeGraphs):
     def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
         """Before a replay, where there is something to fill in."""
 
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """A recording's own stay where they are."""
-        return logits
-
-    def _marked(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """A recording's own too, marked when it is done. By the embedding's kernel: a gather's code is in no cache."""
+    def _run_head(self, hidden: torch.Tensor) -> HeadResults:
+        """A recording's own stay where they are. What is NaN is looked for when it is done, among the largest logits."""
+        logits = self.results.logits(self.model.logits(hidden), hidden)
+        best = self.ops.greedy(logits)
         places = best if len(best) == 1 else best + self._firsts[: len(best)]
+        # By the embedding's kernel: a gather's code is in no cache.
         self._largest[len(best)] = self.ops.embed(logits.reshape(-1, 1), places)[:, 0]
-        return best
+        return HeadResults(best, logits, best)

@@ -81,8 +81,6 @@ def _most_logits(step: StepInput) -> int:
 class LanePath:
     """Implements `ForwardPath` for steps of several lanes. It is given the batch of its own, and gives rows of all."""
 
-    captured = False
-
     def __init__(self, parts: StepParts, lanes: LaneRows) -> None:
         self._model, self._relay, self._feed = parts.model, parts.relay, parts.feed
         self._results, self._lanes = parts.results, lanes

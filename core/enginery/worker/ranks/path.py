@@ -22,8 +22,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import no_requests, sampled_seats
-from enginery.worker.paths.captured_step import CapturedStep
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, graph_sizes, padding_alone
+from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, HeadResults
 from enginery.worker.paths.path import Forwarded, ForwardPath, first_rows
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
@@ -38,12 +37,10 @@ class BestTokens:
 
     def __init__(self, path: ForwardPath, head: JoinedHead, feed: TokenFeed) -> None:
         self._path, self._head, self._feed = path, head, feed
-        self.captured = path.captured
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """As the other path does; of such a step there are no logits, [R, 0]."""
         forwarded = self._path.forward(step, batch)
-        self.captured = self._path.captured
         if not step.run.tokens_only or forwarded.last is None or not len(step.sampling):
             return forwarded
         best = self._head.best(forwarded.last)
@@ -58,8 +55,6 @@ class GatheredLogits:
     Where more is asked for, the columns are brought together behind the graph. is_forced: drafts are accepted there too, not in it.
     """
 
-    captured = True
-
     def __init__(self, graphs: DecodeGraphs, head: JoinedHead, *, is_forced: bool) -> None:
         self._graphs, self._head, self._is_forced = graphs, head, is_forced
 
@@ -73,29 +68,13 @@ class GatheredLogits:
 
 
 class RecordedForwards(RecordedSteps):
-    """Of a `CapturedStep` here there are hidden states and no logits: what is chosen from these is of all ranks."""
+    """Of a `CapturedStep` here there are hidden states, [size, C], and no logits: what is chosen from these is of all ranks."""
 
-    @torch.inference_mode()
-    def record(self, key: GraphKey) -> None:
-        batch, packed = padding_alone(self.feed, self.geometry, key)
-        batch = self.relay.plan(self.feed.named.placed(batch), capture=True)
-        found: list[torch.Tensor] = []
+    forward = DecodeGraphs.forward  # there are no logits to look for a NaN in
 
-        def run() -> None:
-            self._fill(batch, packed[-2])
-            self.relay.ask("device_prologue", plan=batch.plan)
-            found.append(self.results.hidden(self.model.forward(batch), batch))
-
-        graph, seats = self._capture(run), packed[-1]
-        self._captured[key] = CapturedStep(packed=packed, seats=seats, batch=batch, graph=graph, logits=found[-1], best=seats)
-
-    def hidden(self, step: StepInput, batch: ForwardBatch) -> tuple[torch.Tensor, float]:
-        """Of a step of one lane, [size, C], valid until the next, and when it was planned. There is a recording."""
-        captured = self._captured[GraphKey.of(step, serves_drafts=False)]
-        self._update(captured, step, batch)
-        planned_s = time.perf_counter()
-        captured.graph.replay()
-        return captured.logits, planned_s
+    def _run_head(self, hidden: torch.Tensor) -> HeadResults:
+        """It runs behind the recording."""
+        return HeadResults(None, hidden, self.best[: len(hidden)])
 
 
 class CapturedForwards(RecordedForwards):
@@ -104,17 +83,15 @@ class CapturedForwards(RecordedForwards):
     _fill, _update = DecodeGraphs._fill, DecodeGraphs._update  # pending ids are filled in by the graph
 
     def capture_first(self) -> None:
-        self.sizes = graph_sizes(len(self.best))
         for size in reversed(self.sizes):  # the others fit into the memory of the largest
             self.record(GraphKey(size, 1, followed=False))
 
 
 class RankSteps:
-    """Implements `ForwardPath` for steps that are to be recorded. captured: whether the last one was."""
+    """Implements `ForwardPath` for steps that are to be recorded, whether this rank can or not."""
 
     def __init__(self, recorded: RecordedForwards, head: JoinedHead) -> None:
         self._recorded, self._head = recorded, head
-        self.captured = False
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """As `EagerPath`, and as `LanePath` where there are lanes."""
@@ -122,9 +99,11 @@ class RankSteps:
         own = step if lanes is None else step.of_lane(lanes.lane)
         if not own.num_items:
             batch = no_requests(self._recorded.geometry)
-        self.captured = self._recorded.ready(step)
-        if self.captured:
-            hidden, planned_s = self._recorded.hidden(own, batch)
+        in_graphs = self._recorded.ready(step)
+        if in_graphs:
+            done = self._recorded.forward(own, batch)
+            planned_s, hidden = done.planned_s, done.logits
+            assert hidden is not None, "which are there in place of logits"
         else:
             recorded, size = self._recorded, step.run.size
             padded = pad(batch, num_requests=size, num_tokens=size, geometry=recorded.geometry)
@@ -132,7 +111,8 @@ class RankSteps:
             planned_s = time.perf_counter()
             hidden = recorded.results.hidden(recorded.model.forward(there), there)
         if lanes is not None:
-            return lanes.sampled(step, hidden.index_select(0, to_device(lanes.own(step), hidden.device)), planned_s)
+            own_rows = hidden.index_select(0, to_device(lanes.own(step), hidden.device))
+            return lanes.sampled(step, own_rows, planned_s)._replace(in_graphs=in_graphs)
         rows = first_rows(hidden, step.num_items)
         last = rows if len(step.sampling) == len(rows) else rows.index_select(0, torch.from_numpy(step.sampling.astype(np.int64)))
-        return Forwarded(planned_s=planned_s, rows=rows, last=last)
+        return Forwarded(planned_s=planned_s, in_graphs=in_graphs, rows=rows, last=last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
 
@@ -16,6 +17,7 @@ MOST_ROWS: Final = 17  # of a request in a captured step that verifies drafts
 MAX_HEAD_DIM: Final = 256
 MAX_RANK: Final = 512
 MAX_ROPE_DIM: Final = 128
+FEW_HEADS: Final = 32  # of latents: with more, others decode one request faster
 
 
 def is_interpreted() -> bool:
@@ -23,13 +25,27 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def make_spec() -> AttnBackendSpec:
-    """Interpreted, it is for the CPU, and last in the order: thousands of times slower than anything else there."""
+@dataclass(frozen=True, kw_only=True)
+class TritonSpec(AttnBackendSpec):
+    """Its rank for one request is for latents with few query heads."""
+
+    def priority_for(self, needs: AttnNeeds) -> int:
+        """See `AttnBackendSpec.priority_for`."""
+        few = all(layer.latent is not None and layer.num_heads <= FEW_HEADS for layer in needs.layers)
+        return super().priority_for(needs) if few else self.priority
+
+
+def make_spec() -> TritonSpec:
+    """Before FlashInfer for one request of latents with few heads, which it decodes faster, and for more of them behind it.
+
+    Interpreted, it is for the CPU, and last in the order: thousands of times slower than anything else there.
+    """
     interpreted = is_interpreted()
-    return AttnBackendSpec(
+    return TritonSpec(
         name=NAME,
         api=(2, 0),
         priority=1 if interpreted else 50,
+        single_priority=None if interpreted else 70,
         summary="Triton kernels, interpreted: for tests" if interpreted else "Triton kernels for CUDA devices",
         refuse_also=refuse_also,
         capabilities=Capabilities(

@@ -84,6 +84,7 @@ def test_row_8_a_slow_sender_is_told_and_holds_nobody_up(server, parts):
         slow = pool.submit(raw, server, *parts, pause_s=0.3)
         assert server.control() == server.answer
         assert slow.result().startswith(b"HTTP/1.1 408")
+        assert b"did not arrive whole within 2 s; send it faster, or raise --receive-s" in slow.result()
 
 
 def test_row_8_more_idle_connections_than_a_process_may_usually_have_files_stop_nothing():

@@ -142,9 +142,9 @@ class Connection(H11Protocol):
                 self._receiving.cancel()
             self._receiving = None
         elif self._receiving is None:
-            self._receiving = self.loop.call_later(
-                self._limits.receive_s, self._refuse, 408, "too_slow", "the request did not arrive"
-            )
+            within_s = self._limits.receive_s
+            told = f"the request did not arrive whole within {within_s:g} s; send it faster, or raise --receive-s"
+            self._receiving = self.loop.call_later(within_s, self._refuse, 408, "too_slow", told)
 
     def _answer_probes(self, app: ASGIApp) -> ASGIApp:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:

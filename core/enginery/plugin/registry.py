@@ -20,7 +20,6 @@ from enginery.contracts.attention import (
 )
 from enginery.contracts.engine import EngineHandle
 from enginery.contracts.model import CheckpointSpec, ModelSpec
-from enginery.contracts.parsers import ParserSpec
 from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.errors import FAULTS, CheckpointError, PluginError
 from enginery.plugin.boundary import Observers, checked
@@ -82,10 +81,6 @@ class Registry:
             if offer.name == name:
                 return offer
         raise PluginError(not_found(what, name, [offer.name for offer in self.offers(kind)], self.records))
-
-    @property
-    def parsers(self) -> tuple[Offer[ParserSpec], ...]:
-        return self.offers(ParserSpec)
 
     def select_attn_backend(self, wanted: str, needs: AttnNeeds, *, leave_out: Collection[str] = ()) -> Selection:
         """The backend named `wanted`, or for "auto" the best that refuses nothing, with every candidate's reasons.

@@ -200,6 +200,7 @@ HOSTILE = {
     "no JSON": (GrammarKind.JSON_SCHEMA, "{bad", "no JSON"),
     "no schema": (GrammarKind.JSON_SCHEMA, "[]", "no JSON object"),
     "true": (GrammarKind.JSON_SCHEMA, "true", "no JSON object"),
+    "deep schema": (GrammarKind.JSON_SCHEMA, '{"items": ' * 900 + "{}" + "}" * 900, "nested too deeply"),
     "an unknown type": (GrammarKind.JSON_SCHEMA, '{"type": "banana"}', "banana"),
     "a keyword that is not supported": (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
     "a keyword hidden by the schema": (GrammarKind.JSON_SCHEMA, '{"not": {}, "x-guidance": {"lenient": true}}', "not"),

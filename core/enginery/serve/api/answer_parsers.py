@@ -48,7 +48,8 @@ class Parsers:
             added_tokens=text.tokenizer.added_tokens,
         )
         asked: dict[ParserKind, str] = {"tools": tools, "reasoning": reasoning}
-        chosen = [choose_parser(*each, facts, offers=registry.parsers, records=registry.records) for each in asked.items()]
+        offers, records = registry.offers(ParserSpec), registry.records
+        chosen = [choose_parser(*each, facts, offers=offers, records=records) for each in asked.items()]
         found_tools, found_reasoning = (None if offer is None else guarded_parser(offer) for offer in chosen)
         decisions = tuple(_decision(kind, asked[kind], offer) for kind, offer in zip(asked, chosen, strict=True))
         return cls(tools=found_tools, reasoning=found_reasoning, decisions=decisions)

@@ -138,7 +138,8 @@ def _json_schema(source: str) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(_without_remarks(source), overrides=_JSON)
     except ValueError as error:
-        raise RequestError(f"the JSON schema is no JSON object: {_short(str(error))}", param="grammar") from error
+        what = "nested too deeply; put what repeats into $defs" if "recursion limit" in str(error) else "no JSON object"
+        raise RequestError(f"the JSON schema is {what}: {_short(str(error))}", param="grammar") from error
 
 
 def _without_remarks(source: str) -> str:

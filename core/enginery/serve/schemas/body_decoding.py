@@ -45,7 +45,7 @@ def decode_request(body: bytes | bytearray, kind: type[RequestT]) -> RequestT:
     body = body.removeprefix(_BYTE_ORDER_MARK)
     if not body:
         raise RequestError("the body is empty, but must be a JSON object")
-    if told := _is_too_much(body):
+    if told := too_much(body):
         raise RequestError(f"the body has {told}")
     try:
         request = _decode(body, kind)
@@ -63,7 +63,7 @@ def decode_request(body: bytes | bytearray, kind: type[RequestT]) -> RequestT:
 def decode_json(text: str) -> object:
     """The JSON value that a string of a body holds. Raises `msgspec.DecodeError` and `RecursionError`."""
     raw = text.encode(errors="surrogatepass")
-    if told := _is_too_much(raw):
+    if told := too_much(raw):
         raise msgspec.DecodeError(f"there are {told}")
     value = msgspec.json.decode(raw)
     if _has_digits(raw, _64_BITS) and _is_too_long(value):
@@ -71,7 +71,7 @@ def decode_json(text: str) -> object:
     return value
 
 
-def _is_too_much(body: bytes | bytearray) -> str | None:
+def too_much(body: bytes | bytearray) -> str | None:
     """What the body has too much of, if anything. The exact count, which leaves texts out, follows only if a quick one is high."""
     num_values = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
     if num_values <= MAX_VALUES and body.count(b",") <= MAX_NUMBERS and not _has_digits(body, MAX_DIGITS + 1):

@@ -8,6 +8,7 @@ import msgspec
 
 from enginery.contracts.request import MAX_TOP_LOGPROBS
 from enginery.errors import RequestError
+from enginery.serve.schemas.body_decoding import too_much
 from enginery.serve.schemas.completions import MAX_MESSAGES, CacheControl, CommonRequest, Id
 
 MAX_TOOLS: Final = 256
@@ -38,8 +39,11 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     index: int | None = None
 
     def for_template(self) -> dict[str, object]:
-        """The call as a chat template reads it, which gets the arguments as an object, or as text if they are none."""
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": self.function.arguments}}
+        """With the arguments as text or as an object, as they were sent. Raises `RequestError` if they hold too much."""
+        given = self.function.arguments
+        if isinstance(given, str) and (told := too_much(given.encode(errors="surrogatepass"))):
+            raise RequestError(f"the arguments of the call {self.id!r} hold {told}", param="messages")
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": given}}
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -67,11 +67,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         self._check()
         content = self.content if isinstance(self.content, str | None) else "\n".join(part.text for part in self.content)
         named = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self._reasoned}
-        told: dict[str, object] = {
-            "role": self.role,
-            "content": content,
-            **{name: value for name, value in named.items() if value is not None},
-        }
+        told: dict[str, object] = {"role": self.role, "content": content}
+        told |= {name: value for name, value in named.items() if value is not None}
         if self.tool_calls:
             told["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return told

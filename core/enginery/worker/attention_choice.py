@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from enginery.config.schema import Decision, EngineOptions
@@ -14,6 +15,7 @@ from enginery.errors import Unsupported
 from enginery.plugin.boundary import inside
 from enginery.plugin.records import Offer
 from enginery.plugin.registry import Registry
+from enginery.plugin.selection import Selection
 from enginery.worker.drafts.choice import ChosenDrafter
 from enginery.worker.needs import LayerNeeds, by_phase, verifying
 
@@ -56,12 +58,17 @@ def choose_attention(
     Left to choose, it takes two for the softmax layers where the best one for prefills is not the best one for decoding, and one
     more where that is not the best one for decoding one request. leave_out: backends that are no candidates.
     """
-    needs = needs._replace(softmax=_needing_ragged(needs.softmax, asked.mla_prefill))
+    of_role = _needs_of(needs._replace(softmax=_needing_ragged(needs.softmax, asked.mla_prefill)))
+
+    @functools.cache  # weighing the candidates takes milliseconds
+    def select(name: str, role: str) -> Selection:
+        return registry.select_attn_backend(name, of_role[role], leave_out=leave_out)
+
     chosen: dict[str, Offer[AttnBackendSpec]] = {}
     decisions: list[Decision] = []
     considered: list[str] = []
-    for role, (name, of_role) in _wanted(asked, registry, needs, leave_out=leave_out).items():
-        selection = registry.select_attn_backend(name, of_role, leave_out=leave_out)
+    for role, name in _wanted(asked, of_role, select).items():
+        selection = select(name, role)
         considered += [f"{role}: {candidate}" for candidate in selection.candidates]
         chosen[role] = selection.winner
         reason = "asked for" if name != "auto" else "highest priority that refuses nothing"
@@ -94,31 +101,32 @@ def verifying_drafts(needs: LayerNeeds, drafter: ChosenDrafter) -> LayerNeeds:
     return LayerNeeds(verifying(needs.softmax, trees=drafter.trees, device_lengths=unread), verifying(needs.recurrent))
 
 
-def _wanted(
-    asked: EngineOptions, registry: Registry, needs: LayerNeeds, *, leave_out: Collection[str]
-) -> dict[str, tuple[str, AttnNeeds]]:
-    """Each role that the model has work for: the name that is asked for, or auto, and what the role needs."""
-    any_phase, phases = asked.attention_backend, by_phase(needs.softmax)
-    named = {"prefill": asked.prefill_attention_backend, "decode": asked.decode_attention_backend}
-    names = {role: name or any_phase for role, name in named.items()}
-    wanted = {"softmax": (any_phase, needs.softmax)}
-    if any(named.values()) or _differ(any_phase, registry, (phases["prefill"], phases["decode"]), leave_out=leave_out):
-        wanted = {role: (name, phases[role]) for role, name in names.items()}
-    if _differ(names["decode"], registry, (phases["decode"], phases["single"]), leave_out=leave_out):
-        wanted["single"] = ("auto", phases["single"])
-    wanted["recurrent"] = (asked.linear_attention_backend, needs.recurrent)
-    return {role: (name, of_role) for role, (name, of_role) in wanted.items() if of_role.layers}
+def _needs_of(needs: LayerNeeds) -> dict[str, AttnNeeds]:
+    """What each role needs."""
+    return {**needs._asdict(), **by_phase(needs.softmax)}
 
 
-def _differ(wanted: str, registry: Registry, needs: Sequence[AttnNeeds], *, leave_out: Collection[str]) -> bool:
-    """Whether the best backends for these needs are not the same, if auto is wanted."""
-    asking = [each for each in needs if wanted == "auto" and each.layers]
-    return len({registry.select_attn_backend("auto", each, leave_out=leave_out).winner.name for each in asking}) > 1
+def _wanted(asked: EngineOptions, of_role: Mapping[str, AttnNeeds], select: Callable[[str, str], Selection]) -> dict[str, str]:
+    """The name that is asked for, or auto, of each role that the model has work for."""
+
+    def differ(name: str, *roles: str) -> bool:
+        return name == "auto" and len({select(name, role).winner.name for role in roles}) > 1
+
+    wanted: dict[str, str] = {}
+    if of_role["softmax"].layers:
+        named = {"prefill": asked.prefill_attention_backend, "decode": asked.decode_attention_backend}
+        names = {role: name or asked.attention_backend for role, name in named.items()}
+        is_split = any(named.values()) or differ(asked.attention_backend, "prefill", "decode")
+        wanted |= names if is_split else {"softmax": asked.attention_backend}
+        wanted |= {"single": "auto"} if differ(names["decode"], "decode", "single") else {}
+    if of_role["recurrent"].layers:
+        wanted["recurrent"] = asked.linear_attention_backend
+    return wanted
 
 
 def missing_kernels(chosen: AttentionChoice, registry: Registry, needs: LayerNeeds) -> tuple[KernelWish, ...]:
     """What the chosen backends have to compile before they can run."""
-    needs_of = {**needs._asdict(), **by_phase(needs.softmax)}
+    needs_of = _needs_of(needs)
     wishes = []
     for role, offer in chosen.by_role.items():
         if (store := offer.spec.kernel_store) is None:

@@ -117,8 +117,8 @@ def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
     group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
     peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, TritonPeerOps]()
     if peers.are_in_reach():
-        for name in list(KERNELS)[: 1 if ranks == 2 else None]:
-            kernels[name] = TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=KERNELS[name])
+        for name, few in KERNELS.items() if ranks > 2 else [("kernel", FEW_BYTES)]:
+            kernels[name] = TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few)
     ops, capture = TritonOps(dependent_launch=True), CudaCapture(device)
     weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
     for rows in ROWS:

@@ -65,9 +65,8 @@ class GuessDraws:
     ) -> None:
         assert together is None or not siblings, "guesses of several ranks do not branch"
         params = np.zeros((4, len(rows))) if sampling is None else sampling.params[:, rows]
-        seeds = np.zeros(len(rows), np.uint64) if sampling is None else sampling.seeds[rows]
+        self._seeds = np.zeros(len(rows), np.uint64) if sampling is None else sampling.seeds[rows]
         self._params, self._ops, self._device, self._together, self._siblings = params, ops, device, together, siblings
-        self.table, self.seeds = torch.from_numpy(params.astype(np.float32)), torch.from_numpy(seeds.view(np.int64))
         self.kind = kind
         if bool((params[0] >= LEAST_TEMPERATURE).any()):
             kept, cut = most_kept(params, sys.maxsize)
@@ -89,9 +88,14 @@ class GuessDraws:
         kept, cut = most_kept(self._params, logits.shape[-1])
         return drawn(logits, positions, table, seeds, kept=kept, cut=cut, ops=self._ops)
 
+    def host(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Table and seeds as `drawn` takes them, on the host: who takes best tokens needs neither."""
+        return torch.from_numpy(self._params.astype(np.float32)), torch.from_numpy(self._seeds.view(np.int64))
+
     @functools.cached_property
     def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return to_device(self.table, self._device), to_device(self.seeds, self._device)
+        table, seeds = self.host()
+        return to_device(table, self._device), to_device(seeds, self._device)
 
 
 class CapturedDraws:
@@ -104,9 +108,9 @@ class CapturedDraws:
 
     def fill(self, draws: GuessDraws) -> None:
         """With those of a step; padding takes its best token."""
-        more = self._table.shape[1] - draws.table.shape[1]
-        self._table.copy_(pinned(F.pad(draws.table, (0, more)), self._table.device), non_blocking=True)
-        self._seeds.copy_(pinned(F.pad(draws.seeds, (0, more)), self._table.device), non_blocking=True)
+        for kept, told in zip((self._table, self._seeds), draws.host(), strict=True):
+            more = kept.shape[-1] - told.shape[-1]
+            kept.copy_(pinned(F.pad(told, (0, more)), kept.device), non_blocking=True)
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As `GuessDraws.choose`. Device work only."""

@@ -78,7 +78,7 @@ class TritonPeerOps:
         out = torch.empty((num_rows, columns), dtype=torch.promote_types(residual.dtype, weight.dtype), device=partial.device)
         given = (partial, residual, weight.contiguous(), out, self._addresses)
         block, num_ranks, size = next_power_of_2(columns), len(self._memory.parts), partial.element_size()
-        strides = (partial.stride(0), residual.stride(0), eps)
+        strides = (partial.stride(0), residual.stride(0))
         alike: dict[str, object] = {
             "RANK": self._memory.rank,
             "COLUMNS": columns,
@@ -93,6 +93,7 @@ class TritonPeerOps:
                 *given,
                 num_rows,
                 *strides,
+                eps,
                 BLOCK=block,
                 EACH=each,
                 FLAGS=_FLAGS,
@@ -104,6 +105,7 @@ class TritonPeerOps:
             sums.sum_norm_few[(num_rows,)](
                 *given,
                 *strides,
+                eps,
                 RANKS=num_ranks,
                 BLOCK_RANKS=next_power_of_2(num_ranks),
                 BLOCK=block * size // 4,
@@ -120,6 +122,7 @@ class TritonPeerOps:
                 *given,
                 num_rows,
                 *strides,
+                eps,
                 RANKS=num_ranks,
                 BLOCK=block,
                 EACH=each,

@@ -15,9 +15,9 @@ from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_ker
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DIRECT = {
-    "as chosen": DirectShape(),
-    "more outputs": DirectShape(block_n=32, block_k=32, num_warps=16, ahead=2, x_ahead=1),
-    "more x ahead": DirectShape(block_k=128, num_warps=4, ahead=1, x_ahead=2),
+    "few outputs": DirectShape(block_n=16, block_k=64, num_warps=8, ahead=4, x_ahead=4, registers=128),
+    "more outputs": DirectShape(block_n=32, block_k=32, num_warps=16, ahead=2, x_ahead=1, registers=128),
+    "more x ahead": DirectShape(block_n=16, block_k=128, num_warps=4, ahead=1, x_ahead=2, registers=128),
 }
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -40,12 +40,12 @@ class DirectShape:
     registers: the most that a thread may have, so that several programs run on a multiprocessor.
     """
 
-    block_n: int = 16
-    block_k: int = 64
-    num_warps: int = 8
-    ahead: int = 4
-    x_ahead: int = 4
-    registers: int = 128
+    block_n: int
+    block_k: int
+    num_warps: int
+    ahead: int
+    x_ahead: int
+    registers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,16 @@ def matvec_shape(columns: int) -> MatvecShape:
 
 
 def direct_shape(outputs: int, columns: int, *, multiprocessors: int) -> DirectShape | None:
-    """For up to `DIRECT_ROWS` rows. None: programs are too short, or too few to keep the memory busy."""
+    """For up to `DIRECT_ROWS` rows, from docs/benchmarks/kernels-direct-rows.json. None: programs are too short, or too few to keep
+    the memory busy.
+
+    Where all outputs fit the device at once, a program of each multiprocessor has 32 of them.
+    """
     if columns < LEAST_DIRECT_COLUMNS or columns % 16 or outputs < 8 * multiprocessors:
         return None
-    return DirectShape()
+    if columns <= 4096 and outputs <= 32 * multiprocessors:
+        return DirectShape(block_n=32, block_k=64, num_warps=16, ahead=2, x_ahead=2, registers=128)
+    return DirectShape(block_n=16, block_k=64, num_warps=16, ahead=4, x_ahead=4, registers=128)
 
 
 def direct_kernels_of(version: str) -> ModuleType | None:

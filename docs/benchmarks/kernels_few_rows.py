@@ -2,8 +2,11 @@
 
 Those of gpt-oss have biases.
 
-What `small_linear.few_rows_shape` chooses from. A time is that of a norm and one product in a CUDA graph of many, whose weights are
-together larger than the L2 cache; numbers are checked first. `--compile I N` only compiles the I-th of N parts, to share that work.
+What `small_linear.few_rows_shape` chooses from, and with `--direct`, for 2 to 8 rows, `direct_shape`: then each line is printed as
+it comes, and beside it are torch, what `few_rows_shape` chooses, and one row by `matvec`.
+
+A time is that of a norm and one product in a CUDA graph of many, whose weights are together larger than the L2 cache; numbers are
+checked first. `--compile I N` only compiles the I-th of N parts, to share that work.
 """
 
 from __future__ import annotations
@@ -22,17 +25,45 @@ import triton
 from kernels_triton_ops import copies, random, relative_error, time_us
 
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.small_linear import FewRows, FewRowsShape
+from enginery_ops_triton.small_linear import (
+    FEW_ROWS,
+    DirectRows,
+    DirectShape,
+    FewRows,
+    FewRowsShape,
+    Matvec,
+    direct_kernels_of,
+    few_rows_shape,
+    matvec_shape,
+)
 
 WEIGHTS = {
     "8B out": (4096, 4096),
     "8B qkv": (6144, 4096),
     "8B down": (4096, 14336),
+    "8B gate_up": (28672, 4096),
     "gpt-oss qkv": (5120, 2880),
     "gpt-oss out": (2880, 4096),
     "gpt-oss router": (128, 2880),
 }
 ROWS = (4, 16, 32, 64)
+DIRECT_ROWS = (2, 4, 8)
+DIRECT_WEIGHTS = ("8B out", "8B qkv", "8B down", "8B gate_up")
+# block_n, block_k, num_warps, ahead, x_ahead, registers: none of them spills a register.
+DIRECT_SHAPES = (
+    (16, 64, 8, 4, 4, 128),
+    (16, 64, 8, 3, 2, 80),
+    (16, 64, 8, 2, 2, 64),
+    (16, 32, 8, 8, 4, 128),
+    (16, 128, 8, 2, 2, 128),
+    (16, 64, 4, 4, 4, 128),
+    (16, 64, 4, 3, 2, 80),
+    (16, 64, 16, 4, 4, 128),
+    (16, 64, 16, 2, 2, 64),
+    (32, 64, 8, 5, 4, 255),
+    (32, 64, 8, 2, 2, 128),
+    (32, 64, 16, 2, 2, 128),
+)
 MOST_SHARED_BYTES = 200_000
 FEWEST_PROGRAMS, MOST_PROGRAMS = 40, 800
 
@@ -69,26 +100,90 @@ def measured(name: str, rows: int, ops: TritonOps) -> dict[str, Any]:
     return {"weight": name, "rows": rows, "norm_us": norm, "torch_us": theirs, "tried": len(times), "best": best}
 
 
+def direct_shapes() -> list[DirectShape]:
+    names = ("block_n", "block_k", "num_warps", "ahead", "x_ahead", "registers")
+    return [DirectShape(**dict(zip(names, each, strict=True))) for each in DIRECT_SHAPES]
+
+
+def direct_product(weight: torch.Tensor, bias: torch.Tensor | None, shape: DirectShape) -> DirectRows:
+    kernels = direct_kernels_of(triton.__version__)
+    assert kernels is not None, f"Triton is {triton.__version__}"
+    return DirectRows(weight, bias, shape, kernels=kernels, dependent_launch=True)
+
+
+def print_direct(name: str, all_rows: list[int], ops: TritonOps) -> None:
+    """A line for each number of rows and shape: microseconds of a norm and a product, and the weight's bytes in that time."""
+    outputs, columns = WEIGHTS[name]
+    bias = random(outputs) if name.startswith("gpt-oss") else None
+    weights = [random(outputs, columns, scale=columns**-0.5) for _ in range(copies(outputs * columns * 2, most=12))]
+    small, scale = random(8, 4096), random(4096)
+    norm = time_us([partial(ops.rms_norm, small, scale, 1e-6)] * 8, replays=7)
+
+    def show(rows: int, kind: str, products: list[Any]) -> None:
+        x = random(rows, columns)
+        exact = F.linear(x.double(), weights[0].double(), None if bias is None else bias.double())
+        error = relative_error(products[0](x), exact)
+        line = {"weight": name, "rows": rows, "kind": kind, "error": float(f"{error:.1e}")}
+        if error < 5e-3:
+
+            def behind_norm(product: Any) -> Any:
+                ops.rms_norm(small, scale, 1e-6)
+                return product(x)
+
+            us = time_us([partial(behind_norm, product) for product in products], replays=7)
+            line |= {"us": round(us, 2), "norm_us": round(norm, 2), "tb_s": round(outputs * columns * 2 / us / 1e6, 2)}
+        else:
+            line["wrong"] = True
+        print(json.dumps(line), flush=True)
+
+    show(1, "matvec", [Matvec(weight, bias, matvec_shape(columns), dependent_launch=True) for weight in weights])
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    few = few_rows_shape(outputs, columns, FEW_ROWS, multiprocessors=multiprocessors)
+    for rows in all_rows:
+        show(rows, "torch", [partial(F.linear, weight=weight, bias=bias) for weight in weights])
+        if few:
+            show(rows, "few_rows", [FewRows(weight, bias, few, dependent_launch=True) for weight in weights])
+        for shape in direct_shapes():
+            show(rows, f"direct {tuple(vars(shape).values())}", [direct_product(weight, bias, shape) for weight in weights])
+
+
+def run_direct(asked: argparse.Namespace) -> None:
+    weights = asked.weights or list(DIRECT_WEIGHTS)
+    if asked.compile:
+        columns_of_all = sorted({WEIGHTS[name][1] for name in weights})
+        todo = list(itertools.product(columns_of_all, direct_shapes()))
+        for columns, shape in todo[asked.compile[0] :: asked.compile[1]]:
+            direct_product(random(256, columns), None, shape)(random(2, columns))
+        return
+    print(
+        json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}), flush=True
+    )
+    ops = TritonOps(dependent_launch=True)
+    for name in weights:
+        print_direct(name, asked.rows or list(DIRECT_ROWS), ops)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS)
+    parser.add_argument("--rows", nargs="+", type=int)
+    parser.add_argument("--direct", action="store_true")
     parser.add_argument("--compile", type=int, nargs=2, metavar=("I", "N"))
     asked = parser.parse_args()
     torch.manual_seed(0)
+    if asked.direct:
+        run_direct(asked)
+        return
+    chosen = list(itertools.product(asked.weights or WEIGHTS, asked.rows or ROWS))
     if asked.compile:
-        todo = [
-            (name, rows, shape)
-            for name, rows in itertools.product(asked.weights, asked.rows)
-            for shape in candidates(*WEIGHTS[name], rows)
-        ]
+        todo = [(name, rows, shape) for name, rows in chosen for shape in candidates(*WEIGHTS[name], rows)]
         for name, rows, shape in todo[asked.compile[0] :: asked.compile[1]]:
             columns = WEIGHTS[name][1]
             bias = random(256) if name.startswith("gpt-oss") else None
             FewRows(random(256, columns), bias, shape, dependent_launch=True)(random(rows, columns))
         return
     ops = TritonOps(dependent_launch=True)
-    found = [measured(name, rows, ops) for name, rows in itertools.product(asked.weights, asked.rows)]
+    found = [measured(name, rows, ops) for name, rows in chosen]
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     print(
         json.dumps(

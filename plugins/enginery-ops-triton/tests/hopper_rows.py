@@ -1,16 +1,18 @@
-"""Compiles products of one row for compute capability 9.0, without a GPU, and counts what a program waits for."""
+"""Compiles products of one row, and of up to 8, for compute capability 9.0, without a GPU, and counts what a program waits for."""
 
 from __future__ import annotations
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from enginery_ops_triton.expert_blocks import ExpertSizes, PairBlocks, blocks_for
 from enginery_ops_triton.kernels.experts import down_of_pairs, gate_up_of_pairs
 from enginery_ops_triton.kernels.linear import matvec
-from enginery_ops_triton.small_linear import matvec_shape
+from enginery_ops_triton.kernels.linear_few import linear_of_few
+from enginery_ops_triton.small_linear import direct_shape, matvec_shape
 
 TYPES = {"ids": "*i32", "weights": "*fp32", "x_stride": "i32", "weight_stride": "i32", "num_outputs": "i32"}
 TYPES |= dict.fromkeys(("x", "weight", "scale", "bias", "out"), "*bf16")
@@ -19,30 +21,55 @@ QWEN3_NEXT = ExpertSizes(num_experts=513, columns=2048, inner=512, dtype=torch.b
 KIMI_LINEAR = ExpertSizes(num_experts=257, columns=2304, inner=1024, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
 
 
-def compiled(kernel: triton.JITFunction, num_warps: int, **constants: object) -> str:
-    """PTX. Tensors begin at multiples of 16 bytes, and strides are multiples of 16 values."""
+def compiled(kernel: triton.JITFunction, num_warps: int, *, registers: int | None = None, **constants: object) -> CompiledKernel:
+    """Tensors begin at multiples of 16 bytes, and strides are multiples of 16 values."""
     signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in TYPES}
+    signature |= {"num_rows": "i32"} if "num_rows" in signature else {}
     chosen = {name: value for name, value in {**PLAIN, **constants}.items() if signature.get(name) == "constexpr"}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=chosen, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps, launch_pdl=True))
+    source = (GluonASTSource if kernel is linear_of_few else ASTSource)(
+        fn=kernel, signature=signature, constexprs=chosen, attrs=aligned
+    )
+    options = dict(num_warps=num_warps, maxnreg=registers, launch_pdl=True)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.asm["cubin"]
-    ptx: str = made.asm["ptx"]
-    return ptx
+    return made
+
+
+def check_direct(outputs: int, columns: int, *, biased: bool) -> None:
+    shape = direct_shape(outputs, columns, multiprocessors=132)
+    assert shape is not None
+    sizes = dict(
+        COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead, X_AHEAD=shape.x_ahead, BIAS=biased
+    )
+    made = compiled(linear_of_few, shape.num_warps, registers=shape.registers, **sizes)
+    of_weight, of_x = shape.block_n * shape.block_k // 256, 8 * shape.block_k // 256  # loads of a block, 8 values a lane
+    ahead, behind = made.asm["ptx"].split("griddepcontrol.wait")
+    early, late = behind.split("mma.sync", 1)
+    assert ahead.count("ld.global.L1::evict_first.L2::cache_hint.v4") == of_weight * shape.ahead
+    assert early.count("ld.global.v4") == of_x * shape.x_ahead
+    steps = -(-columns // (shape.num_warps * shape.block_k))
+    assert late.count("ld.global.L1::evict_first.L2::cache_hint.v4") == of_weight * (steps - shape.ahead)
+    assert "shared" not in (early + late).rsplit("mma.sync", 1)[0], "weights and x go from memory to the matrix units"
+    assert late.count("bar.sync") == 1, "the sums of all warps are exchanged once"
+    assert "LDL" not in made.asm["sass"], "all of it is in registers"
 
 
 def main() -> None:
     for columns in (2048, 2304, 4096):
         shape = matvec_shape(columns)
         sizes = dict(COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead)
-        before_sums = compiled(matvec, shape.num_warps, **sizes).split("shfl")[0]
+        before_sums = compiled(matvec, shape.num_warps, **sizes).asm["ptx"].split("shfl")[0]
         assert "bar.sync" not in before_sums, "x goes from memory to the threads that multiply it"
+    for outputs, columns in ((4096, 4096), (4096, 14336), (28672, 4096)):
+        check_direct(outputs, columns, biased=False)
+    check_direct(5120, 2880, biased=True)
     for sizes, top_k in ((QWEN3_NEXT, 11), (KIMI_LINEAR, 9)):
         blocks = blocks_for(top_k, top_k, sizes)
         assert isinstance(blocks, PairBlocks)
         common = dict(NUM_EXPERTS=sizes.num_experts, INNER=sizes.inner, COLUMNS=sizes.columns, TOP_K=top_k)
         for kernel, block in ((gate_up_of_pairs, blocks.gate_up), (down_of_pairs, blocks.down)):
-            ptx = compiled(kernel, block.num_warps, **common, BLOCK_N=block.n, BLOCK_K=block.k, AHEAD=block.ahead)
+            ptx = compiled(kernel, block.num_warps, **common, BLOCK_N=block.n, BLOCK_K=block.k, AHEAD=block.ahead).asm["ptx"]
             assert "bar.sync" not in ptx.split("shfl")[0]
         ahead = ptx.split("griddepcontrol.wait")[0]
         assert ahead.count("ld.global.cg") == 2, "all ids are read at once, and so are all weights"

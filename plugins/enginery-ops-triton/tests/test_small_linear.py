@@ -1,10 +1,25 @@
-"""Which shapes of blocks products of few rows get."""
+"""Which shapes of blocks products of few rows get, and those whose weights go straight to the matrix units."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from enginery_ops_triton.small_linear import few_rows_shape
+import pytest
+import torch
+import triton
+from gluon_by_interpreter import interpreted
+
+from enginery_ops_triton.kernels import linear_few
+from enginery_ops_triton.kernels.precision import INTERPRETED
+from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_kernels_of, direct_shape, few_rows_shape
+
+NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
+DIRECT = {
+    "as chosen": DirectShape(),
+    "more outputs": DirectShape(block_n=32, block_k=32, num_warps=16, ahead=2, x_ahead=1),
+    "more x ahead": DirectShape(block_k=128, num_warps=4, ahead=1, x_ahead=2),
+}
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @pytest.mark.parametrize(
@@ -30,3 +45,68 @@ def test_all_programs_of_a_product_run_at_once(
 ) -> None:
     found = few_rows_shape(outputs, columns, rows, multiprocessors=132)
     assert (None if found is None else (found.block_n, found.block_k, found.split, found.stages)) == expected
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "is_direct"),
+    [(4096, 4096, True), (28672, 4096, True), (4096, 14336, True), (1056, 2880, True), (128, 2880, False), (4096, 1024, False)],
+)
+def test_products_of_many_outputs_and_columns_are_direct(outputs: int, columns: int, is_direct: bool) -> None:
+    assert (direct_shape(outputs, columns, multiprocessors=132) is not None) == is_direct
+
+
+def assert_direct_equals_float64(product: DirectRows, rows: int, columns: int) -> None:
+    """x is a part of wider rows, which hold what is no number beside it."""
+    weight = product.weight
+    wider = torch.full((rows, columns + 32), float("nan"), dtype=weight.dtype, device=weight.device)
+    wider[:, 16:-16] = torch.randn(rows, columns)
+    x = wider[:, 16:-16]
+    expected = x.double() @ weight.double().T + (0 if product.bias is None else product.bias.double())
+    actual = product(x)
+    assert actual.dtype == weight.dtype
+    tolerance = TOLERANCE[weight.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(product(x), actual)
+
+
+def make_direct(outputs: int, columns: int, shape: DirectShape, *, biased: bool, dtype: torch.dtype, device: str) -> DirectRows:
+    kernels = direct_kernels_of(triton.__version__)
+    assert kernels is not None
+    weight = (torch.randn(outputs, columns) * columns**-0.5).to(device, dtype)
+    bias = torch.randn(outputs).to(device, dtype) if biased else None
+    return DirectRows(weight, bias, shape, kernels=kernels, dependent_launch=device == "cuda")
+
+
+@NEEDS_INTERPRETER
+@pytest.mark.parametrize("shape", DIRECT.values(), ids=DIRECT)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns", "biased", "dtype"),
+    [(2, 48, 1024, False, torch.bfloat16), (8, 40, 1544, True, torch.float16), (5, 33, 200, True, torch.bfloat16)],
+)
+def test_what_direct_products_compute_equals_float64(
+    rows: int,
+    outputs: int,
+    columns: int,
+    biased: bool,
+    dtype: torch.dtype,
+    shape: DirectShape,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With Triton in place of Gluon: see gluon_by_interpreter.py."""
+    torch.manual_seed(rows)
+    product = make_direct(outputs, columns, shape, biased=biased, dtype=dtype, device="cpu")
+    product.kernels = interpreted(monkeypatch, Path(str(linear_few.__file__)), num_warps=shape.num_warps)
+    assert_direct_equals_float64(product, rows, columns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", DIRECT.values(), ids=DIRECT)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("outputs", "columns", "biased"), [(1056, 4096, False), (2887, 2880, True), (2048, 2056, True)])
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_direct_products_equal_float64(
+    rows: int, outputs: int, columns: int, biased: bool, dtype: torch.dtype, shape: DirectShape
+) -> None:
+    torch.manual_seed(rows)
+    product = make_direct(outputs, columns, shape, biased=biased, dtype=dtype, device="cuda")
+    assert_direct_equals_float64(product, rows, columns)

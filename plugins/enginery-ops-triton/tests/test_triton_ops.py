@@ -262,7 +262,7 @@ def test_a_split_product_is_the_same_each_time(split: int, rows: int, columns: i
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("outputs", "columns"), [(4096, 4096), (6144, 4096), (4096, 14336), (5120, 2880), (2880, 4096)])
-@pytest.mark.parametrize("rows", [2, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("rows", [2, 8, 9, 16, 17, 32, 33, 64])
 def test_products_of_models_equal_the_reference(outputs: int, columns: int, rows: int, device: str) -> None:
     if device == "cpu":
         pytest.skip("these are too large for the interpreter")

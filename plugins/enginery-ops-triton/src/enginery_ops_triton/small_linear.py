@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Final
 
 import torch
 import torch.nn.functional as F
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery.api import LinearFn
 from enginery.nn import reference_ops
@@ -14,9 +16,11 @@ from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
 MATVEC_ROWS: Final = 1
+DIRECT_ROWS: Final = 8
 FEW_ROWS: Final = 16
 MOST_ROWS: Final = 64
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
+LEAST_DIRECT_COLUMNS: Final = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,21 @@ class MatvecShape:
     block_k: int
     num_warps: int
     ahead: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectShape:
+    """A program's outputs, columns that a warp takes at once, and how many such blocks are on their way, of the weight and of x.
+
+    registers: the most that a thread may have, so that several programs run on a multiprocessor.
+    """
+
+    block_n: int = 16
+    block_k: int = 64
+    num_warps: int = 8
+    ahead: int = 4
+    x_ahead: int = 4
+    registers: int = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +68,22 @@ def matvec_shape(columns: int) -> MatvecShape:
     if block_k <= 1024:
         return MatvecShape(block_n=4096 // block_k, block_k=block_k, num_warps=2)
     return MatvecShape(block_n=8192 // block_k, block_k=block_k, num_warps=8)
+
+
+def direct_shape(outputs: int, columns: int, *, multiprocessors: int) -> DirectShape | None:
+    """For up to `DIRECT_ROWS` rows. None: programs are too short, or too few to keep the memory busy."""
+    if columns < LEAST_DIRECT_COLUMNS or columns % 16 or outputs < 8 * multiprocessors:
+        return None
+    return DirectShape()
+
+
+def direct_kernels_of(version: str) -> ModuleType | None:
+    """`kernels.linear_few`, for Triton 3.6: its Gluon is experimental, and those of other versions differ."""
+    if not version.startswith("3.6."):
+        return None
+    from enginery_ops_triton.kernels import linear_few
+
+    return linear_few
 
 
 def few_rows_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> FewRowsShape | None:
@@ -85,11 +120,15 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         return _plain(weight, bias)
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != weight.dtype):
         return _plain(weight, bias)
-    by_rows: dict[int, Matvec | FewRows] = {  # the most rows of each
+    by_rows: dict[int, Matvec | DirectRows | FewRows] = {  # the most rows of each
         MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
     }
-    for most in (FEW_ROWS, 32, MOST_ROWS) if weight.dtype is not torch.float32 else ():
-        if shape := few_rows_shape(outputs, columns, most, multiprocessors=_multiprocessors(weight.device)):
+    multiprocessors, is_short = _multiprocessors(weight.device), weight.dtype is not torch.float32
+    direct = direct_shape(outputs, columns, multiprocessors=multiprocessors) if is_short and dependent_launch else None
+    if direct and weight.stride(0) % 16 == 0 and (kernels := direct_kernels_of(triton.__version__)):
+        by_rows[DIRECT_ROWS] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
+    for most in (FEW_ROWS, 32, MOST_ROWS) if is_short else ():
+        if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
     most_rows = max(by_rows)
 
@@ -171,6 +210,53 @@ class Matvec:
             BIAS=self.bias is not None,
             CHAINED=self.dependent_launch,
             num_warps=shape.num_warps,
+            launch_pdl=self.dependent_launch,
+        )
+        return out
+
+
+class DirectRows:
+    """For up to DIRECT_ROWS rows, in bfloat16 or float16."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: DirectShape,
+        *,
+        kernels: ModuleType,
+        dependent_launch: bool,
+    ) -> None:
+        """kernels: `direct_kernels_of`."""
+        self.weight = weight
+        self.bias = bias
+        self.shape = shape
+        self.kernels = kernels
+        self.dependent_launch = dependent_launch
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]."""
+        weight, shape, num_rows = self.weight, self.shape, x.shape[0]
+        outputs, columns = weight.shape
+        out = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
+        self.kernels.linear_of_few[(-(-outputs // shape.block_n),)](
+            x,
+            weight,
+            weight if self.bias is None else self.bias,
+            out,
+            num_rows,
+            x.stride(0),
+            weight.stride(0),
+            outputs,
+            COLUMNS=columns,
+            BLOCK_N=shape.block_n,
+            BLOCK_K=shape.block_k,
+            AHEAD=shape.ahead,
+            X_AHEAD=shape.x_ahead,
+            BIAS=self.bias is not None,
+            CHAINED=self.dependent_launch,
+            num_warps=shape.num_warps,
+            maxnreg=shape.registers,
             launch_pdl=self.dependent_launch,
         )
         return out

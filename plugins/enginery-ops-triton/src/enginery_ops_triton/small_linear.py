@@ -80,7 +80,8 @@ def direct_shape(outputs: int, columns: int, *, multiprocessors: int) -> DirectS
         return None
     if columns <= 4096 and outputs <= 32 * multiprocessors:
         return DirectShape(block_n=32, block_k=64, num_warps=16, ahead=2, x_ahead=2, registers=128)
-    return DirectShape(block_n=16, block_k=64, num_warps=16, ahead=4, x_ahead=4, registers=128)
+    ahead = min(-(-columns // 1024), 4)
+    return DirectShape(block_n=16, block_k=64, num_warps=16, ahead=ahead, x_ahead=ahead, registers=128)
 
 
 def direct_kernels_of(version: str) -> ModuleType | None:

@@ -246,7 +246,13 @@ def test_other_meshes_of_two_gpus_tell_what_transformers_tells(
 @FOUR_GPUS
 @pytest.mark.parametrize(
     "mesh",
-    [{"tp": 4}, {"tp": 4, "ep": True}, {"tp": 2, "pp": 2}, {"dp_attention": 4, "ep": True}, {"tp": 2, "dp_attention": 2, "ep": True}],
+    [
+        {"tp": 4},
+        {"tp": 4, "ep": True},
+        {"tp": 2, "pp": 2},
+        {"dp_attention": 4, "ep": True},
+        {"tp": 2, "dp_attention": 2, "ep": True},
+    ],
 )
 def test_meshes_of_four_gpus_tell_what_transformers_tells(
     write_oracle: Callable[..., Oracle], registry: Registry, mesh: dict[str, object]

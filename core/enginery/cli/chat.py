@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Protocol
 import typer
 
 from enginery.cli.flags.engine import GivenSampling, with_engine_flags, with_sampling_flags
-from enginery.cli.generate import build_engine, stream_text
+from enginery.cli.generate import build_engine, check_text, stream_text
 from enginery.config.schema import EngineOptions
 from enginery.contracts.engine import EngineLike
 from enginery.contracts.request import GenerationRequest, SamplingParams
@@ -51,6 +51,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
 ) -> None:
     """Talk with a model."""
+    check_text("--system", system or "")
     partner: Partner
     partner = LocalPartner(*build_engine(options), sampling) if url is None else ServerPartner(url, options.model, sampling)
     with contextlib.suppress(ImportError):

@@ -35,6 +35,7 @@ def generate(
         text = sys.stdin.buffer.read().decode() if prompt is None else prompt
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is no UTF-8 text: {error}") from error
+    check_text("the prompt", text)
     if not text:
         raise ConfigError("there is no prompt; give it as an argument or on standard input")
     engine, side = build_engine(options)
@@ -43,6 +44,14 @@ def generate(
     for piece in stream_text(engine, side.tokenizer, GenerationRequest(request_id="0", prompt_token_ids=token_ids, params=params)):
         print(piece, end="", flush=True)
     print()
+
+
+def check_text(what: str, text: str) -> None:
+    """Raises `ConfigError` for an argument that was not UTF-8: Python hides its bad bytes in the text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is no UTF-8 text: {error}") from error
 
 
 def build_engine(options: EngineOptions) -> tuple[EngineLike, TextSide]:

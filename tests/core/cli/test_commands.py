@@ -95,6 +95,16 @@ def test_a_prompt_that_is_no_utf_8_is_refused(console, monkeypatch, tmp_path):
     assert err.startswith("engine: standard input is no UTF-8 text")
 
 
+@pytest.mark.parametrize(
+    ("command", "words"), [(("generate", "a\udcff"), "the prompt"), (("chat", "--system", "\udcff"), "--system")]
+)
+def test_an_argument_that_is_no_utf_8_is_refused_before_an_engine_is_built(console, monkeypatch, command, words):
+    monkeypatch.setattr(f"enginery.cli.{command[0]}.build_engine", None)
+    out, err, code = console(*command)
+    assert (out, code) == ("", 2)
+    assert err.startswith(f"engine: {words} is no UTF-8 text: ")
+
+
 @pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])
 @pytest.mark.parametrize(
     ("flags", "words"),

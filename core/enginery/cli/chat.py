@@ -7,6 +7,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 _HOPELESS: Final = (401, 403, 404, 405)  # the key, the model or the server is wrong, so every further question would fail too
-_HELP = "/exit ends, /reset begins a new conversation, /help says this, Ctrl-C stops an answer"
+_HELP: Final = "/exit ends, /reset begins a new conversation, /help says this, Ctrl-C stops an answer"
+_TEXT: Final = "A single /word is a command; with more words, or as /usr/bin, it is text for the model."
 
 
 class Partner(Protocol):
@@ -50,7 +52,10 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
 ) -> None:
-    """Talk with a model."""
+    """Talk with a model.
+
+    A single /word is a command, and /help names them; with more words, or as /usr/bin, it is text for the model.
+    """
     check_text("--system", system or "")
     partner: Partner
     partner = LocalPartner(*build_engine(options), sampling) if url is None else ServerPartner(url, options.model, sampling)
@@ -76,12 +81,12 @@ def converse(partner: Partner, opening: Sequence[Message]) -> None:
         if said in ("/exit", "/quit"):
             return
         if said == "/help":
-            print(_HELP)
-            continue
-        if said == "/reset":
+            print(f"{_HELP}\n{_TEXT}")
+        elif said == "/reset":
             messages = list(opening)
-            continue
-        if said:
+        elif re.fullmatch(r"/\w+", said):
+            print(f"(there is no {said}: {_HELP}. {_TEXT})")
+        elif said:
             asked = [*messages, {"role": "user", "content": said}]
             answer = _answer(partner, asked)
             messages = messages if answer is None else [*asked, {"role": "assistant", "content": answer}]

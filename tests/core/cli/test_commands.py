@@ -144,7 +144,7 @@ def test_chat_keeps_the_conversation(console):
     out, _, code = console("chat", "--system", "s", lines=lines)
     assert code == 0
     told = out.splitlines()
-    assert told.pop(3) == told[0]
+    assert [told.pop(3), told.pop(3)] == [told[0], chat._TEXT]
     assert told[1:] == [
         "<system>s<user>hi",
         "<system>s<user>hi<assistant><system>s<user>hi<user>again",
@@ -156,6 +156,19 @@ def test_chat_says_what_is_wrong_and_goes_on(console):
     out, _, code = console("chat", lines=("x " * 2000, "hi", "/exit"))
     assert code == 0
     assert out.splitlines()[-1] == "<user>hi"
+
+
+def test_chat_takes_a_mistyped_command_for_none_of_the_text(console):
+    out, _, code = console("chat", lines=("/rest", "/Exit", "/help", "/exit"))
+    assert code == 0
+    told = out.splitlines()
+    assert told[1:3] == [f"(there is no {said}: {told[0]}. {chat._TEXT})" for said in ("/rest", "/Exit")]
+    assert told[3:] == [told[0], chat._TEXT]
+
+
+@pytest.mark.parametrize("said", ["/usr/bin", "/etc is full", "/ 2", "/", "//"])
+def test_chat_takes_paths_and_sentences_that_begin_with_a_slash_for_text(console, said):
+    assert f"<user>{said}" in console("chat", lines=(said, "/exit"))[0]
 
 
 def test_chat_takes_no_bad_bytes(console):

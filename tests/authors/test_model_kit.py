@@ -106,6 +106,12 @@ def test_without_weights_there_is_nothing_to_compare(tmp_path: Path) -> None:
     assert {row.message for row in report.rows} == {"the folder has no weights, so there is nothing to compare"}
 
 
+def test_what_keeps_a_model_from_being_built_is_said_once(tmp_path: Path) -> None:
+    report = tried(write_tiny_checkpoint(tmp_path))
+    assert outcomes(report) == {"builds": "failed"}
+    assert report.rows[0].message.endswith("The other checks need this one, and were not run.")
+
+
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(build_app(), ["test-model", str(folder), "-k", "chunked", "--json"])
     assert done.exit_code == 0, done.output

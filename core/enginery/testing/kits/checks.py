@@ -14,12 +14,16 @@ from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of
 
 @dataclass(frozen=True, kw_only=True)
 class KitCheck:
-    """One check. run: raises `BrokenRule` or `SkippedCheck`; what it returns is a remark. traits: see `advice_of`."""
+    """One check. run: raises `BrokenRule` or `SkippedCheck`; what it returns is a remark. traits: see `advice_of`.
+
+    needed: the others need it; where it fails, they are not run.
+    """
 
     rule: str
     case: str
     run: Callable[[], str | None]
     traits: Mapping[str, str] = field(default_factory=dict)
+    needed: bool = False
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.case}"
@@ -42,7 +46,8 @@ class KitCheck:
             return "failed", f"{self}: {broken}", broken.fault
         except Exception as error:  # a plugin's code
             where = traceback.extract_tb(error.__traceback__)[-1]
-            return "failed", f"{self}: {type(error).__name__} at {where.filename}:{where.lineno}: {error}", fault_of(error)
+            end = "\nThe other checks need this one, and were not run." if self.needed else ""
+            return "failed", f"{self}: {type(error).__name__} at {where.filename}:{where.lineno}: {error}{end}", fault_of(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,6 @@ def run_checks(
     for check in (each for each in checks if has_words(str(each), only)):
         rows.append(check.row())
         on_row(rows[-1])
-        if stop_first and rows[-1].outcome == "failed":
+        if (stop_first or check.needed) and rows[-1].outcome == "failed":
             break
     return KitReport(subject=subject, rows=rows)

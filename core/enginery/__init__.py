@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's own takes most of the time before `engine` can take a Ctrl-C
 if TYPE_CHECKING:
+    from typing import Any
+
     from enginery.contracts.request import SamplingParams
     from enginery.llm.async_llm import AsyncLLM
     from enginery.llm.llm import LLM

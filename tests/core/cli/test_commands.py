@@ -321,7 +321,7 @@ def test_a_full_disk_is_told_without_a_traceback() -> None:
     assert (ended.returncode, ended.stderr) == (1, "engine: [Errno 28] No space left on device; make room there\n")
 
 
-@pytest.mark.parametrize("name", ["enginery.cli.serve", "numpy"])
+@pytest.mark.parametrize("name", ["typing", "enginery.cli.serve", "numpy"])
 def test_ctrl_c_amid_an_import_ends_the_command_without_a_word(name: str) -> None:
     """torch drops what is raised in the middle of numpy's import, and half a numpy fails in the first step."""
     code = (

@@ -139,6 +139,18 @@ def test_lanes_with_more_and_fewer_requests_and_with_none(registry: Registry, tm
         assert not any(device.waits for device in devices)
 
 
+def test_lanes_say_that_one_has_more_requests_than_the_largest_graph(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("enginery.config.resolve.MAX_GRAPH_REQUESTS", 2)
+    asked = options(model=folder_of(tmp_path, "deepseek-v2-lite-experts"), dp_attention=2, ep=True)
+    with on_cuda(asked, registry) as (engine, _):
+        told_of(engine, [[request(f"{place}", PROMPTS[0], max_tokens=8) for place in range(4)]])
+        assert "decoded eagerly" not in caplog.text
+        told_of(engine, [[request(f"{place}", PROMPTS[0], max_tokens=8) for place in range(6)]])
+    assert "3 requests are decoded eagerly: graphs are for up to 2" in caplog.text
+
+
 @in_turn(("mesh", ["one", "tp", "lanes", "lanes pp"]), ("kv_dtype", ["auto", "fp8"]))
 def test_preemption_and_aborts(registry: Registry, mesh: str, kv_dtype: str) -> None:
     asked = options(**FEW, kv_dtype=kv_dtype)

@@ -176,7 +176,7 @@ class Runner:
         if graphs is not None and step.run.way is Way.GRAPH and not graphs.ready(step):
             return self._eager
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:
-            self.graphs.note_too_large(step.num_items)
+            self.graphs.note_too_large(step)
         return path
 
     def _choose(self, launched: Launched, sampling: SamplingInput | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -274,9 +274,10 @@ class DecodeGraphs:
         """Fill pending ids in, where the graph reads them."""
         self.feed.fill(batch.input_ids, sources, out=batch.input_ids)
 
-    def note_too_large(self, num_requests: int) -> None:
-        """Say once that so many are decoded eagerly."""
-        if not self._noted:
+    def note_too_large(self, step: StepInput) -> None:
+        """Say once that a step of so many requests, in a lane, is decoded eagerly."""
+        if self.sizes and not self._noted:
+            num_requests = max(own.num_items for own in step.lanes or (step,))
             _log.warning("%d requests are decoded eagerly: graphs are for up to %d", num_requests, self.sizes[-1])
             self._noted = True
 

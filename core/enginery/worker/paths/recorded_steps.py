@@ -71,7 +71,7 @@ class RecordedSteps(DecodeGraphs):
             best.masked_fill_(largest.isnan(), NAN_TOKEN)
         return forwarded
 
-    def note_too_large(self, num_requests: int) -> None:
+    def note_too_large(self, step: StepInput) -> None:
         """Nothing: steps are recorded for all numbers of requests that gain by it."""
 
     def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> ForwardBatch:

@@ -78,9 +78,9 @@ class RecordedForwards(RecordedSteps):
 
 
 class CapturedForwards(RecordedForwards):
-    """CUDA graphs. Each rank takes part in the exchanges of each capture: all sizes are captured when the engine is built."""
+    """CUDA graphs, which fill pending ids in. All sizes are captured as the engine is built: each rank takes part in exchanges."""
 
-    _fill, _update = DecodeGraphs._fill, DecodeGraphs._update  # pending ids are filled in by the graph
+    _fill, _update, note_too_large = DecodeGraphs._fill, DecodeGraphs._update, DecodeGraphs.note_too_large
 
     def capture_first(self) -> None:
         for size in reversed(self.sizes):  # the others fit into the memory of the largest

@@ -208,6 +208,7 @@ def test_a_format_becomes_a_grammar(with_server):
 def test_a_wrong_field_is_refused_by_name(shared_server, body, param):
     response = shared_server("/v1/responses", {"input": "x"} | body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert "max_tokens is" not in response.text, "the message has the field's name in this body"
 
 
 def test_the_official_client_reads_whole_and_streamed_responses(url):

@@ -60,7 +60,8 @@ def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        error.param = names.get(error.param or "", error.param)
+        old, error.param = error.param, names.get(error.param or "", error.param)
+        error.args = (str(error).replace(f"{old} is ", f"{error.param} is ", 1),)
         raise
 
 

@@ -37,8 +37,7 @@ async def respond(service: Service, http: Request) -> Response:
             return await EventStream.start(http, stream_events(opened.deltas, layout))
         choices, usage = await unless_disconnected(http.receive, collect(opened.deltas, opened.jobs))
     layout.take(choices[0].events)
-    reply = layout.response(_status(choices[0].finish_reason), usage=usage)
-    return json_answer(reply)
+    return json_answer(layout.response(_status(choices[0].finish_reason), usage=usage))
 
 
 async def count_input_tokens(service: Service, http: Request) -> Response:

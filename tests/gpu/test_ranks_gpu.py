@@ -227,7 +227,7 @@ def assert_mesh_tells_what_transformers_tells(oracle: Oracle, registry: Registry
     engine = Engine.build(asked(oracle, **mesh), registry)
     try:
         assert generate(engine, prompts_of(oracle), max_tokens=NUM_TOKENS) == expected_tokens(oracle)
-        assert (engine.meter.stats().num_graph_steps >= NUM_TOKENS - 1) == ("pp" not in mesh)
+        assert engine.meter.stats().num_graph_steps >= NUM_TOKENS - 1
     finally:
         began_s = time.monotonic()
         engine.close()
@@ -246,7 +246,13 @@ def test_other_meshes_of_two_gpus_tell_what_transformers_tells(
 @FOUR_GPUS
 @pytest.mark.parametrize(
     "mesh",
-    [{"tp": 4}, {"tp": 4, "ep": True}, {"tp": 2, "pp": 2}, {"dp_attention": 4, "ep": True}, {"tp": 2, "dp_attention": 2, "ep": True}],
+    [
+        {"tp": 4},
+        {"tp": 4, "ep": True},
+        {"tp": 2, "pp": 2},
+        {"dp_attention": 4, "ep": True},
+        {"tp": 2, "dp_attention": 2, "ep": True},
+    ],
 )
 def test_meshes_of_four_gpus_tell_what_transformers_tells(
     write_oracle: Callable[..., Oracle], registry: Registry, mesh: dict[str, object]

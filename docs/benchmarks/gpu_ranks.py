@@ -1,6 +1,7 @@
 """Ranks on GPUs of one host: tokens checked against one rank's, goals of 2 and 4 GPUs, and sums within norms beside NCCL's.
 
 python docs/benchmarks/gpu_ranks.py --ranks 2 4 > gpu-ranks.json
+python docs/benchmarks/gpu_ranks.py --ranks 4 --sweep > sums.json: sums alone, by size of blocks, programs, warps and blocks ahead
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from enginery.worker.ranks.gloo import Group, Standing, open_store
 from enginery.worker.ranks.nccl import DeviceGroup
 from enginery.worker.ranks.peers import Peers
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.peer_ops import FEW_BYTES, NUM_BYTES, TritonPeerOps
+from enginery_ops_triton.peer_ops import BLOCKS_OF_MORE, FEW_BYTES, NUM_BYTES, Blocks, TritonPeerOps
 
 BIG = {
     **shapes()["llama-3.1-8b"],
@@ -49,9 +50,32 @@ GOALS = {  # output tokens a second by workload and number of GPUs; SGLang 0.5.1
     ("70B, 64 streams", 2): 1_950,
 }
 KERNELS = {"kernel": FEW_BYTES, "sent to all": 1 << 20, "by shares": 0}  # `few_bytes`, of which two ranks know nothing
-ROWS, COLUMNS, EPS = (1, 8, 16, 32, 64, 256, 512, 4096, 16384), 8192, 1e-5
-BEST_ROWS, VOCABULARY = (1, 8, 64, 256), 128_256
+WIDTHS = {8192: (1, 8, 16, 32, 64, 256, 512, 4096, 16384), 4096: (64, 256, 512, 2048, 16384)}  # rows by their columns
+BEST_ROWS, VOCABULARY, EPS = (1, 8, 64, 256), 128_256, 1e-5
 REPEATS, SUMS_IN_A_GRAPH = 20, 16
+SWEPT_SIZES = ((16384, 4096), (512, 4096), (256, 4096), (2048, 4096), (16384, 8192))
+BIG_BYTES, BIG_REPEATS, BIG_SUMS_IN_A_GRAPH = 32 << 20, 7, 4  # in a sweep, which is to end within a minute
+KB = 1024
+SWEPT_OF_TWO = (
+    *(Blocks(ahead=ahead) for ahead in (1, 2, 3)),
+    *(Blocks(most_warps=8, ahead=ahead) for ahead in (1, 2)),
+    *(Blocks(most_programs=programs, most_warps=4, ahead=ahead) for programs in (384, 512) for ahead in (1, 2)),
+    Blocks(most_programs=512, most_warps=8),
+    *(Blocks(8 * KB, 512, ahead=ahead, most_warps=8) for ahead in (1, 2, 3)),
+    *(Blocks(8 * KB, 512, ahead=ahead, most_warps=4) for ahead in (1, 2)),
+    Blocks(8 * KB, 384, most_warps=8),
+    Blocks(32 * KB, 256),
+)
+SWEPT_OF_MORE = (
+    *(BLOCKS_OF_MORE._replace(ahead=ahead) for ahead in (1, 2, 3)),
+    Blocks(most_programs=128),
+    Blocks(most_programs=256),
+    Blocks(most_programs=384, most_warps=4),
+    *(Blocks(8 * KB, 384, ahead=ahead, most_warps=8) for ahead in (1, 2)),
+    *(Blocks(8 * KB, 512, ahead=ahead, most_warps=4) for ahead in (1, 2, 3)),
+    Blocks(8 * KB, 256, most_warps=8),
+    *(Blocks(32 * KB, 128, ahead=ahead) for ahead in (1, 2)),
+)
 
 
 def tokens_of(options: EngineOptions) -> list[list[int]]:
@@ -108,76 +132,132 @@ def loads_of(ranks: int, only: Collection[str] | None) -> Iterator[Loads]:
             yield loads._replace(workloads=wanted)
 
 
-def sums_of_rank(rank: int, ranks: int, meeting: str, results: Any) -> None:
-    """Microseconds of a sum with the add and norm behind it, in graphs, by NCCL and by the kernel; checked against float64."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    store, standing = open_store(meeting, ranks), Standing()
-    host = Group(store, "host", rank=rank, size=ranks, standing=standing)
-    group = DeviceGroup(store, "device", rank=rank, size=ranks, standing=standing, device=device)
-    peers, kernels = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=ranks), device), dict[str, TritonPeerOps]()
-    if peers.are_in_reach():
-        for name, few in KERNELS.items() if ranks > 2 else [("kernel", FEW_BYTES)]:
-            kernels[name] = TritonPeerOps(peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few)
-    ops, capture = TritonOps(dependent_launch=True), CudaCapture(device)
-    weight = torch.ones(COLUMNS, dtype=torch.bfloat16, device=device)
-    for rows in ROWS:
-        torch.manual_seed(rows)
-        partials = [torch.randn(rows, COLUMNS, device=device).bfloat16() for _ in range(ranks)]
-        own, residual = partials[rank], torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
+class Ranks:
+    """This rank among all of them, each on a GPU."""
 
-        def by_nccl(own: torch.Tensor = own, residual: torch.Tensor = residual) -> torch.Tensor:
-            return ops.add_rms_norm(group.sum(own.clone()), residual, weight, EPS)
+    def __init__(self, rank: int, size: int, meeting: str) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device("cuda", rank)
+        torch.cuda.set_device(self.device)
+        store, standing = open_store(meeting, size), Standing()
+        host = Group(store, "host", rank=rank, size=size, standing=standing)
+        self.group = DeviceGroup(store, "device", rank=rank, size=size, standing=standing, device=self.device)
+        self.peers = Peers(store, host, ParallelFacts(tensor_rank=rank, tensor_size=size), self.device)
+        self.ops, self.capture = TritonOps(dependent_launch=True), CudaCapture(self.device)
 
-        ways: dict[str, Callable[[], torch.Tensor]] = {"NCCL": by_nccl}
-        for name, kernel in kernels.items():
-            if kernel.takes_sum(own, residual, weight):
-                ways[name] = functools.partial(kernel.add_rms_norm, own, residual, weight, EPS)
-        total = sum(each.double() for each in partials)
-        wanted = total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        row: dict[str, Any] = {"ranks": ranks, "rows": rows, "bytes": own.nbytes}
-        for name, way in ways.items():
-            residual.zero_()
-            row[f"{name}: largest error"] = float((way().double() - wanted).abs().max())
-            graph = capture(lambda way=way: [way() for _ in range(SUMS_IN_A_GRAPH)] and None)
-            row[f"{name}, us"] = _replayed_us(graph.replay, group) / SUMS_IN_A_GRAPH
-        if rank == 0:
+    def tell(self, row: dict[str, Any], results: Any) -> None:
+        """At once, by the first rank."""
+        if self.rank == 0:
             results.append(row)
             print(row, file=sys.stderr, flush=True)
+
+    def replayed_us(self, way: Callable[[], object], *, repeats: int = REPEATS, times: int = SUMS_IN_A_GRAPH) -> float:
+        """Of one of so many in a graph: median of replays that all ranks begin together."""
+        graph = self.capture(lambda: [way() for _ in range(times)] and None)
+        found = []
+        for _ in range(repeats):
+            self.group.sum(torch.zeros(1, device=self.device))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(1000 * begin.elapsed_time(end) / times)
+        return statistics.median(found)
+
+
+class Sum:
+    """Rows of all ranks whose sum is added to a residual of zeros and normed."""
+
+    def __init__(self, ranks: Ranks, rows: int, columns: int) -> None:
+        self._ranks = ranks
+        torch.manual_seed(rows)
+        total = torch.zeros(rows, columns, dtype=torch.float64, device=ranks.device)
+        for rank in range(ranks.size):
+            partial = torch.randn(rows, columns, device=ranks.device).bfloat16()
+            total += partial
+            if rank == ranks.rank:
+                self.own = partial
+        self.residual, self.weight = torch.zeros_like(self.own), torch.ones(columns, dtype=torch.bfloat16, device=ranks.device)
+        self._wanted = total.mul_((total.square().mean(-1, keepdim=True) + EPS).rsqrt())
+
+    def by_nccl(self) -> torch.Tensor:
+        return self._ranks.ops.add_rms_norm(self._ranks.group.sum(self.own.clone()), self.residual, self.weight, EPS)
+
+    def by(self, kernel: TritonPeerOps) -> torch.Tensor:
+        return kernel.add_rms_norm(self.own, self.residual, self.weight, EPS)
+
+    def compared(self, way: Callable[[], torch.Tensor]) -> tuple[float, bool]:
+        """The largest difference from float64, and whether the first rank gives the same bits."""
+        self.residual.zero_()
+        self._ranks.group.sum(torch.zeros(1, device=self._ranks.device))  # kernels that take other blocks of one memory meet first
+        normed = way()
+        both = torch.stack((normed, self.residual))
+        self._ranks.group.from_first(both)
+        same = bool((both[0] == normed).all() & (both[1] == self.residual).all())
+        return float(normed.double().sub_(self._wanted).abs_().max()), same
+
+
+def sums_of_rank(rank: int, size: int, meeting: str, results: Any) -> None:
+    """Microseconds of a sum with the add and norm behind it, in graphs, by NCCL and by the kernel; checked against float64."""
+    ranks, kernels = Ranks(rank, size, meeting), dict[str, TritonPeerOps]()
+    if ranks.peers.are_in_reach():
+        for name, few in KERNELS.items() if size > 2 else [("kernel", FEW_BYTES)]:
+            kernels[name] = TritonPeerOps(ranks.peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few)
+    for columns, rows in ((columns, rows) for columns, each in WIDTHS.items() for rows in each):
+        case = Sum(ranks, rows, columns)
+        ways: dict[str, Callable[[], torch.Tensor]] = {"NCCL": case.by_nccl}
+        for name, kernel in kernels.items():
+            if kernel.takes_sum(case.own, case.residual, case.weight):
+                ways[name] = functools.partial(case.by, kernel)
+        row: dict[str, Any] = {"ranks": size, "rows": rows, "columns": columns, "bytes": case.own.nbytes}
+        for name, way in ways.items():
+            row[f"{name}: largest error"], row[f"{name}: same bits"] = case.compared(way)
+            row[f"{name}, us"] = ranks.replayed_us(way)
+        ranks.tell(row, results)
     for rows in BEST_ROWS if kernels else ():
         torch.manual_seed(rows)
-        logits, width = torch.randn(rows, VOCABULARY, device=device).bfloat16(), VOCABULARY // ranks
-        group.from_first(logits)
-        own, row = logits[:, rank * width :][:, :width].contiguous(), {"ranks": ranks, "rows": rows, "best of columns": VOCABULARY}
+        logits, width = torch.randn(rows, VOCABULARY, device=ranks.device).bfloat16(), VOCABULARY // size
+        ranks.group.from_first(logits)
+        own, row = logits[:, rank * width :][:, :width].contiguous(), {"ranks": size, "rows": rows, "best of columns": VOCABULARY}
         for name, peer_ops in (("NCCL", None), ("kernel", kernels["kernel"])):
-            best = functools.partial(HeadColumns(group, VOCABULARY, peer_ops).best, own)
+            best = functools.partial(HeadColumns(ranks.group, VOCABULARY, peer_ops).best, own)
             row[f"{name}: finds the best"] = bool((best() == logits.argmax(-1)).all())
-            graph = capture(lambda best=best: [best() for _ in range(SUMS_IN_A_GRAPH)] and None)
-            row[f"{name}, us"] = _replayed_us(graph.replay, group) / SUMS_IN_A_GRAPH
-        if rank == 0:
-            results.append(row)
-            print(row, file=sys.stderr, flush=True)
+            row[f"{name}, us"] = ranks.replayed_us(best)
+        ranks.tell(row, results)
 
 
-def _replayed_us(replay: Callable[[], None], group: DeviceGroup) -> float:
-    """Median of replays that all ranks begin together."""
-    found = []
-    for _ in range(REPEATS):
-        group.sum(torch.zeros(1, device=group.device))
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        replay()
-        end.record()
-        end.synchronize()
-        found.append(1000 * begin.elapsed_time(end))
-    return statistics.median(found)
+def sweep_of_rank(rank: int, size: int, meeting: str, results: Any) -> None:
+    """The same in all the blocks of a sweep, which share one memory."""
+    began_s, ranks = time.perf_counter(), Ranks(rank, size, meeting)
+    swept = SWEPT_OF_TWO if size == 2 else SWEPT_OF_MORE
+    memory = ranks.peers.memory(max(blocks.part_bytes for blocks in swept))
+    for rows, columns in SWEPT_SIZES:
+        case = Sum(ranks, rows, columns)
+        often = (BIG_REPEATS, BIG_SUMS_IN_A_GRAPH) if case.own.nbytes > BIG_BYTES else (REPEATS, SUMS_IN_A_GRAPH)
+        ways: list[tuple[dict[str, Any], Callable[[], torch.Tensor]]] = [({"way": "NCCL"}, case.by_nccl)]
+        for blocks in swept:
+            kernel = TritonPeerOps(memory, dependent_launch=True, few_bytes=0, blocks=blocks)
+            ways.append((blocks._asdict(), functools.partial(case.by, kernel)))
+        for named, way in ways:
+            error, same = case.compared(way)
+            took_us = round(ranks.replayed_us(way, repeats=often[0], times=often[1]), 1)
+            row = {
+                "ranks": size,
+                "rows": rows,
+                "columns": columns,
+                **named,
+                "us": took_us,
+                "error": round(error, 4),
+                "same bits": same,
+            }
+            ranks.tell({**row, "at_s": round(time.perf_counter() - began_s, 1)}, results)
 
 
-def sums(ranks: int) -> list[dict[str, Any]]:
+def sums(ranks: int, *, of_rank: Callable[[int, int, str, Any], None] = sums_of_rank) -> list[dict[str, Any]]:
     """A row for each size."""
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
         results = manager.list()
-        mp.spawn(sums_of_rank, (ranks, f"{folder}/meeting", results), nprocs=ranks)
+        mp.spawn(of_rank, (ranks, f"{folder}/meeting", results), nprocs=ranks)
         return list(results)
 
 
@@ -186,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--only", nargs="+", help="names of workloads; 'sums' for the kernels")
+    parser.add_argument("--sweep", action="store_true", help="sums alone, in blocks of many kinds")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", action=argparse.BooleanOptionalAction, default=True, help="compare tokens with one rank's")
     asked = parser.parse_args()
@@ -193,8 +274,11 @@ def main() -> None:
     if max(asked.ranks) > present:
         parser.error(f"--ranks {max(asked.ranks)} needs as many GPUs, and there are {present}")
     tokens, rows, table = dict[int, bool](), [], []
-    alone = tokens_of(options) if asked.tokens else []
+    alone = tokens_of(options) if asked.tokens and not asked.sweep else []
     for ranks in asked.ranks:
+        if asked.sweep:
+            table += sums(ranks, of_rank=sweep_of_rank)
+            continue
         if asked.tokens:
             tokens[ranks] = ranks == 1 or tokens_of(dataclasses.replace(options, tp=ranks)) == alone
             print(f"{ranks} ranks: greedy tokens are one rank's: {tokens[ranks]}", file=sys.stderr, flush=True)

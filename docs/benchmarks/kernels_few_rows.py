@@ -2,7 +2,7 @@
 
 Those of gpt-oss have biases.
 
-What `small_linear.few_rows_shape` chooses from, and with `--direct`, for 2 to 8 rows, `direct_shape`: then each line is printed as
+What `small_linear.few_rows_shape` chooses from, and with `--direct`, for up to 8 rows, `direct_shape`: then each line is printed as
 it comes, and beside it are torch, what `few_rows_shape` chooses, and one row by `matvec`.
 
 A time is that of a norm and one product in a CUDA graph of many, whose weights are together larger than the L2 cache; numbers are
@@ -45,10 +45,14 @@ WEIGHTS = {
     "gpt-oss qkv": (5120, 2880),
     "gpt-oss out": (2880, 4096),
     "gpt-oss router": (128, 2880),
+    "Qwen3-Next qkvz": (12288, 2048),
+    "Qwen3-Next out": (2048, 4096),
+    "Kimi-Linear qkv": (12448, 2304),
+    "Kimi-Linear out": (2304, 4096),
 }
 ROWS = (4, 16, 32, 64)
-DIRECT_ROWS = (2, 4, 8)
-DIRECT_WEIGHTS = ("8B out", "8B qkv", "8B down", "8B gate_up")
+DIRECT_ROWS = (1, 2, 4, 8)
+DIRECT_WEIGHTS = tuple(name for name in WEIGHTS if name != "gpt-oss router")
 # block_n, block_k, num_warps, ahead, x_ahead, registers: none of them spills a register.
 DIRECT_SHAPES = (
     (16, 64, 8, 4, 4, 128),
@@ -141,7 +145,7 @@ def print_direct(name: str, all_rows: list[int], ops: TritonOps) -> None:
     few = few_rows_shape(outputs, columns, FEW_ROWS, multiprocessors=multiprocessors)
     for rows in all_rows:
         show(rows, "torch", [partial(F.linear, weight=weight, bias=bias) for weight in weights])
-        if few:
+        if few and rows > 1:
             show(rows, "few_rows", [FewRows(weight, bias, few, dependent_launch=True) for weight in weights])
         for shape in direct_shapes():
             show(rows, f"direct {tuple(vars(shape).values())}", [direct_product(weight, bias, shape) for weight in weights])

@@ -8,12 +8,12 @@ import torch
 from enginery.api import PeerMemory
 from enginery_ops_triton.peer_ops import NUM_BYTES, TritonPeerOps
 
-CALLS = [(1, 4096), (8, 8192), (64, 4096), (256, 8192)]
+CALLS = [(1, 4096), (8, 8192), (64, 4096), (256, 8192), (16384, 4096), (16384, 8192)]
 
 
 def main() -> None:
     compile_only.install()
-    for num_ranks in (2, 3):
+    for num_ranks in (2, 3, 8):
         parts = tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(num_ranks))
         bound = TritonPeerOps(PeerMemory(rank=1, parts=parts), dependent_launch=True)
         for dtype in (torch.bfloat16, torch.float32):

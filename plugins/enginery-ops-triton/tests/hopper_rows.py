@@ -37,7 +37,7 @@ def compiled(kernel: triton.JITFunction, num_warps: int, *, registers: int | Non
 
 
 def check_direct(outputs: int, columns: int, *, biased: bool) -> None:
-    shape = direct_shape(outputs, columns, multiprocessors=132)
+    shape = direct_shape(outputs, columns, 8, multiprocessors=132)
     assert shape is not None
     sizes = dict(
         COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead, X_AHEAD=shape.x_ahead, BIAS=biased
@@ -61,7 +61,7 @@ def main() -> None:
         sizes = dict(COLUMNS=columns, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, AHEAD=shape.ahead)
         before_sums = compiled(matvec, shape.num_warps, **sizes).asm["ptx"].split("shfl")[0]
         assert "bar.sync" not in before_sums, "x goes from memory to the threads that multiply it"
-    for outputs, columns in ((4096, 4096), (4096, 14336), (28672, 4096)):
+    for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048)):
         check_direct(outputs, columns, biased=False)
     check_direct(5120, 2880, biased=True)
     for sizes, top_k in ((QWEN3_NEXT, 11), (KIMI_LINEAR, 9)):

@@ -1,21 +1,25 @@
-"""Ranks that take sums within norms and find best tokens, each a process in the interpreter, over shared memory: `python .. RANKS`.
+"""Ranks that take sums within norms and find best tokens, each a process in the interpreter, over shared memory:
+`python .. RANKS AHEAD`.
 
-What each gave is compared with float64, and with the other ranks bit by bit.
+What each gave is compared with float64, and with the other ranks bit by bit. All but the first are late now and then, where they
+would read what was overwritten if it were not kept long enough.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
 from enginery.api import PeerMemory
-from enginery_ops_triton import peer_ops
 from enginery_ops_triton.kernels import sums
-from enginery_ops_triton.peer_ops import NUM_BYTES, TritonPeerOps
+from enginery_ops_triton.peer_ops import Blocks, TritonPeerOps
 
 CALLS = [  # rows, columns, dtype: in turns of all kinds, so that places are written again soon after they were read
     (3, 64, torch.float32),
@@ -37,6 +41,13 @@ CALLS = [  # rows, columns, dtype: in turns of all kinds, so that places are wri
     (61, 64, torch.float32),
     (90, 72, torch.bfloat16),
     (3, 64, torch.float32),
+    (1, 64, torch.bfloat16),
+    (500, 64, torch.bfloat16),
+    (1, 4096, torch.float32),
+    (40, 24, torch.bfloat16),
+    (1, 4096, torch.float32),
+    (70, 520, torch.bfloat16),
+    *([(16, 64, torch.float32), (16, 64, torch.float32), (1, 1024, torch.float32)] * 8),  # a row where other programs' rows were
 ]
 BEST = [  # rows, vocabulary, dtype; the last rank may have no column
     (3, 64, torch.float32),
@@ -45,9 +56,10 @@ BEST = [  # rows, vocabulary, dtype; the last rank may have no column
     (3, 64, torch.bfloat16),
 ]
 EPS = 1e-5
-FEW_PROGRAMS = 8  # so that few rows are several of a program
-BLOCK_BYTES = 512  # so that they are several blocks
-LATE_S, LATE_PART = 0.02, 0.2
+# So small that few rows are several blocks of a program.
+BLOCKS = Blocks(size=512, most_programs=8)
+SUMS_FOR_A_BEST = 5  # a best token is one that ranks meet in: rarely, so that sums follow each other
+LATE_S, LATE_PART, POLL_S = 0.02, 0.1, 0.0002
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -76,14 +88,41 @@ def wanted_tokens(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(wide.isnan().any(-1), -1, best)
 
 
-def run(rank: int, parts: tuple[torch.Tensor, ...], results: list[list[torch.Tensor]], tokens: list[list[torch.Tensor]]) -> None:
+def late(often: random.Random, then: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
+    """A function that sleeps at times, before or after."""
+
+    def slower(*values: Any) -> Any:
+        if first and often.random() < LATE_PART:
+            time.sleep(LATE_S)
+        given = then(*values)
+        if not first and often.random() < LATE_PART:
+            time.sleep(LATE_S)
+        return given
+
+    return slower
+
+
+def patient(then: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that lets others run: there are fewer cores than ranks."""
+
+    def slower(*values: Any) -> Any:
+        time.sleep(POLL_S)
+        return then(*values)
+
+    return slower
+
+
+def run(
+    rank: int, blocks: Blocks, parts: tuple[torch.Tensor, ...], results: list[list[torch.Tensor]], tokens: list[list[torch.Tensor]]
+) -> None:
     torch.set_num_threads(1)
-    peer_ops.MOST_PROGRAMS = peer_ops.MOST_OF_TWO = FEW_PROGRAMS
-    peer_ops.BLOCK_BYTES = BLOCK_BYTES
-    if rank:  # the first is far ahead then, and would write where the others still read, if it took the same place in each turn
-        rows, often = sums._rows, random.Random(rank)
-        sums._rows = lambda *values: time.sleep(LATE_S * (often.random() < LATE_PART)) or rows(*values)
-    bound = TritonPeerOps(PeerMemory(rank=rank, parts=parts), dependent_launch=False)
+    sums._most_behind = patient(sums._most_behind)
+    if rank:
+        often = random.Random(rank)
+        sums._rows = late(often, sums._rows, first=True)
+        for name in ("_await", "_await_all", "_raise_all"):
+            setattr(sums, name, late(often, getattr(sums, name), first=False))
+    bound = TritonPeerOps(PeerMemory(rank=rank, parts=parts), dependent_launch=False, blocks=blocks)
     for call in range(len(CALLS)):
         partials, residual, weight = given(call, len(parts))
         wider = torch.full((len(residual), residual.shape[1] + 16), 7.0, dtype=residual.dtype)
@@ -92,18 +131,21 @@ def run(rank: int, parts: tuple[torch.Tensor, ...], results: list[list[torch.Ten
         assert bound.takes_sum(partials[rank], kept, weight)
         normed = bound.add_rms_norm(partials[rank], kept, weight, EPS)
         results[call][rank].copy_(torch.stack((kept, normed)))
-        logits = logits_of(place := call % len(BEST))
-        width = -(-logits.shape[1] // len(parts))
-        own = logits[:, rank * width : (rank + 1) * width]
-        assert bound.takes_best(own)
-        tokens[place][rank].copy_(bound.best(own, rank * width))
+        if call % SUMS_FOR_A_BEST == 0:
+            logits = logits_of(place := call // SUMS_FOR_A_BEST % len(BEST))
+            width = -(-logits.shape[1] // len(parts))
+            own = logits[:, rank * width : (rank + 1) * width]
+            assert bound.takes_best(own)
+            tokens[place][rank].copy_(bound.best(own, rank * width))
 
 
-def main(num_ranks: int) -> None:
-    parts = tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8).share_memory_() for _ in range(num_ranks))
+def compare(num_ranks: int, blocks: Blocks) -> None:
+    """What all ranks give."""
+    parts = tuple(torch.zeros(blocks.part_bytes, dtype=torch.uint8).share_memory_() for _ in range(num_ranks))
     results = [[torch.zeros(2, rows, columns, dtype=dtype).share_memory_() for _ in parts] for rows, columns, dtype in CALLS]
     tokens = [[torch.full((rows,), -2).share_memory_() for _ in parts] for rows, _, _ in BEST]
-    mp.start_processes(run, (parts, results, tokens), nprocs=num_ranks, start_method="fork")  # type: ignore[no-untyped-call]
+    given_all = (blocks, parts, results, tokens)
+    mp.start_processes(run, given_all, nprocs=num_ranks, start_method="fork")  # type: ignore[no-untyped-call]
     for call, found in enumerate(results):
         partials, residual, weight = given(call, num_ranks)
         assert all(torch.equal(each, found[0]) for each in found), f"ranks differ in call {call}"
@@ -114,8 +156,28 @@ def main(num_ranks: int) -> None:
     for call, told in enumerate(tokens):
         wanted = wanted_tokens(logits_of(call))
         assert all(torch.equal(each, wanted) for each in told), f"best tokens of {BEST[call]}: {told}, not {wanted}"
+
+
+def end_one_that_waits(num_ranks: int, rows: int) -> None:
+    """The other ranks never come."""
+    parts = tuple(torch.zeros(BLOCKS.part_bytes, dtype=torch.uint8) for _ in range(num_ranks))
+    bound = TritonPeerOps(PeerMemory(rank=0, parts=parts), dependent_launch=False, blocks=BLOCKS)
+    x = torch.zeros(rows, 64)
+    waiting = threading.Thread(target=bound.add_rms_norm, args=(x, x.clone(), torch.ones(64), EPS), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "it waits for the other ranks"
+    bound.end()
+    waiting.join(30)
+    assert not waiting.is_alive(), f"{rows} rows of {num_ranks} ranks: it waits still"
+
+
+def main(num_ranks: int, ahead: int) -> None:
+    compare(num_ranks, BLOCKS._replace(ahead=ahead))
+    for rows in (1, 61):
+        end_one_that_waits(num_ranks, rows)
     print(f"{num_ranks} ranks agree")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from enginery.api import PeerMemory
-from enginery_ops_triton import peer_ops
-from enginery_ops_triton.peer_ops import MOST_PROGRAMS, NUM_BYTES, TritonPeerOps
+from enginery_ops_triton.peer_ops import NUM_BYTES, Blocks, TritonPeerOps
 from enginery_ops_triton.spec import PEER_BYTES
 
 HERE = Path(__file__).parent
@@ -26,11 +25,11 @@ def test_the_stated_size_is_what_parts_have() -> None:
     assert PEER_BYTES == NUM_BYTES
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int) -> None:
-    """Few rows and more, of several types, in turns, over memory of processes that wait for each other."""
+@pytest.mark.parametrize(("num_ranks", "ahead"), [(2, 1), (2, 2), (3, 2), (4, 1)])
+def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int, ahead: int) -> None:
+    """Few rows and more, of several types, in turns, over memory of processes that wait for each other; one is ended."""
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "peer_ops_ranks.py"), str(num_ranks)]
+    command = [sys.executable, str(HERE / "peer_ops_ranks.py"), str(num_ranks), str(ahead)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
     assert done.stdout == f"{num_ranks} ranks agree\n", done.stderr
 
@@ -55,19 +54,14 @@ def test_what_is_taken_follows_from_sizes_and_types() -> None:
         x, kept = torch.empty(rows, columns, dtype=dtype), torch.empty(rows, columns, dtype=residual or dtype)
         return bound[of].takes_sum(x, kept, torch.empty(columns, dtype=dtype))
 
-    assert takes(16384, 8192, of=2)
-    assert takes(1, 16384, torch.float32, of=2)
-    assert not takes(1, 16392, of=2)
-    assert not takes(0, 4096, of=2)
-    assert not takes(600, 4100, of=2)
-    assert takes(1, 4096)
-    assert takes(512, 4096)  # 4 MiB
-    assert not takes(513, 4096)
-    assert takes(256, 8192)
-    assert not takes(257, 8192)
-    assert not takes(256, 8192, torch.float32)
-    assert not takes(0, 4096)
-    assert not takes(1, 4100, torch.bfloat16)  # rows that begin anywhere
+    for ranks in (2, 4):
+        assert takes(16384, 8192, of=ranks)
+        assert takes(1, 8192, torch.float32, of=ranks)
+        assert takes(1, 16384, of=ranks)
+        assert not takes(1, 16392, of=ranks)
+        assert not takes(1, 8196, torch.float32, of=ranks)
+        assert not takes(0, 4096, of=ranks)
+        assert not takes(600, 4100, of=ranks)  # rows that begin anywhere
     assert not takes(1, 4096, residual=torch.float32)
     assert not takes(1, 4096, torch.float64)
     assert bound[4].takes_best(torch.empty(1024, 8))
@@ -80,9 +74,13 @@ def test_what_is_taken_follows_from_sizes_and_types() -> None:
 class OneDevice:
     """Ranks of one process, each with a stream and a part on the same GPU. Kernels are loaded before any waits for another."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.parts = tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8, device="cuda") for _ in range(num_ranks))
-        self.ranks = [TritonPeerOps(PeerMemory(rank=rank, parts=self.parts), dependent_launch=True) for rank in range(num_ranks)]
+    def __init__(self, num_ranks: int, blocks: Blocks | None = None) -> None:
+        num_bytes = blocks.part_bytes if blocks else NUM_BYTES
+        self.parts = tuple(torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(num_ranks))
+        self.ranks = [
+            TritonPeerOps(PeerMemory(rank=rank, parts=self.parts), dependent_launch=True, blocks=blocks)
+            for rank in range(num_ranks)
+        ]
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
 
     def load(self, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -132,20 +130,20 @@ def compare_with_float64(device: OneDevice, rows: int, columns: int, dtype: torc
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_streams_of_a_gpu_give_what_float64_gives(num_ranks: int, dtype: torch.dtype) -> None:
-    device = OneDevice(num_ranks)
+    device = OneDevice(num_ranks, Blocks(most_programs=32, most_warps=8))  # so few that those of all ranks run at once
     for rows, columns in SIZES:
-        if rows * columns * dtype.itemsize > 4 << 20 or num_ranks * min(rows, MOST_PROGRAMS) > 132:
-            continue  # not taken; more programs than run at once
-        compare_with_float64(device, rows, columns, dtype)
+        if columns * dtype.itemsize <= 32 << 10:
+            compare_with_float64(device, rows, columns, dtype)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_blocks_of_two_ranks_follow_each_other(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """More than there are places for, of programs few enough that those of both ranks run at once."""
-    monkeypatch.setattr(peer_ops, "MOST_OF_TWO", 32)
-    device = OneDevice(2)
-    for rows, columns in ((200, 8192), (1000, 4096), (3000, 1024), (33, 16384)):
+def test_blocks_follow_each_other(num_ranks: int, ahead: int, dtype: torch.dtype) -> None:
+    """More than there are places for, of several sizes after each other."""
+    device = OneDevice(num_ranks, Blocks(most_programs=32, ahead=ahead, most_warps=8))
+    for rows, columns in ((200, 8192), (1000, 4096), (3000, 1024), (33, 8192), (1200, 5120)):
         compare_with_float64(device, rows, columns, dtype)
 
 
@@ -187,10 +185,11 @@ def test_streams_of_a_gpu_find_the_best_of_all_columns(num_ranks: int, rows: int
 
 
 @pytest.mark.gpu
-def test_graphs_are_replayed_as_often_as_one_likes() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_graphs_are_replayed_as_often_as_one_likes(num_ranks: int) -> None:
     """Sums of two sizes in one graph of each rank, so that places are taken in turn within it and from replay to replay."""
-    num_ranks, dtype, columns = 2, torch.bfloat16, 4096
-    device = OneDevice(num_ranks)
+    dtype, columns = torch.bfloat16, 4096
+    device = OneDevice(num_ranks, Blocks(most_programs=32, most_warps=8))
     for rows in (4, 64):
         device.load(rows, columns, dtype)
     weight = torch.ones(columns, dtype=dtype, device="cuda")
@@ -207,7 +206,7 @@ def test_graphs_are_replayed_as_often_as_one_likes() -> None:
         for rows in (4, 64):
             for rank in range(num_ranks):
                 kept[rows][rank].zero_()
-                x[rows][rank].copy_(torch.randn(rows, columns, device="cuda"))
+                x[rows][rank].copy_(torch.randint(-4, 5, (rows, columns), device="cuda"))  # whose sums are exact
         torch.cuda.synchronize()
         for graph, stream in zip(graphs, device.streams, strict=True):
             with torch.cuda.stream(stream):
@@ -220,17 +219,18 @@ def test_graphs_are_replayed_as_often_as_one_likes() -> None:
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_waits_for_nobody_any_more_ends() -> None:
-    device = OneDevice(2)
-    device.load(1, 4096, torch.bfloat16)
-    x, weight = torch.zeros(1, 4096, dtype=torch.bfloat16, device="cuda"), torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize(("num_ranks", "rows"), [(2, 1), (4, 1), (4, 600)])
+def test_a_kernel_that_waits_for_nobody_any_more_ends(num_ranks: int, rows: int) -> None:
+    device = OneDevice(num_ranks, Blocks(most_programs=32))
+    device.load(rows, 4096, torch.bfloat16)
+    x, weight = torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda"), torch.ones(4096, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(device.streams[0]):
         device.ranks[0].add_rms_norm(x, x.clone(), weight, EPS)
         ended = torch.cuda.Event()
         ended.record()
     time.sleep(0.2)
-    assert not ended.query(), "it waits for the other rank"
+    assert not ended.query(), "it waits for the other ranks"
     device.ranks[0].end()
     began_s = time.monotonic()
     while not ended.query():

@@ -15,9 +15,9 @@ from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_ker
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DIRECT = {
-    "as chosen": DirectShape(),
-    "more outputs": DirectShape(block_n=32, block_k=32, num_warps=16, ahead=2, x_ahead=1),
-    "more x ahead": DirectShape(block_k=128, num_warps=4, ahead=1, x_ahead=2),
+    "few outputs": DirectShape(block_n=16, block_k=64, num_warps=8, ahead=4, x_ahead=4, registers=128),
+    "more outputs": DirectShape(block_n=32, block_k=32, num_warps=16, ahead=2, x_ahead=1, registers=128),
+    "more x ahead": DirectShape(block_n=16, block_k=128, num_warps=4, ahead=1, x_ahead=2, registers=128),
 }
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -48,11 +48,28 @@ def test_all_programs_of_a_product_run_at_once(
 
 
 @pytest.mark.parametrize(
-    ("outputs", "columns", "is_direct"),
-    [(4096, 4096, True), (28672, 4096, True), (4096, 14336, True), (1056, 2880, True), (128, 2880, False), (4096, 1024, False)],
+    ("outputs", "columns", "rows", "expected"),
+    [
+        (2048, 4096, 1, (16, 16, 4)),
+        (2304, 4096, 1, (32, 8, 5)),
+        (4096, 4096, 1, (32, 16, 2)),
+        (4096, 4096, 8, (32, 16, 2)),
+        (12288, 2048, 1, (32, 8, 2)),
+        (6144, 4096, 1, None),  # as matvec
+        (6144, 4096, 8, (32, 8, 2)),
+        (4096, 14336, 1, None),
+        (4096, 14336, 8, (16, 16, 4)),
+        (28672, 4096, 8, None),  # cuBLAS
+        (1056, 2880, 8, (16, 16, 3)),
+        (128, 2880, 8, None),
+        (4096, 1024, 8, None),
+    ],
 )
-def test_products_of_many_outputs_and_columns_are_direct(outputs: int, columns: int, is_direct: bool) -> None:
-    assert (direct_shape(outputs, columns, multiprocessors=132) is not None) == is_direct
+def test_direct_products_where_they_are_fastest(
+    outputs: int, columns: int, rows: int, expected: tuple[int, int, int] | None
+) -> None:
+    found = direct_shape(outputs, columns, rows, multiprocessors=132)
+    assert (None if found is None else (found.block_n, found.num_warps, found.ahead)) == expected
 
 
 def assert_direct_equals_float64(product: DirectRows, rows: int, columns: int) -> None:

@@ -20,7 +20,7 @@ DIRECT_ROWS: Final = 8
 FEW_ROWS: Final = 16
 MOST_ROWS: Final = 64
 LEAST_COLUMNS, MOST_COLUMNS = 16, 32768
-LEAST_DIRECT_COLUMNS: Final = 2048
+LEAST_DIRECT_COLUMNS, MOST_DIRECT_OUTPUTS = 2048, 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ class DirectShape:
     registers: the most that a thread may have, so that several programs run on a multiprocessor.
     """
 
-    block_n: int = 16
-    block_k: int = 64
-    num_warps: int = 8
-    ahead: int = 4
-    x_ahead: int = 4
-    registers: int = 128
+    block_n: int
+    block_k: int
+    num_warps: int
+    ahead: int
+    x_ahead: int
+    registers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,32 @@ def matvec_shape(columns: int) -> MatvecShape:
     return MatvecShape(block_n=8192 // block_k, block_k=block_k, num_warps=8)
 
 
-def direct_shape(outputs: int, columns: int, *, multiprocessors: int) -> DirectShape | None:
-    """For up to `DIRECT_ROWS` rows. None: programs are too short, or too few to keep the memory busy."""
+def direct_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> DirectShape | None:
+    """From docs/benchmarks/kernels-direct-rows.json, up to `DIRECT_ROWS` rows. None: others are faster, or programs too few.
+
+    Where all outputs are on the device at once, a multiprocessor has one program, which needs many warps if it has few outputs.
+    Of one row `Matvec` is faster where there are more.
+    """
     if columns < LEAST_DIRECT_COLUMNS or columns % 16 or outputs < 8 * multiprocessors:
         return None
-    return DirectShape()
+    at_once = outputs <= 32 * multiprocessors
+    if rows == 1 and not (at_once if LEAST_DIRECT_COLUMNS < columns <= 4096 else columns == LEAST_DIRECT_COLUMNS and not at_once):
+        return None
+    if columns > 4096 or outputs <= 16 * multiprocessors:
+        return _direct(block_n=16, num_warps=16, ahead=4, columns=columns, registers=128)
+    if outputs <= 24 * multiprocessors:
+        return _direct(block_n=32, num_warps=8, ahead=5, columns=columns, registers=255)
+    if at_once:
+        return _direct(block_n=32, num_warps=16, ahead=2, columns=columns, registers=128)
+    if outputs <= MOST_DIRECT_OUTPUTS:
+        return _direct(block_n=32, num_warps=8, ahead=2, columns=columns, registers=128)
+    return None
+
+
+def _direct(*, block_n: int, num_warps: int, ahead: int, columns: int, registers: int) -> DirectShape:
+    """No more blocks on their way than there are."""
+    ahead = min(ahead, -(-columns // (64 * num_warps)))
+    return DirectShape(block_n=block_n, block_k=64, num_warps=num_warps, ahead=ahead, x_ahead=min(ahead, 4), registers=registers)
 
 
 def direct_kernels_of(version: str) -> ModuleType | None:
@@ -124,9 +145,10 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
     }
     multiprocessors, is_short = _multiprocessors(weight.device), weight.dtype is not torch.float32
-    direct = direct_shape(outputs, columns, multiprocessors=multiprocessors) if is_short and dependent_launch else None
-    if direct and weight.stride(0) % 16 == 0 and (kernels := direct_kernels_of(triton.__version__)):
-        by_rows[DIRECT_ROWS] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
+    if is_short and dependent_launch and weight.stride(0) % 16 == 0 and (kernels := direct_kernels_of(triton.__version__)):
+        for most in (MATVEC_ROWS, DIRECT_ROWS):
+            if direct := direct_shape(outputs, columns, most, multiprocessors=multiprocessors):
+                by_rows[most] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
     for most in (FEW_ROWS, 32, MOST_ROWS) if is_short else ():
         if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)

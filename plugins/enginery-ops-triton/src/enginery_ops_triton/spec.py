@@ -14,7 +14,7 @@ FLOAT8_BLOCKS = Scheme(values="f8e4m3", block=(128, 128))
 FLOAT4_BLOCKS = Scheme(values="mxfp4", block=(1, 32))
 OLDEST = (8, 0)  # bfloat16 and asynchronous copies came with it
 DEPENDENT_LAUNCH = (9, 0)
-PEER_BYTES = 29_906_176  # `peer_ops.NUM_BYTES`, without its imports
+PEER_BYTES = 38_312_192  # `peer_ops.NUM_BYTES`, without its imports
 
 
 def _refuse(needs: OpNeeds) -> list[Reason]:

@@ -1,18 +1,30 @@
 """Sums over ranks within the norm behind them: each rank's kernel reads and writes the memory of the others.
 
-    two ranks   own rows, block after block -> the other's part | wait for its block before that one | add up, to the residual, norm
+    two ranks   own block -> the other's part | wait for its block AHEAD before | add up, add to the residual, norm
+    more        shares of own block -> the ranks that add them up | wait for all | own share of the block AHEAD before added up
+                -> all parts | flags | of the block AHEAD before that one: add to the residual, norm
     few rows    own rows, each word with its turn -> all parts | wait for the words of all | add up, add to the residual, norm
-    more        shares of own rows -> the ranks that add them up | meet | own share added up -> all parts | meet | add, norm
 
-A program has the same rows on every rank, and meets the programs of its number there. It counts its turns. No two programs of a
-rank wait for each other, so that it does not matter which run first. What was written is read before it is overwritten: rows and
-sums, as a program comes to a meeting behind what it read; words, as they lie at two places in turn, and whoever writes to one again
-has had the words of the turn between, whose kernel began where the one before it had ended; blocks, as they lie at four places in
-turn, and whoever sends one has had the other's block but one before it, which the other sent when it had read those before its own
-last but one: four before. All rows cross NVLink once each way, as they would by shares, and nobody waits twice.
+A program has the same rows on every rank, in blocks, and meets the programs of its number there alone. It counts its turns. No two
+programs of a rank wait for each other, and the lowest that has not ended runs on every rank, so it does not matter how many run
+at once. What was written is read before it is overwritten:
+
+- Two ranks: blocks lie at 2 AHEAD + 2 places in turn. Whoever sends block n has had the other's block n - 1 - AHEAD, which the
+  other sent when it had read those up to n - 2 - 2 AHEAD. The first blocks of a kernel follow the last of the one before it, of
+  that program, so each program has its own places, whatever sizes of rows lie there.
+- More ranks: one flag of a rank says in turn b that its shares of block b have left and its sums of block b - AHEAD, and that it
+  has read what it needed until then. Whoever sends shares of block n has had all flags of turn n - 1 - AHEAD, so all have read
+  shares up to block n - 1 - 2 AHEAD: 2 AHEAD + 1 places. Whoever sends sums of block n, in turn n + AHEAD, has had all flags of
+  turn n, so that all have ended turn n - 1, and read sums up to block n - 1 - 2 AHEAD: as many places. A kernel ends when it has
+  had all flags of the last turn that has them, so nobody reads shares of it any more; before the first sums of the next one
+  leave, all ranks have begun that one. So places may lie elsewhere in every kernel.
+- Few rows: words lie at two places in turn. Whoever writes to one again has had the words of the turn between, or flags of one,
+  whose kernel began where the one before it had ended.
+
+Of two ranks all rows cross NVLink once each way, as they would by shares, and nobody waits twice. Of R, 2 (R - 1) / R of them do.
 
 Words of 64 bits arrive whole, so that one with the number of the turn in its upper half needs no flag behind it and no fence: it
-takes twice the bytes and one way over NVLink where a meeting takes more (NCCL's protocol LL does the same).
+takes twice the bytes and one way over NVLink where a flag takes more (NCCL's protocol LL does the same).
 """
 
 from __future__ import annotations
@@ -36,30 +48,31 @@ def _rows(addresses: tl.tensor, rank: tl.constexpr, DTYPE: tl.constexpr, BEGIN: 
 
 
 @kernel
-def _meet(
-    addresses: tl.tensor, program: tl.tensor, turn: tl.tensor, FLAGS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
-) -> None:
-    """Wait until this program has come here on every rank in this turn: what each wrote before is seen behind it.
-
-    FLAGS: where flags begin in a part, in words; [programs, RANKS], each of the last turn that a rank came in. The first word of a
-    part is not 0 when nobody is to be waited for any more.
-    """
-    tl.debug_barrier()
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            tl.atomic_xchg(part_words(addresses, rank) + FLAGS + program * RANKS + RANK, turn, sem="release", scope="sys")
-    own = part_words(addresses, RANK)
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            _await(own + FLAGS + program * RANKS + rank, turn, own)
-    tl.debug_barrier()
-
-
-@kernel
 def _await(flag: tl.tensor, turn: tl.tensor, over: tl.tensor) -> None:
     """Wait until the flag has come to a turn, or nobody is to be waited for any more."""
     while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - turn < 0) & (tl.load(over, volatile=True) == 0):
         pass
+
+
+@kernel
+def _raise_all(flags: tl.tensor, turn: tl.tensor, others: tl.tensor) -> None:
+    """Tell the others, [ranks], of a turn: what this program wrote before is seen behind it, and what it read was read."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flags, turn, mask=others, sem="release", scope="sys")
+
+
+@kernel
+def _await_all(flags: tl.tensor, turn: tl.tensor, others: tl.tensor, over: tl.tensor) -> None:
+    """Wait until the flags of all others, [ranks], have come to a turn, or nobody is to be waited for any more."""
+    while (_most_behind(flags, turn, others) > 0) & (tl.load(over, volatile=True) == 0):
+        pass
+    tl.debug_barrier()
+
+
+@kernel
+def _most_behind(flags: tl.tensor, turn: tl.tensor, others: tl.tensor) -> tl.tensor:
+    """By how many turns the last of the others is."""
+    return tl.max(tl.where(others, turn - tl.atomic_add(flags, 0, mask=others, sem="acquire", scope="sys"), 0))
 
 
 @kernel
@@ -160,43 +173,45 @@ def sum_norm_of_two(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     EACH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PLACES: tl.constexpr,
+    PLACE: tl.constexpr,
     TURNS: tl.constexpr,
     FLAGS: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    """As `sum_norm`, of any number of rows, EACH in a block. A turn is a block. BLOCKS: where they begin in a part, in bytes; four
-    places for each program."""
+    """As `sum_norm`. A turn is a block. BLOCKS: where they begin in a part, in bytes: PLACES of each program, of PLACE elements."""
     release_successor(CHAINED)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     DTYPE: tl.constexpr = partial.dtype.element_ty
-    PLACES: tl.constexpr = 4
     column, place = tl.arange(0, BLOCK)[None, :], tl.arange(0, EACH)[:, None]
     scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    own, within = part_words(addresses, RANK), program * PLACES * EACH * COLUMNS + place * COLUMNS + column
+    own, within = part_words(addresses, RANK), program * PLACES * PLACE + place * COLUMNS + column
     flag = FLAGS + program * 2
     arriving = _rows(addresses, RANK, DTYPE, BLOCKS) + within
     leaving = _rows(addresses, 1 - RANK, DTYPE, BLOCKS) + within
     wait_for_predecessor(CHAINED)
     turn = tl.load(own + TURNS + program)
     count = tl.cdiv(tl.cdiv(num_rows, EACH) - program, programs).to(tl.int32)
-    for block in range(bound(count + 1)):
-        if block < count:  # this one leaves before the one before it is waited for
+    for block in range(bound(count + AHEAD)):
+        if block < count:  # this one leaves before one that is waited for
             row = (program + block * programs) * EACH + place
             inside = (column < COLUMNS) & (row < num_rows)
             values = tl.load(partial + row * partial_stride + column, mask=inside, other=0.0)
-            tl.store(leaving + ((turn + block) & (PLACES - 1)) * EACH * COLUMNS, values, mask=inside)
+            tl.store(leaving + ((turn + block) & (PLACES - 1)) * PLACE, values, mask=inside)
             tl.debug_barrier()
             tl.atomic_xchg(part_words(addresses, 1 - RANK) + flag + RANK, turn + block + 1, sem="release", scope="sys")
-        if block > 0:
-            row = (program + (block - 1) * programs) * EACH + place
+        awaited = block - AHEAD
+        if awaited >= 0:
+            row = (program + awaited * programs) * EACH + place
             inside = (column < COLUMNS) & (row < num_rows)
             values = tl.load(partial + row * partial_stride + column, mask=inside, other=0.0).to(tl.float32)
             kept = residual + row * residual_stride + column
             before = tl.load(kept, mask=inside, other=0.0)
-            _await(own + flag + 1 - RANK, turn + block, own)
+            _await(own + flag + 1 - RANK, turn + awaited + 1, own)
             tl.debug_barrier()
-            arrived = arriving + ((turn + block - 1) & (PLACES - 1)) * EACH * COLUMNS
+            arrived = arriving + ((turn + awaited) & (PLACES - 1)) * PLACE
             values += tl.load(arrived, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
             normed = out + row * COLUMNS + column
             _added_normed(round_to(values, DTYPE), before, kept, normed, scale, inside, eps, COLUMNS, DTYPE)
@@ -216,60 +231,82 @@ def sum_norm(
     eps: float,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     EACH: tl.constexpr,
     SHARE: tl.constexpr,
     BLOCK_SHARE: tl.constexpr,
-    MOST_PROGRAMS: tl.constexpr,
-    REGION: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PLACES: tl.constexpr,
     TURNS: tl.constexpr,
     FLAGS: tl.constexpr,
-    ROWS: tl.constexpr,
+    SHARES: tl.constexpr,
     SUMS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     """partial, residual: [N, COLUMNS] with their row strides; out: [N, COLUMNS] contiguous; addresses: [RANKS] int64, of parts.
 
-    EACH: rows of a program, at most. SHARE: columns that each rank adds up for all. REGION: elements that a program's rows have
-    room for. TURNS, FLAGS: where they begin in a part, in words; ROWS, a share from each rank, and SUMS: in bytes. The sum is
-    rounded before it is added, as it is where NCCL takes it.
+    EACH: rows of a block. SHARE: columns that each rank adds up for all. AHEAD: blocks whose shares leave before those of the
+    first are waited for, and as many whose sums do. TURNS, FLAGS: where they begin in a part, in words; SHARES and SUMS: in bytes,
+    of each program PLACES, of a block: one [EACH, RANKS - 1, SHARE], without own, the other [EACH, COLUMNS]. The sum is rounded
+    before it is added, as it is where NCCL takes it.
     """
     release_successor(CHAINED)
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     DTYPE: tl.constexpr = partial.dtype.element_ty
-    column = tl.arange(0, BLOCK)[None, :]
+    column, place = tl.arange(0, BLOCK)[None, :], tl.arange(0, EACH)[:, None]
     scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    turns = part_words(addresses, RANK) + TURNS + program
-    place, lane = tl.arange(0, EACH)[:, None], tl.arange(0, BLOCK_SHARE)[None, :]
-    row, region = program + place * programs, program * REGION
-    there = (lane < SHARE) & (row < num_rows)
-    wait_for_predecessor(CHAINED)
-    turn = tl.load(turns) + 1
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            shared = rank * SHARE + lane
-            values = tl.load(partial + row * partial_stride + shared, mask=there & (shared < COLUMNS), other=0.0)
-            sent = _rows(addresses, rank, DTYPE, ROWS) + region + (place * RANKS + RANK) * SHARE + lane
-            tl.store(sent, values, mask=there)
-    _meet(addresses, program, turn, FLAGS, RANK, RANKS)
+    own, rank = part_words(addresses, RANK), tl.arange(0, BLOCK_RANKS)
+    others = (rank < RANKS) & (rank != RANK)
+    theirs = tl.load(addresses + rank, mask=others, other=0).to(tl.pointer_type(tl.int32)) + FLAGS + program * RANKS + RANK
+    flags = own + FLAGS + program * RANKS + rank
+    SHARES_PLACE: tl.constexpr = EACH * (RANKS - 1) * SHARE
+    first, lane = program * PLACES * SHARES_PLACE, tl.arange(0, BLOCK_SHARE)[None, :]
+    adds, each, share = rank[:, None, None], place[None, :, :], lane[None, :, :]  # shares by the rank that adds them up
+    parts = (tl.load(addresses + adds, mask=adds < RANKS, other=0) + SHARES).to(tl.pointer_type(DTYPE))
+    sender = RANK - (adds < RANK).to(tl.int32)  # its number among those that are not the rank that adds up
+    leaving = tl.multiple_of(parts, [16, 16, 16]) + first + (each * (RANKS - 1) + sender) * SHARE + share
+    to_send = (adds < RANKS) & (adds != RANK) & (share < SHARE) & (adds * SHARE + share < COLUMNS)
+    arriving = _rows(addresses, RANK, DTYPE, SHARES) + first + place * (RANKS - 1) * SHARE + lane
     shared = RANK * SHARE + lane
-    within = there & (shared < COLUMNS)
-    total = tl.zeros((EACH, BLOCK_SHARE), tl.float32)
-    for rank in tl.static_range(RANKS):
-        if rank == RANK:
-            total += tl.load(partial + row * partial_stride + shared, mask=within, other=0.0).to(tl.float32)
-        else:
-            arrived = _rows(addresses, RANK, DTYPE, ROWS) + region + (place * RANKS + rank) * SHARE + lane
-            total += tl.load(arrived, mask=within, other=0.0, cache_modifier=".cg").to(tl.float32)
-    values = round_to(total, DTYPE)
-    for rank in tl.static_range(RANKS):
-        tl.store(_rows(addresses, rank, DTYPE, SUMS) + region + place * COLUMNS + shared, values, mask=within)
-    inside = (column < COLUMNS) & (row < num_rows)
-    kept = residual + row * residual_stride + column
-    before = tl.load(kept, mask=inside, other=0.0)
-    _meet(addresses, program, turn, FLAGS + MOST_PROGRAMS * RANKS, RANK, RANKS)
-    arrived = _rows(addresses, RANK, DTYPE, SUMS) + region + place * COLUMNS + column
-    values = tl.load(arrived, mask=inside, other=0.0, cache_modifier=".cg")
-    _added_normed(values, before, kept, out + row * COLUMNS + column, scale, inside, eps, COLUMNS, DTYPE)
-    tl.store(turns, turn)
+    to_add = (lane < SHARE) & (shared < COLUMNS)
+    sums = ()  # of this program, in the parts of all, own first
+    for other in tl.static_range(RANKS):
+        there = _rows(addresses, (other + RANK) % RANKS, DTYPE, SUMS) + program * PLACES * EACH * COLUMNS
+        sums += (there,)  # type: ignore[assignment]
+    wait_for_predecessor(CHAINED)
+    turn = tl.load(own + TURNS + program)
+    count = tl.cdiv(tl.cdiv(num_rows, EACH) - program, programs).to(tl.int32)
+    for block in range(bound(count + 2 * AHEAD)):
+        row = (program + block * programs) * EACH + each
+        leaves = to_send & (row < num_rows)
+        shares = tl.load(partial + row * partial_stride + (adds * SHARE + share), mask=leaves, other=0.0)
+        tl.store(leaving + ((turn + block) & (PLACES - 1)) * SHARES_PLACE, shares, mask=leaves)
+        added, normed = block - AHEAD, block - 2 * AHEAD
+        row = (program + added * programs) * EACH + place
+        within = to_add & (row >= 0) & (row < num_rows)
+        total = tl.load(partial + row * partial_stride + shared, mask=within, other=0.0).to(tl.float32)
+        row = (program + normed * programs) * EACH + place
+        inside = (column < COLUMNS) & (row >= 0) & (row < num_rows)
+        kept = residual + row * residual_stride + column
+        before = tl.load(kept, mask=inside, other=0.0)
+        if added >= 0:
+            _await_all(flags, turn + added + 1, others, own)
+        if added < count:
+            if added >= 0:
+                at = (turn + added) & (PLACES - 1)
+                for other in tl.static_range(RANKS):
+                    if other != RANK:
+                        arrived = arriving + at * SHARES_PLACE + (other - (other > RANK)) * SHARE
+                        total += tl.load(arrived, mask=within, other=0.0, cache_modifier=".cg").to(tl.float32)
+                for other in tl.static_range(RANKS):
+                    summed = sums[other] + at * EACH * COLUMNS + place * COLUMNS + shared
+                    tl.store(summed, round_to(total, DTYPE), mask=within)
+            _raise_all(theirs, turn + block + 1, others)
+        if normed >= 0:
+            at = (turn + normed) & (PLACES - 1)
+            arrived = sums[0] + at * EACH * COLUMNS + place * COLUMNS + column  # type: ignore[misc]
+            values = tl.load(arrived, mask=inside, other=0.0, cache_modifier=".cg")
+            _added_normed(values, before, kept, out + row * COLUMNS + column, scale, inside, eps, COLUMNS, DTYPE)
+    tl.store(own + TURNS + program, turn + count + AHEAD)

@@ -59,7 +59,7 @@ def main() -> None:
                 changes = {"drafter": "off", "draft_model": None, "draft_length": "auto"}
             report = bench_started(load, dataclasses.replace(drafting, **changes), None)
             device, (_, row) = report["device"], report["rows"]
-            rows.append({"run": run, **row})
+            rows.append({"run": run, **row, "what": {**row["what"], "model": asked.shape}})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     about = {
         "command": " ".join(sys.argv),

@@ -22,6 +22,7 @@ from enginery.attention.axes import pad, token_fields, with_token_fields
 from enginery.attention.socket import LayerCall, LayerSocket
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
+from enginery.worker.drafts.trees import write_masks
 from enginery.worker.layout import KNOWN, no_requests, token_sources
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.decode_graphs import CudaCapture
@@ -155,6 +156,7 @@ class PiecewiseGraphs:
             self.capture(size)
         packed, pieces = self._captured[size]
         batch = self.relay.plan(self._upload(step, batch, packed))
+        write_masks(step, batch, self.relay)
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
         first, *others = pieces.graphs

@@ -145,10 +145,10 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
     }
     multiprocessors, is_short = _multiprocessors(weight.device), weight.dtype is not torch.float32
-    kernels = direct_kernels_of(triton.__version__) if is_short and dependent_launch and weight.stride(0) % 16 == 0 else None
-    for most in (MATVEC_ROWS, DIRECT_ROWS) if kernels else ():
-        if direct := direct_shape(outputs, columns, most, multiprocessors=multiprocessors):
-            by_rows[most] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
+    if is_short and dependent_launch and weight.stride(0) % 16 == 0 and (kernels := direct_kernels_of(triton.__version__)):
+        for most in (MATVEC_ROWS, DIRECT_ROWS):
+            if direct := direct_shape(outputs, columns, most, multiprocessors=multiprocessors):
+                by_rows[most] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
     for most in (FEW_ROWS, 32, MOST_ROWS) if is_short else ():
         if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)

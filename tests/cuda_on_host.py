@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
@@ -194,12 +193,12 @@ class Graph:
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         assert here.capturing is None, "another graph is captured"
         here.capturing = self
-        CAPTURED.add(self)
+        CAPTURING.add(here.index)
 
     def capture_end(self) -> None:
         assert here.capturing is self, "it is captured"
         here.capturing = None
-        CAPTURED.discard(self)
+        CAPTURING.discard(here.index)
         with _quietly(), torch.inference_mode():
             for storage in self._own.values():
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
@@ -247,7 +246,7 @@ class Graph:
                         there.copy_(value)
 
 
-CAPTURED: Final = weakref.WeakSet[Graph]()  # graphs that are captured now, by any thread
+CAPTURING: Final = set[int]()  # devices by which a graph is captured now
 _LENT: set[int] = set()  # addresses of memory that graphs hold
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # typing's own takes most of the time before `engine` can take a Ctrl-C
 if TYPE_CHECKING:
-    from typing import Any
-
     from enginery.contracts.request import SamplingParams
     from enginery.llm.async_llm import AsyncLLM
     from enginery.llm.llm import LLM
@@ -17,7 +15,7 @@ __all__ = ["LLM", "AsyncLLM", "SamplingParams"]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a name when it is first asked for (PEP 562): torch comes with `LLM` and `AsyncLLM`."""
     if name == "SamplingParams":
         from enginery.contracts.request import SamplingParams

@@ -123,7 +123,8 @@ def loads_of(ranks: int, only: Collection[str] | None) -> Iterator[Loads]:
         every.append(Loads(big, BIG, tensor))
     if ranks <= 2:
         long = Workload(name="", shape="", summary="prompts of 32k in chunks of 8,192", lengths=prompts)
-        every.append(Loads({"32k prompts": long}, small, {"pp": ranks, "max_batch_tokens": 8192}))
+        staged = {"32k prompts": long, "64 streams in stages": find_workload("llama-3.1-8b:64")}
+        every.append(Loads(staged, small, {"pp": ranks, "max_batch_tokens": 8192}))
     lanes = {"dp_attention": ranks, "ep": True} if ranks > 1 else {}
     every.append(Loads({"V2-Lite in lanes": find_workload("W7")}, shapes()["deepseek-v2-lite"], lanes))
     for loads in every:

@@ -36,13 +36,13 @@ PAGES = 8000  # 256 requests of 500 tokens; three such engines fit an H200
 PROMPT = "Tell me a story about a fox named Mia."
 
 
-def options(folder: Path, device: str, attention: str = "triton") -> EngineOptions:
+def options(folder: Path, device: str, attention: str = "triton", *, shape: str = SHAPE) -> EngineOptions:
     """With the head; its config.json and the target's are written to the folder."""
     (folder / "target").mkdir()
     (folder / "head").mkdir()
-    write_shape(SHAPE, folder / "target")
+    write_shape(shape, folder / "target")
     head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCABULARY}
-    (folder / "head" / "config.json").write_text(json.dumps(shapes()[SHAPE] | head))
+    (folder / "head" / "config.json").write_text(json.dumps(shapes()[shape] | head))
     return EngineOptions(
         model=str(folder / "target"),
         load_format="dummy",

@@ -2,7 +2,10 @@
 
 Llama-3.1-8B's shape and the EAGLE-3 head of random weights of `gpu_speculation.py`, 512 tokens in, 128 out, streamed. Guesses are
 right by chance, each three times of four if those before it are. A server has no option for that: `Engine.build` is told in each
-process, by a `sitecustomize.py`.
+process, by a `sitecustomize.py`. The load comes twice to each server, and the first time does not count: steps that verify are
+captured when they are first needed.
+
+Where there is no GPU: `--device cpu --attention torch --shape llama-125m --rate 1 --requests 4`.
 """
 
 from __future__ import annotations
@@ -34,29 +37,34 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--rate", type=float, default=16.0)
     parser.add_argument("--requests", type=int, default=480)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--shape", default=gpu_speculation.SHAPE)
     parser.add_argument("--runs", nargs="+", default=["plain", "3", "auto"], help="plain, or what --draft-length is")
     asked = parser.parse_args()
-    load = LoadFlags(rate=[asked.rate], requests=asked.requests)
-    rows = []
+    load = LoadFlags(rate=[asked.rate] * 2, requests=asked.requests)
+    rows, device = [], ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        drafting = dataclasses.replace(gpu_speculation.options(folder, "cuda"), max_model_len=2048, prefill_fraction=None)
+        options = gpu_speculation.options(folder, asked.device, asked.attention, shape=asked.shape)
+        drafting = dataclasses.replace(options, max_model_len=2048, prefill_fraction=None)
         write_tokenizer(folder / "target")
         (folder / "forced").mkdir()
         for run in asked.runs:
-            options: dict[str, Any] = {"draft_length": run}
+            changes: dict[str, Any] = {"draft_length": run}
             rates = (gpu_speculation.RATES[0],) * (7 if run == "auto" else 3)
             (folder / "forced" / "sitecustomize.py").write_text("" if run == "plain" else FORCED.format(rates=rates))
             os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "forced"), *sys.path])
             if run == "plain":
-                options = {"drafter": "off", "draft_model": None, "draft_length": "auto"}
-            (row,) = bench_started(load, dataclasses.replace(drafting, **options), None)["rows"]
-            rows.append({"run": run, **row})
+                changes = {"drafter": "off", "draft_model": None, "draft_length": "auto"}
+            report = bench_started(load, dataclasses.replace(drafting, **changes), None)
+            device, (_, row) = report["device"], report["rows"]
+            rows.append({"run": run, **row, "what": {**row["what"], "model": asked.shape}})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     about = {
         "command": " ".join(sys.argv),
         "commit": asked.commit,
-        "device": torch.cuda.get_device_name(),
+        "device": device,
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
         "rates": gpu_speculation.RATES,
     }

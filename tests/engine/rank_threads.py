@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from cuda_on_host import CAPTURED, Graph, here, launched
+from cuda_on_host import CAPTURING, Graph, here, launched
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
@@ -101,8 +101,11 @@ class ThreadGroup:
         return self._exchange("texts", text)
 
     def send(self, x: torch.Tensor, rank: int) -> tuple[torch.Tensor, Sent]:
-        self._store.way(self._name, self.rank, rank).put(x.clone())
+        self.way(rank).put(x.clone())
         return x, Sent()
+
+    def way(self, rank: int) -> queue.SimpleQueue[Any]:
+        return self._store.way(self._name, self.rank, rank)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         found: torch.Tensor | None = self._store.way(self._name, rank, self.rank).get(timeout=50)
@@ -129,12 +132,13 @@ class DeviceThreadGroup:
         self.rank, self.size, self.device = rank, size, device
         self._hosts = ThreadGroup(store, f"{name} on devices", rank=rank, size=size, standing=standing, host="")
         self._graphs = weakref.WeakSet[Graph]()
+        self._members = set(self._hosts._exchange("devices", device.index))
 
     def _launched(self, exchange: Callable[..., Any], x: torch.Tensor, *, writes: bool = False) -> Any:
         if (graph := here.capturing) is not None:
             self._graphs.add(graph)
         else:
-            assert not CAPTURED, "nothing is exchanged while another rank captures"
+            assert not CAPTURING & self._members, "nothing is exchanged while another rank captures"
         return launched(exchange, x, writes=writes)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -153,11 +157,13 @@ class DeviceThreadGroup:
         return self._launched(self._hosts.from_first, x, writes=True)
 
     def send(self, x: torch.Tensor, rank: int) -> tuple[torch.Tensor, Sent]:
-        self._launched(lambda sent: self._hosts.send(sent, rank)[0], x, writes=True)
+        assert here.capturing is None, "what crosses between stages is in no graph"
+        self._hosts.way(rank).put(x)
         return x, Sent()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         out = torch.empty(*shape, dtype=dtype, device=self.device)
+        assert here.capturing is None, "what crosses between stages is in no graph"
         return self._launched(lambda there: there.copy_(self._hosts.receive(shape, dtype, rank)), out, writes=True)
 
     def close(self) -> None:
@@ -200,6 +206,7 @@ class ThreadRanks:
         self._errors: list[BaseException] = []
         self._steps = [queue.SimpleQueue[bytes | None]() for _ in range(1, count)]
         self.guesses: list[Guesses] = [[] for _ in range(count)]
+        self._built = threading.Barrier(count, timeout=50)
         self._threads = [threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}") for rank in range(1, count)]
         for thread in self._threads:
             thread.start()
@@ -228,6 +235,7 @@ class ThreadRanks:
             if (device := torch_device(self._devices[rank])).type != "cpu":
                 torch.cuda.set_device(device)
             follower = follower_of(self.build(rank), self._groups[rank])
+            self._built.wait()
             if isinstance(follower, Follower):
                 self.guesses[rank] = noted(follower._runner)
             while (frame := self._steps[rank - 1].get()) is not None:
@@ -235,6 +243,7 @@ class ThreadRanks:
             self._groups[rank].close()
         except BaseException as error:
             self._errors.append(error)
+            self._built.abort()
             self._meetings.abort()
 
     def send(self, step: StepInput) -> None:
@@ -257,6 +266,7 @@ class ThreadRanks:
             raise first
 
     def failed(self, error: BaseException) -> None:
+        self._built.abort()
         self._meetings.abort()
         self.end()
         self.check()
@@ -280,6 +290,7 @@ def on_threads(
         try:
             try:
                 parts = ranks.build()
+                ranks._built.wait()
                 forced = ForcedAcceptance(forced_rates, parts.choice.device) if forced_rates else None
                 engine = Engine(parts, registry, asked, ranks=ranks, forced=forced)
                 ranks.guesses[0] = noted(engine._runner)

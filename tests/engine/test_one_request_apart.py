@@ -97,7 +97,7 @@ def test_requests_that_come_and_go_are_told_what_one_backend_tells(
         for found, wanted in zip(told_of(engine, batches), expected, strict=True):
             assert_equal(found, wanted, within=1e-4)
         captures = engine._runner.graphs is not None
-        assert captures == ("pp" not in mesh and "check_attention" not in changes)
+        assert captures == ("check_attention" not in changes)
         assert not any(device.waits for device in devices) or "check_attention" in changes
         assert "one" in engine.facts.attn_backend
     assert_each_has_its_own(noted)

@@ -291,13 +291,13 @@ def test_stages_are_not_recorded_and_other_ranks_are(llama: Oracle, registry: Re
         assert resolve(asked, chosen.device_facts, chosen.facts, config=chosen.checkpoint.config).max_graph_requests == most
 
 
-def test_on_gpus_stages_capture_nothing_and_lanes_no_pieces(llama: Oracle, registry: Registry) -> None:
+def test_on_gpus_stages_and_lanes_capture_no_pieces(llama: Oracle, registry: Registry) -> None:
     from enginery.config.resolve import resolve
     from enginery.worker.choice import choose
 
     chosen = choose(options(llama), registry)
     gpu = dataclasses.replace(chosen.device_facts, kind="cuda", compute_capability=(9, 0))
-    for mesh, are_captured in (({"tp": 2}, [True, True]), ({"dp_attention": 2}, [True, False]), ({"pp": 2}, [False, False])):
+    for mesh, are_captured in (({"tp": 2}, [True, True]), ({"dp_attention": 2}, [True, False]), ({"pp": 2}, [True, False])):
         asked = EngineOptions(model=str(llama.folder), device="cuda", **mesh)
         settings = resolve(asked, gpu, chosen.facts, config=chosen.checkpoint.config)
         assert [settings.max_graph_requests > 0, settings.max_piece_tokens > 0] == are_captured

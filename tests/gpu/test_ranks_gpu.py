@@ -227,7 +227,7 @@ def assert_mesh_tells_what_transformers_tells(oracle: Oracle, registry: Registry
     engine = Engine.build(asked(oracle, **mesh), registry)
     try:
         assert generate(engine, prompts_of(oracle), max_tokens=NUM_TOKENS) == expected_tokens(oracle)
-        assert (engine.meter.stats().num_graph_steps >= NUM_TOKENS - 1) == ("pp" not in mesh)
+        assert engine.meter.stats().num_graph_steps >= NUM_TOKENS - 1
     finally:
         began_s = time.monotonic()
         engine.close()
@@ -263,13 +263,15 @@ def test_meshes_of_four_gpus_tell_what_transformers_tells(
 
 @TWO_GPUS
 def test_sums_of_two_gpus_are_those_of_float64() -> None:
-    """NCCL's, and the kernel's within a norm where the GPUs reach each other's memory, of 16 KB to 64 MB."""
+    """NCCL's, and the kernel's within a norm where the GPUs reach each other's memory, of 16 KB to 256 MB."""
     command = [sys.executable, str(GPU_RANKS), "--ranks", "2", "--only", "sums"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["tokens_are_one_ranks"] == {"2": True}
-    found = {row["rows"]: {name: error for name, error in row.items() if name.endswith("error")} for row in report["sums"]}
-    assert all(error < BFLOAT16_STEP for errors in found.values() for error in errors.values()), found
-    if torch.cuda.can_device_access_peer(0, 1):
-        assert {rows for rows, errors in found.items() if "kernel: largest error" in errors} == {1, 8, 16, 32, 64, 256}
+    sums = [row for row in report["sums"] if "columns" in row]
+    assert sums
+    for way in ("NCCL", "kernel") if torch.cuda.can_device_access_peer(0, 1) else ("NCCL",):
+        assert all(row[f"{way}: largest error"] < BFLOAT16_STEP for row in sums), sums
+    best = [found for row in report["sums"] for name, found in row.items() if name.endswith("finds the best")]
+    assert all(best), report["sums"]

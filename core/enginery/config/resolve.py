@@ -72,7 +72,7 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
     tokens = _batch_tokens(asked, device)
     requests = min(asked.max_batch_requests or DEFAULT_BATCH_REQUESTS[device.kind], int(tokens.value))
     kv_dtype = _kv_dtype(asked, model, dtype=dtype.value)
-    eagerly, sizes = _why_eager(asked), _graph_sizes(asked, device, requests=requests, tokens=int(tokens.value))
+    eagerly, sizes = _why_eager(asked, device), _graph_sizes(asked, device, requests=requests, tokens=int(tokens.value))
     max_graph_requests, max_piece_tokens = (0, 0) if eagerly else sizes
     return Settings(
         dtype=dtype.value,  # type: ignore[arg-type]  # checked to be one of them
@@ -99,14 +99,14 @@ def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, con
     )
 
 
-def _why_eager(asked: EngineOptions) -> str:
+def _why_eager(asked: EngineOptions, device: DeviceFacts) -> str:
     """Why no step is captured; empty: some are."""
     if not asked.graphs:
         return "asked for"
     if asked.check_attention:
         return "--check-attention looks at each call of attention"
-    if asked.pp > 1:
-        return f"the stages of --pp {asked.pp} run their steps eagerly"
+    if asked.pp > 1 and device.kind != "cuda":
+        return f"the stages of --pp {asked.pp} run their steps eagerly on {device.kind}"
     return ""
 
 
@@ -114,7 +114,7 @@ def _graph_sizes(asked: EngineOptions, device: DeviceFacts, *, requests: int, to
     """The largest steps that are captured: requests that decode, and tokens of prefills and mixed steps; 0 captures none."""
     if device.kind != "cuda":
         return min(requests, MAX_RECORDED_REQUESTS), 0
-    return min(requests, MAX_GRAPH_REQUESTS), 0 if asked.dp_attention > 1 else min(tokens, MAX_PIECE_TOKENS)
+    return min(requests, MAX_GRAPH_REQUESTS), 0 if asked.dp_attention * asked.pp > 1 else min(tokens, MAX_PIECE_TOKENS)
 
 
 def _batch_tokens(asked: EngineOptions, device: DeviceFacts) -> Decision:

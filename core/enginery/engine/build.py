@@ -171,7 +171,7 @@ def build_parts(
         setting = rank_setting(choice, needed.reader, ops=ops, comm=comm, loads=expert_loads(choice))
         model = build_model(choice, weights, setting, pool=pool, socket=socket)
         drafter = build_draft_model(asked, registry, draft, target=choice, model=model, setting=setting, pool=pool, socket=socket)
-        model = met.joined(model, choice, pool.geometry, comm)
+        model = met.joined(model, choice, comm)
     feed = TokenFeed(pool.geometry.num_seats, choice.device, named=named_tensors(choice), most_drafts=choice.most_drafts)
     step = StepParts(model, relay, ops, socket, feed, pool, choice.results)
     with phases("warm up"):
@@ -338,7 +338,7 @@ def run_once(choice: Choice, step: StepParts) -> None:
     """Compile the kernels of every kind of step before the engine is ready."""
     longest = min(choice.settings.max_batch_tokens, choice.settings.max_model_len)
     with blaming(step.ops, choice.ops, choice.op_needs, choice.device):
-        warm_up(step, longest=longest, is_last_stage=choice.parallel.is_last_stage)
+        warm_up(step, longest=longest)
 
 
 def kv_events_of(asked: EngineOptions, parts: BuiltParts) -> PrefixEvents:

@@ -53,7 +53,7 @@ class Ahead:
         built = None if counts is None else BatchPlanner(table, scheduler.settings).fill_ahead(counts)
         if built is None:
             return None
-        built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_tokens)
+        built.draft_len = self._drafting.length(built.requests, len(built.requests), built.num_rows)
         scheduler.preempted, built.behind = (), before.decode_len - 1
         goes_on = any(len(request.token_ids) + before.decode_len < request.limit for request in built.requests)
         self.follows = goes_on and before.decode_len <= built.decode_len

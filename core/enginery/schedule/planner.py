@@ -11,8 +11,8 @@ Rules that keep everybody moving:
   fits.
 - A step that decodes takes a part of the prompt tokens that wait, `ScheduleSettings.prefill_fraction`, so that few prompts do not
   hold up many streams; the more wait, the more it takes. `MIN_PREFILL_TOKENS` it takes always: they cost no more than their share,
-  as they read the weights that decoding reads anyway. And it takes as many as make whole tiles of `TILE_ROWS` with the decoding
-  requests: products are computed by such, and steps of few tokens are padded to them.
+  as they read the weights that decoding reads anyway. And it takes as many as make whole tiles of `TILE_ROWS` with the rows
+  that decode: products are computed by such, and steps of few tokens are padded to them.
 - A waiting request whose next page is just being computed for another one waits for that instead of computing it again.
 """
 
@@ -54,11 +54,11 @@ class BatchPlanner:
     def fill(self) -> StepBuilder:
         """Choose, and move the chosen requests on."""
         prompts = self._schedule_verifications() if self._drafts else self._schedule_decodes()
-        self._step.num_decode = num_decode = len(self._step.requests)
-        if num_decode:
+        self._step.num_decode = len(self._step.requests)
+        if num_rows := self._step.num_rows:
             waiting = self._table.waiting.num_tokens + sum(request.num_expected - request.num_computed for request in prompts)
             wanted = max(MIN_PREFILL_TOKENS, int(waiting * self._settings.prefill_fraction))
-            self._budget = min(self._budget, -(-(wanted + num_decode) // TILE_ROWS) * TILE_ROWS - num_decode)
+            self._budget = min(self._budget, -(-(wanted + num_rows) // TILE_ROWS) * TILE_ROWS - num_rows)
         for request in prompts:
             self._schedule_chunk(request)
         if not self.preempted:
@@ -77,12 +77,12 @@ class BatchPlanner:
         lacking = (-(-stop // size) - len(request.kv.pages) for request, stop in zip(running, stops, strict=True))
         if most < 1 or sum(max(0, count) for count in lacking) > self._kv.num_available:
             return None
+        self._step.decode_len, self._step.num_decode = 1 + most, len(running)
         for request, count, stop in zip(running, counts, stops, strict=True):
             if stop > len(request.kv.pages) * size:
                 self._kv.prepare(request.kv, request.num_computed, stop, num_known=request.num_expected)
                 self._step.tell_pages(request.kv)
             self._step.add_drafts(request, (ON_DEVICE,) * min(count, most))
-        self._step.decode_len, self._step.num_decode = 1 + most, len(running)
         return self._step
 
     def _schedule_decodes(self) -> list[Request]:

@@ -160,7 +160,7 @@ class Scheduler:
             coming = len(built.requests)  # that will decode together then: where prompts come in, those that wait follow them
             if built.num_decode < coming:
                 coming = min(self.num_running + len(self.table.waiting), self.settings.max_batch_requests)
-            built.draft_len = self._drafting.length(built.requests, coming, built.num_tokens)
+            built.draft_len = self._drafting.length(built.requests, coming, built.num_rows)
         self.preempted = planner.preempted
         return self.begin(built, agreed([built], sizes))
 

@@ -37,13 +37,14 @@ class _PageNews:
 class StepBuilder:
     """Collects one step, of one lane. requests: those of its items, in order. embedding: items whose hidden state is asked for.
 
-    greedy: each token that is sampled is that of the largest logit. branches: whether drafts do. behind: see `StepInput`.
+    num_rows: with those of padding, so `decode_len` is set before anything is added. greedy: each token that is sampled is that of
+    the largest logit. branches: whether drafts do. behind: see `StepInput`.
     """
 
     def __init__(self, *, has_states: bool = False) -> None:
         self.requests: list[Request] = []
         self.num_decode = 0
-        self.num_tokens = 0
+        self.num_rows = 0
         self.decode_len = 1
         self.draft_len = self.behind = 0
         self.greedy = True
@@ -78,7 +79,7 @@ class StepBuilder:
             self._add_state(kv.states)
         request.num_computed, request.num_expected = start + count, start + count + 1
         request.in_flight += 1
-        self.num_tokens += count
+        self.num_rows += self.decode_len
         self.requests.append(request)
 
     def add(self, request: Request, num_tokens: int) -> None:
@@ -104,7 +105,7 @@ class StepBuilder:
         if self._has_states:
             self._add_state(kv.states)
         request.in_flight += 1
-        self.num_tokens += num_tokens
+        self.num_rows += num_tokens
         self.requests.append(request)
 
     def _add_state(self, states: StatePages) -> None:
@@ -161,29 +162,28 @@ def agreed(lanes: Sequence[StepBuilder], sizes: RunSizes) -> Agreed:
     length = max([built.decode_len for built in lanes])
     if length > 1 or not sizes.followed:
         sizes = _with_drafts(lanes, length, sizes)
-    num_requests, num_tokens = max([len(built.requests) for built in lanes]), max([built.num_tokens for built in lanes])
-    run = _run(lanes, num_requests, num_tokens, sizes=sizes)
+    num_requests, num_rows = max([len(built.requests) for built in lanes]), max([built.num_rows for built in lanes])
+    run = _run(lanes, num_requests, num_rows, sizes=sizes)
     if run.way is Way.GRAPH:
         return run, (run.size, run.size * length)
-    return run, (num_requests, run.size if run.way is Way.PIECES else num_tokens)
+    return run, (num_requests, run.size if run.way is Way.PIECES else num_rows)
 
 
 def _with_drafts(lanes: Sequence[StepBuilder], length: int, sizes: RunSizes) -> RunSizes:
     """Of a step that verifies drafts, `length` rows of a request, or that may be followed by a draft model."""
     if length == 1:
         return RunSizes(pieces=sizes.pieces) if any(built.draft_len for built in lanes) else sizes
-    eagerly = any(built.branches for built in lanes) and not sizes.combs
-    most = 0 if eagerly else sizes.verified_rows
-    return RunSizes(graphs=tuple(size for size in sizes.graphs if size * length <= most))
+    most = 0 if any(built.branches for built in lanes) and not sizes.combs else sizes.verified_rows
+    return RunSizes(tuple(size for size in sizes.graphs if size * length <= most), sizes.pieces)
 
 
-def _run(lanes: Sequence[StepBuilder], num_requests: int, num_tokens: int, *, sizes: RunSizes) -> Run:
+def _run(lanes: Sequence[StepBuilder], num_requests: int, num_rows: int, *, sizes: RunSizes) -> Run:
     """Lists, not generators: this takes microseconds of every step."""
     phase = lanes[0].phase if len(lanes) == 1 else phase_of([built.phase for built in lanes])
     greedy = False not in [built.greedy for built in lanes]
     tokens_only = greedy and True not in [request.reports_logprobs for built in lanes for request in built.requests]
     embeds = True in [bool(built.embedding) for built in lanes]
-    way, size = choose_way(phase, num_requests, num_tokens, sizes=sizes, embeds=embeds)
+    way, size = choose_way(phase, num_requests, num_rows, sizes=sizes, embeds=embeds)
     return Run(way, size, greedy, tokens_only)
 
 

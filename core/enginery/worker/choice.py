@@ -112,7 +112,8 @@ class Choice:
 
     @property
     def results(self) -> ModelResults:
-        return ModelResults(self.facts.hidden_size, self.facts.vocab_size, self.family.source)
+        width, vocab_size = (self.facts.hidden_size, self.facts.vocab_size) if self.parallel.is_last_stage else (0, 0)
+        return ModelResults(width, vocab_size, self.family.source)
 
 
 def choose(

@@ -25,10 +25,10 @@ _log: Final = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def warm_up(parts: StepParts, *, longest: int, is_last_stage: bool = True) -> None:
+def warm_up(parts: StepParts, *, longest: int) -> None:
     """Prefills of up to `longest` tokens, decoding steps, a mixed one, each without and with cached tokens; and sampling.
 
-    is_last_stage: others have no hidden states to sample from. All stages of an engine run the same steps.
+    All stages of an engine run the same steps, and the last one samples.
     """
     model, relay, ops, _, feed, pool, results = parts
     geometry, device, named = pool.geometry, feed.device, feed.named
@@ -38,10 +38,9 @@ def warm_up(parts: StepParts, *, longest: int, is_last_stage: bool = True) -> No
         kv_lens = [min(cached + length, longest) for length in q_lens]
         batch = dummy_batch(phase, q_lens=q_lens, kv_lens=kv_lens, geometry=geometry, device=device)
         batch = relay.plan(named.placed(named.with_inputs(batch)))
-        returned = model.forward(batch)
-        if not is_last_stage:
+        hidden = results.hidden(model.forward(batch), batch)[: len(q_lens)]
+        if not results.vocab_size:
             continue
-        hidden = results.hidden(returned, batch)[: len(q_lens)]
         logits = results.logits(model.logits(hidden), hidden).contiguous()  # on a rank that samples nothing they have no memory
         table = torch.tensor([0.5, 2.0, 0.5, 0.1, 0.5], device=device)[:, None].expand(5, len(q_lens)).contiguous()
         for values in (logits, logits.float()):  # rows with penalties are sampled in float32

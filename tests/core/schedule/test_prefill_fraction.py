@@ -2,6 +2,10 @@
 
 import pytest
 
+from enginery.contracts.step import RunSizes, Way
+from enginery.schedule.planner import BatchPlanner
+from enginery.schedule.step import agreed
+
 from .device import FakeDevice, asked_of, run_step, scheduler_of
 
 LARGE = {"page_size": 64, "num_pages": 1024, "max_model_len": 32768, "max_batch_tokens": 8192, "max_batch_requests": 256}
@@ -53,3 +57,17 @@ def test_the_whole_budget_is_taken_where_nobody_decodes_or_the_fraction_is_one(s
 
 def test_the_budget_of_a_step_holds_for_any_fraction():
     assert beside_a_stream(2000, streams=3, prefill_fraction=1.0, max_batch_tokens=128)[0] == 125
+
+
+def test_rows_that_verify_guesses_fill_tiles_with_the_prompt_and_run_in_pieces_with_it():
+    """Those of padding too: all have as many as the one with most guesses."""
+    scheduler, device = scheduler_of(**LARGE, prefill_fraction=0.05), FakeDevice(LARGE["page_size"])
+    for number in range(3):
+        scheduler.submit(asked_of(f"stream {number}", [number], max_tokens=1000))
+    run_step(scheduler, device)
+    scheduler.submit(asked_of("prompt", range(2000)))
+    built = BatchPlanner(scheduler.table, scheduler.settings, {"stream 0": (7, 8, 9), "stream 1": (7,)}).fill()
+    step = scheduler.begin(built, agreed([built], RunSizes(graphs=(4,), pieces=(512, 639, 640, 768), verified_rows=16)))
+    assert step.decode_len * step.num_decode == 12
+    assert (step.num_tokens, int(step.rows.sum())) == (640 - 5, 640)
+    assert (step.run.way, step.run.size) == (Way.PIECES, 640)

@@ -23,7 +23,9 @@ MODEL = ModelFacts(vocab_size=1, hidden_size=1, max_positions=4096, activation_w
         ("cuda", {"graphs": False}, (0, 0), "asked for"),
         ("cuda", {"check_attention": True}, (0, 0), "--check-attention looks"),
         ("cuda", {"dp_attention": 2}, (256, 0), None),
-        ("cpu", {"pp": 3}, (0, 0), "--pp 3 run their steps eagerly"),
+        ("cpu", {"pp": 3}, (0, 0), "--pp 3 run their steps eagerly on cpu"),
+        ("cuda", {"pp": 2}, (256, 0), None),
+        ("cuda", {"tp": 2, "pp": 2}, (256, 0), None),
     ],
 )
 def test_the_start_says_why_steps_run_eagerly(kind: str, asked: dict[str, Any], sizes: tuple[int, int], reason: str | None) -> None:

@@ -29,7 +29,6 @@ from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
 from enginery.worker.device import torch_device
-from enginery.worker.page_tables import PageTables
 from enginery.worker.ranks.gloo import LostRank, Standing, open_store
 from enginery.worker.ranks.groups import RankGroups, refuse_for_ranks
 from enginery.worker.ranks.stages import EarlyStage, Follower
@@ -125,7 +124,7 @@ class Rank:
 def follower_of(parts: BuiltParts, groups: RankGroups) -> Follower | EarlyStage:
     """What runs this rank's part of each step."""
     if not groups.parallel.is_last_stage:
-        return EarlyStage(parts.step, tables=PageTables(parts.geometry), lanes=groups.lanes(parts.geometry))
+        return EarlyStage(parts.step, parts.captured.graphs, lane=groups.parallel.lane)
     return Follower(build_runner(parts), groups.everyone, tells_tokens=parts.choice.settings.overlap)
 
 

@@ -52,7 +52,7 @@ def capture_steps(
         return Captured(_recorded_steps(choice, parts, guesses=draft_model is not None))
     try:
         return _capture_on_devices(phases, choice, parts, met, draft, draft_model)
-    except Unsupported as error:  # the same on all ranks
+    except Unsupported as error:  # the same on all ranks of a stage
         log.warning("all steps run eagerly, which makes decoding slow: %s", error)
         return Captured()
 
@@ -62,25 +62,25 @@ def _capture_on_devices(
 ) -> Captured:
     """On GPUs: the largest, and one that verifies if anything guesses; with one rank the others when needed, or in idle moments.
 
-    Each rank takes part in the exchanges of each capture. In idle moments others would not, so ranks capture all plain steps and
-    pieces here. Those that verify, and a draft model's, are too many, one of each size and number of guesses, and are captured when
-    needed. That is right with ranks too, as what each has captured follows from the steps that it has run: all run the same in one
-    order, and come to the same capture. So nothing is captured but here and in a step, and none is launched before the one in front
-    of it is told: whether that can be is asked of the first rank alone.
+    Each rank of a stage takes part in the exchanges of each capture. In idle moments others would not, so ranks capture all plain
+    steps and pieces here. Those that verify, and a draft model's, are too many, one of each size and number of guesses, and are
+    captured when needed: what each rank has captured follows from the steps that it has run, the same in one order. So nothing is
+    captured but here and in a step, and none is launched before the one in front of it is told, which the first rank alone knows.
     """
     capture = CudaCapture(choice.device, met.together)
-    met.keep_ahead(capture.graphs)
+    alone, parallel = met.outside(capture), choice.parallel
+    kind = CapturedForwards if parallel.num_lanes > 1 or not parallel.is_last_stage else DecodeGraphs
     with phases("graphs"):
-        if choice.parallel.num_lanes > 1:
-            return Captured(_decode_graphs(CapturedForwards, choice, parts, capture, keeps_hidden=False))
         drafts = None if draft is None or draft_model is None else _draft_graphs(draft_model, draft, choice, parts, capture)
         most, keeps = 0 if drafts is None else _most_positions(choice, parts, draft), draft is not None and not draft.taps
-        graphs = _decode_graphs(DecodeGraphs, choice, parts, capture, keeps_hidden=keeps, most_positions=most)
+        graphs = _decode_graphs(kind, choice, parts, alone, keeps_hidden=keeps, most_positions=most)
         if graphs is None:
             return Captured()
         if drafts is not None:
             _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
         _capture_at_once(graphs.waiting, graphs.capture, choice)
+    if not choice.settings.max_piece_tokens:
+        return Captured(graphs, None, drafts)
     with phases("pieces"):
         pieces = _piecewise_graphs(choice, parts, capture)
         _capture_at_once(pieces.waiting, pieces.capture, choice)
@@ -139,7 +139,7 @@ def _decode_graphs(
     most_positions: int = 0,
 ) -> DecodeGraphs | None:
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
-    width = parts.model.width if isinstance(parts.model, JoinedHead) else choice.facts.vocab_size
+    width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.results.vocab_size
     logits, hidden = empty(width), empty(choice.facts.hidden_size) if keeps_hidden else None
     buffers = GraphBuffers(logits, hidden, siblings=choice.draft_siblings, most_positions=most_positions)
     return kind.build(parts, buffers, capture=capture)

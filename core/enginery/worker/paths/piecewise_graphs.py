@@ -22,6 +22,7 @@ from enginery.attention.axes import pad, token_fields, with_token_fields
 from enginery.attention.socket import LayerCall, LayerSocket
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
+from enginery.worker.drafts.trees import write_masks
 from enginery.worker.layout import KNOWN, no_requests, token_sources
 from enginery.worker.paths.captured_step import Replayable
 from enginery.worker.paths.decode_graphs import CudaCapture
@@ -58,7 +59,7 @@ class CudaPiecewiseCapture:
 
         def end_piece(call: LayerCall) -> None:
             graphs[-1].capture_end()
-            calls.append(call._replace(rows=tuple(map(_lent, call.rows)), out=_lent(call.out)))
+            calls.append(call._replace(rows=tuple(map(lent, call.rows)), out=lent(call.out)))
             assert len({len(tensor) for tensor in (*call.rows, call.out)}) == 1, "a row for each token of the graph"
             begin()
 
@@ -85,8 +86,8 @@ def _skip(call: LayerCall) -> None:
     call.out.zero_()
 
 
-def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without keeping it: pieces that run later may use it again, as they did when they were captured."""
+def lent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without keeping it: what runs later may use it again, as it did when it was captured."""
     size = tensor.element_size()
     lent = _Memory(tensor.data_ptr(), tuple(tensor.shape), tuple(size * stride for stride in tensor.stride()), size)
     alias = torch.as_tensor(lent, device=tensor.device).view(tensor.dtype)
@@ -155,6 +156,7 @@ class PiecewiseGraphs:
             self.capture(size)
         packed, pieces = self._captured[size]
         batch = self.relay.plan(self._upload(step, batch, packed))
+        write_masks(step, batch, self.relay)
         planned_s = time.perf_counter()
         rows = rows_with_logits(batch, self.feed.device)
         first, *others = pieces.graphs

@@ -51,16 +51,12 @@ class RecordedSteps(DecodeGraphs):
         if key.size not in self.sizes:  # refused, and asked for before that was known
             return
         try:
-            self.record(key)
+            super().capture(key)
         except Exception as error:  # of a model, a backend or an operation: what is wrong with it shows in eager steps
             why = explain(error)
             self.sizes = () if why in self._reasons else tuple(other for other in self.sizes if other != key.size)
             self._reasons.add(why)
             _log.debug("a step of %d requests was not recorded, %s are left: %s", key.size, list(self.sizes) or "no sizes", why)
-
-    def record(self, key: GraphKey) -> None:
-        """Record a step, whatever it raises."""
-        super().capture(key)
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """As `DecodeGraphs`; a NaN is looked for in Python, as torch's comparison takes 0.2 ms when its code is in no cache."""

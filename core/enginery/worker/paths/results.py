@@ -20,7 +20,8 @@ from enginery.worker.token_feed import TokenFeed
 
 
 class ModelResults(NamedTuple):
-    """What a model of the last stage has to return. width: C, of hidden states. source: the plugin as messages name it."""
+    """What a model has to return. width: C, of hidden states. Both sizes are 0 of a stage before the last, whose results go to the
+    next. source: the plugin as messages name it."""
 
     width: int
     vocab_size: int

@@ -13,13 +13,12 @@ N rows, C hidden size, V vocabulary, R tensor ranks; S items that sample.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable, PeerOps
@@ -33,6 +32,8 @@ from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import NAN_TOKEN
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
+    from enginery.worker.paths.captured_step import Capture
+    from enginery.worker.paths.decode_graphs import CudaCapture
     from enginery.worker.ranks.gloo import Group
     from enginery.worker.ranks.lanes import LaneRows
     from enginery.worker.ranks.nccl import TensorGroup
@@ -216,11 +217,12 @@ class Met:
         return SingleRank(ops)
 
     def together(self) -> None:
-        """Wait on the host until all have come here."""
+        """Wait on the host until all of the stage have come here."""
 
-    def keep_ahead(self, graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
-        """They end before the groups of ranks do. graphs: as many as there are then."""
+    def outside(self, capture: CudaCapture) -> Capture:
+        """The same, of what a stage computes: what crosses is in no graph. Graphs end before the groups of ranks do."""
+        return capture
 
-    def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
+    def joined(self, model: Model, choice: Choice, comm: Collectives) -> Model:
         """The model of this rank, with what arrives from the stage before, and the logits of all ranks. comm: its collectives."""
         return model

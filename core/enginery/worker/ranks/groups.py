@@ -13,19 +13,20 @@ import msgspec
 import torch
 
 from enginery import __version__
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.model import Model
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import Collectives, ParallelFacts
 from enginery.errors import ConfigError, Unsupported
 from enginery.worker.choice import Checkpoint, Choice
 from enginery.worker.memory_plan import MemoryPlan
+from enginery.worker.paths.captured_step import Capture
+from enginery.worker.paths.decode_graphs import CudaCapture
 from enginery.worker.ranks.collectives import HeadColumns, JoinedHead, Met, RankCollectives
 from enginery.worker.ranks.gloo import LOOPBACK, Group, MeetingStore, Standing
 from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import DeviceGroup, TensorGroup
 from enginery.worker.ranks.peers import Peers, bind_peer_ops
-from enginery.worker.ranks.stages import LinkedStage, StageLinks, neighbours
+from enginery.worker.ranks.stages import LinkedStage, neighbours
 from enginery.worker.weights.shares import stage_of
 
 _SOME_BYTES: Final = 4096
@@ -62,9 +63,12 @@ class RankGroups(Met):
             self._across = make(f"{stage}, tensor rank {parallel.tensor_rank}", rank=parallel.lane, size=parallel.num_lanes)
             self.tensor = make(f"{stage}, lane {parallel.lane}", rank=parallel.tensor_rank, size=parallel.tensor_size)
         self._stages: TensorGroup | None = None
+        self._staged: LinkedStage | None = None
+        self._beside = self.world
         if parallel.num_stages > 1:
             self._stages = make("stages", rank=parallel.rank, size=parallel.num_ranks)
             if isinstance(self._stages, DeviceGroup):
+                self._beside = of_host(f"{stage}, hosts", rank=over_lanes.tensor_rank, size=over_lanes.tensor_size)
                 _connect(self._stages, parallel)
 
     def close(self, *, severed: bool = False) -> None:
@@ -76,10 +80,14 @@ class RankGroups(Met):
                 group.close()
 
     def together(self) -> None:
-        self.world.smallest([0])
+        self._beside.smallest([0])
 
-    def keep_ahead(self, graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
-        self._graphs = graphs
+    def outside(self, capture: CudaCapture) -> Capture:
+        self._graphs = capture.graphs
+        if self._staged is None:
+            return capture
+        self.world.smallest([0])  # what crossed in the first steps has arrived, so nothing is on its way while anyone captures
+        return self._staged.outside(capture)
 
     def compare(self, choice: Choice, *, what: str = "ranks") -> None:
         """Raise `ConfigError` on every rank where one differs from the first, before weights are read."""
@@ -112,20 +120,16 @@ class RankGroups(Met):
         head = HeadColumns(self.everyone, choice.facts.vocab_size, peer_ops)
         return RankCollectives(self.tensor, self._across, ops, head, peer_ops)
 
-    def lanes(self, geometry: KVGeometry) -> LaneRows | None:
-        """The rows of this lane and of the others; None: there is one."""
-        return None if self._across is None else LaneRows(self._across, geometry)
-
-    def joined(self, model: Model, choice: Choice, geometry: KVGeometry, comm: Collectives) -> Model:
+    def joined(self, model: Model, choice: Choice, comm: Collectives) -> Model:
         """With what crosses between stages, and the logits of the last stage's ranks."""
         if self._stages is not None:
-            links = StageLinks(self._stages, self.parallel, choice.facts.boundary, choice.dtype, host=self.world)
-            model = LinkedStage(model, links)
+            boundary, dtype = choice.facts.boundary, choice.dtype
+            model = self._staged = LinkedStage(model, self._stages, self.parallel, boundary, dtype, host=self.world)
         if self.everyone.size == 1 or not self.parallel.is_last_stage:
             return model
         assert isinstance(comm, RankCollectives), "they are this rank's"
         exchanges = [group for group in (self.tensor, self._across) if isinstance(group, Group)]
-        return JoinedHead(model, comm.head, choice.results, self.lanes(geometry), exchanges)
+        return JoinedHead(model, comm.head, choice.results, None if self._across is None else LaneRows(self._across), exchanges)
 
 
 def _connect(stages: DeviceGroup, parallel: ParallelFacts) -> None:

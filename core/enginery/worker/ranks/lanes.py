@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from enginery.attention.axes import pad
-from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
@@ -32,19 +31,13 @@ if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch w
 
 @dataclass(frozen=True, eq=False)
 class LaneRows:
-    """Rows of this lane and of the others. across: of each lane the rank in this one's place. geometry: of its memory."""
+    """Rows of this lane and of the others. across: of each lane the rank in this one's place."""
 
     across: TensorGroup
-    geometry: KVGeometry
 
     @property
     def lane(self) -> int:
         return self.across.rank
-
-    def pad(self, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
-        """The lane's batch with as many requests and tokens as the largest lane's."""
-        num_requests, num_tokens = step.padded
-        return pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=self.geometry)
 
     def own(self, step: StepInput) -> torch.Tensor:
         """The rows of this lane that need logits, and any beside them: [N] int64."""
@@ -83,11 +76,11 @@ class LanePath:
 
     def __init__(self, parts: StepParts, lanes: LaneRows) -> None:
         self._model, self._relay, self._feed = parts.model, parts.relay, parts.feed
-        self._results, self._lanes = parts.results, lanes
+        self._results, self._lanes, self._geometry = parts.results, lanes, parts.pool.geometry
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         rows = to_device(self._lanes.own(step), self._feed.device)
-        batch = self._lanes.pad(step, batch)
+        batch = pad(batch, num_requests=step.padded[0], num_tokens=step.padded[1], geometry=self._geometry)
         # Outputs may be of rows that need no logits; where no lane has such rows, the model is told of none.
         all_of_them = bool(self._feed.named.outputs) or len(rows) == batch.num_tokens
         uploaded = self._feed.upload(step.lanes[self._lanes.lane], batch, logits_rows=None if all_of_them else rows)

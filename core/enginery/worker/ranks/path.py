@@ -1,7 +1,7 @@
 """Ways to run a step on several ranks.
 
 Of a step that asks for nothing but the likeliest tokens they find these without bringing their logits together. Decoding steps are
-recorded on ranks that are processes, and captured of lanes on GPUs: the model's forward alone, with its exchanges among the calls.
+recorded on ranks that are processes, and captured of lanes and early stages on GPUs: the forward alone, exchanges among the calls.
 
     recorded   embed(..) | norm(..) | linear(..) | attend(..) | exchange | ..  ──> hidden states [size, C]      then as in any step
 
@@ -22,7 +22,7 @@ from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.step import StepInput
 from enginery.kv.upload import to_device
 from enginery.worker.layout import no_requests, sampled_seats
-from enginery.worker.paths.decode_graphs import DecodeGraphs, GraphKey, HeadResults
+from enginery.worker.paths.decode_graphs import DecodeGraphs, HeadResults
 from enginery.worker.paths.path import Forwarded, ForwardPath, first_rows
 from enginery.worker.paths.recorded_steps import RecordedSteps
 from enginery.worker.ranks.collectives import JoinedHead
@@ -78,13 +78,10 @@ class RecordedForwards(RecordedSteps):
 
 
 class CapturedForwards(RecordedForwards):
-    """CUDA graphs, which fill pending ids in. All sizes are captured as the engine is built: each rank takes part in exchanges."""
+    """CUDA graphs, of lanes, and of stages before the last. Pending ids are filled in by the graph."""
 
-    _fill, _update, note_too_large = DecodeGraphs._fill, DecodeGraphs._update, DecodeGraphs.note_too_large
-
-    def capture_first(self) -> None:
-        for size in reversed(self.sizes):  # the others fit into the memory of the largest
-            self.record(GraphKey(size, 1, followed=False))
+    capture, capture_first, note_too_large = DecodeGraphs.capture, DecodeGraphs.capture_first, DecodeGraphs.note_too_large
+    _fill, _update = DecodeGraphs._fill, DecodeGraphs._update
 
 
 class RankSteps:

@@ -3,6 +3,10 @@
     stage 0   | step 3 | step 4 |  ..           each tensor rank sends to the same one of the next stage:
     stage 1   | step 2 | step 3 | step 4 |      partial sums cross as they are, so no addition moves
 
+Each stage captures decoding steps for itself; one that cannot runs them eagerly, as many rows. What crosses is in no graph:
+
+    receive ──> copy ──> [ arrived | graph | passed ] ──> copy ──> send      the next replay is behind these copies, on one stream
+
 With lanes those of a feed-forward have the rows of all, and a rank sends its own to the same lane: one host tells the other how
 many before.
 T tokens of a step, of this lane and with those that pad it.
@@ -14,23 +18,29 @@ what they take part in follows from the step alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from enginery.attention.axes import pad
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
 from enginery.contracts.parallel import Channel, ParallelFacts, StageTensors
-from enginery.contracts.step import StepInput
+from enginery.contracts.step import StepInput, Way
 from enginery.errors import PluginError
 from enginery.kv.pool import TORCH_DTYPES
 from enginery.kv.upload import to_device
-from enginery.worker.layout import begins_of, lay_out, logits_of_items, sampled_seats
+from enginery.worker.layout import begins_of, lay_out, logits_of_items, no_requests, sampled_seats
 from enginery.worker.page_tables import PageTables
+from enginery.worker.paths.captured_step import Capture, Replayable
+from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.path import Launched
+from enginery.worker.paths.piecewise_graphs import lent
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.gloo import Group, Sending
-from enginery.worker.ranks.lanes import LaneRows
 from enginery.worker.ranks.nccl import TensorGroup
 from enginery.worker.runner import Runner
 from enginery.worker.sampling import row_blocks
@@ -42,32 +52,96 @@ def neighbours(parallel: ParallelFacts) -> tuple[int, int]:
     return parallel.rank + of_stage, parallel.rank - of_stage
 
 
-class StageLinks:
-    """One rank's ways to the stages before and behind. boundary: what crosses, the same between all stages."""
+class StageGraph(NamedTuple):
+    """A captured forward of one stage. Implements `Replayable`. passed: valid from a replay of `graph` to the next of any."""
+
+    graph: Replayable
+    stage: LinkedStage
+    num_tokens: int
+    arrived: StageTensors
+    passed: StageTensors
+
+    def replay(self) -> None:
+        """With what arrives. What it gives is on its way to the next stage when other graphs overwrite it: that has a copy."""
+        for name, values in self.stage.arrive(self.num_tokens).items():
+            self.arrived[name].copy_(values)
+        self.graph.replay()
+        self.stage.pass_on({name: values.clone() for name, values in self.passed.items()}, self.num_tokens)
+
+
+class LinkedStage:
+    """Implements `Model` over that of one of several stages: it goes on from what arrives, and what it gives goes to the next."""
 
     def __init__(
-        self, group: TensorGroup, parallel: ParallelFacts, boundary: tuple[Channel, ...], dtype: torch.dtype, *, host: Group
+        self, model: Model, group: TensorGroup, mesh: ParallelFacts, boundary: Sequence[Channel], dtype: torch.dtype, *, host: Group
     ) -> None:
-        """group: all ranks, for nothing else. dtype: of channels that state none. host: all ranks, for numbers of rows."""
+        """boundary: what crosses. group, host: all ranks, for that alone, and its numbers of rows. dtype: of what states none."""
+        self._forward, self.logits = model.forward, model.logits
         self._group, self._dtype, self._host = group, dtype, host
-        self._boundary, self._num_lanes = boundary, parallel.num_lanes
-        self.is_first, self.is_last = parallel.stage == 0, parallel.is_last_stage
-        self._before, self._behind = neighbours(parallel)
+        self._boundary, self._num_lanes = boundary, mesh.num_lanes
+        self._is_first, self._is_last = mesh.stage == 0, mesh.is_last_stage
+        self._before, self._behind = neighbours(mesh)
         self._sent: deque[list[Sending]] = deque()
+        self._lanes_of = [] if self._is_first else [1] * len(boundary)  # whose rows arrive
+        self._room: StageTensors = {}
+        self._captured: tuple[int, torch.Tensor | StageTensors] | None = None  # tokens, and what is passed on; nothing crosses then
+
+    def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor:
+        """Waits for the stage before, and not for the next. Returns [T, 0] before the last stage. Raises as `pass_on`."""
+        num_tokens, crosses = batch.num_tokens, self._captured is None
+        passed = self._forward(batch, (self.arrive(num_tokens) if crosses else self._places(num_tokens)) or None)
+        if crosses:
+            self.pass_on(passed, num_tokens)
+        else:
+            self._captured = num_tokens, passed
+        return passed if isinstance(passed, torch.Tensor) else torch.empty(num_tokens, 0, device=batch.input_ids.device)
+
+    def outside(self, capture: Capture) -> Capture:
+        """One that captures what is computed here; what crosses is received before each replay, and sent behind it."""
+
+        def captured(run: Callable[[], None]) -> StageGraph:
+            self._captured = 0, {}
+            try:
+                graph = capture(run)
+                num_tokens, passed = self._captured
+            finally:
+                self._captured = None
+            places = self._places(num_tokens)
+            for each in places.values():
+                each.zero_()  # models add to what arrives
+            passed = {} if isinstance(passed, torch.Tensor) else {name: lent(each) for name, each in passed.items()}
+            return StageGraph(graph, self, num_tokens, places, passed)
+
+        return captured
+
+    def _places(self, num_tokens: int) -> StageTensors:
+        """Where graphs find what arrives, of as many tokens as at the first call or fewer; zeros at first."""
+        if not self._room:
+            each = zip(self._boundary, self._lanes_of, strict=False)
+            zeros = partial(torch.zeros, device=self._group.device)
+            self._room = {at.name: zeros(n * num_tokens, at.width, dtype=self._dtype_of(at)) for at, n in each}
+        return {name: each[: lanes * num_tokens] for (name, each), lanes in zip(self._room.items(), self._lanes_of, strict=True)}
 
     def arrive(self, num_tokens: int) -> StageTensors:
-        """What the stage before has computed of the next step, of so many tokens."""
+        """What the stage before has computed of the next step, of so many tokens; nothing where there is none."""
+        if self._is_first:
+            return {}
         rows = [num_tokens] * len(self._boundary)
         if self._num_lanes > 1:
             rows = self._host.receive((len(rows),), torch.int64, self._before).tolist()
+            self._lanes_of = [count // num_tokens for count in rows]
         return {
             channel.name: self._group.receive((count, channel.width), self._dtype_of(channel), self._before)
             for channel, count in zip(self._boundary, rows, strict=True)
         }
 
-    def pass_on(self, tensors: StageTensors, num_tokens: int) -> None:
-        """Send it to the stage behind, without waiting. Raises `PluginError` for what the family has not said."""
-        found = [self._checked(tensors.get(channel.name), channel, num_tokens) for channel in self._boundary]
+    def pass_on(self, passed: torch.Tensor | StageTensors, num_tokens: int) -> None:
+        """Send it to the stage behind, if there is one, without waiting. Raises `PluginError` for what the family has not said."""
+        if self._is_last:
+            return
+        if isinstance(passed, torch.Tensor):
+            raise PluginError("a stage before the last returned hidden states, not what crosses to the next")
+        found = [self._checked(passed.get(channel.name), channel, num_tokens) for channel in self._boundary]
         sending: list[Sending] = []
         if self._num_lanes > 1:
             sending.append(self._host.send(torch.tensor([len(each) for each in found]), self._behind))
@@ -90,40 +164,24 @@ class StageLinks:
         return self._dtype if channel.dtype is None else TORCH_DTYPES[channel.dtype]
 
 
-class LinkedStage:
-    """Implements `Model` over that of one of several stages: it goes on from what arrives, and what it gives goes to the next."""
-
-    def __init__(self, model: Model, links: StageLinks) -> None:
-        self._links, self._forward, self.logits = links, model.forward, model.logits
-
-    def forward(self, batch: ForwardBatch, arrived: StageTensors | None = None) -> torch.Tensor | StageTensors:
-        """Waits for the stage before, and not for the next. Raises `PluginError` for what the family has not said."""
-        links = self._links
-        passed = self._forward(batch, None if links.is_first else links.arrive(batch.num_tokens))
-        if links.is_last:
-            return passed
-        if isinstance(passed, torch.Tensor):
-            raise PluginError("a stage before the last returned hidden states, not what crosses to the next")
-        links.pass_on(passed, batch.num_tokens)
-        return passed
-
-
 class EarlyStage:
     """Runs the steps of another rank on a stage before the last, where nothing is sampled."""
 
-    def __init__(self, parts: StepParts, *, tables: PageTables, lanes: LaneRows | None) -> None:
-        """parts: with a `LinkedStage`. lanes: where there are several."""
-        self._model, self._relay, self._feed = parts.model, parts.relay, parts.feed
-        self._tables, self._lanes = tables, lanes
+    def __init__(self, parts: StepParts, graphs: DecodeGraphs | None, *, lane: int) -> None:
+        """parts: with a `LinkedStage`. graphs: of all sizes; None: it runs eagerly what others may have captured."""
+        self._model, self._relay, _, _, self._feed, pool, _ = parts
+        self._graphs, self._geometry, self._tables, self._lane = graphs, pool.geometry, PageTables(pool.geometry), lane
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> None:
         """The next one; it returns when this stage's part is on its way to the next."""
-        own = step if self._lanes is None else step.of_lane(self._lanes.lane)
+        own, (num_requests, num_tokens) = step.of_lane(self._lane), step.padded
         self._tables.take(own)
         batch = lay_out(own, self._tables)
-        if self._lanes is not None:
-            batch = self._lanes.pad(step, batch)
+        if step.run.way is Way.GRAPH and self._graphs is not None:
+            self._graphs.forward(own, batch if own.num_items else no_requests(self._geometry))
+            return
+        batch = pad(batch, num_requests=num_requests, num_tokens=num_tokens, geometry=self._geometry)
         self._model.forward(self._relay.plan(self._feed.upload(own, batch, logits_rows=None)))
 
 

@@ -34,6 +34,15 @@ def test_it_is_the_stated_one_unless_the_cpu_is_slow_in_it(
         assert f"--dtype {stated}" in decision.reason
 
 
+@pytest.mark.parametrize("stated", ["float64", "int4"])
+def test_a_stated_type_that_no_engine_computes_in_is_named(stated: str) -> None:
+    device = DeviceFacts(kind="cuda", name="a fake", available_bytes=1, num_threads=1, has_bfloat16=True)
+    settings = resolve(EngineOptions(), device, MODEL, config={"dtype": stated})
+    (decision,) = [each for each in settings.decisions if each.setting == "dtype"]
+    assert settings.dtype == "float32"
+    assert stated in decision.reason
+
+
 @pytest.mark.parametrize(("kind", "has_bfloat16", "told"), [("cpu", False, True), ("cpu", True, False), ("cuda", False, False)])
 def test_the_start_says_where_the_dtype_asked_for_is_the_slower_one(kind: str, has_bfloat16: bool, told: bool) -> None:
     device = DeviceFacts(kind=kind, name="a fake", available_bytes=1, num_threads=1, has_bfloat16=has_bfloat16)

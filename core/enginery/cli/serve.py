@@ -22,7 +22,7 @@ def serve(
     *,
     named: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API."""
+    """Serve a model over HTTP, with OpenAI's and Anthropic's APIs."""
     checked = settings()  # first: a port that is taken is told before what takes seconds to import
     if named is not None:
         if options.model not in (None, named):

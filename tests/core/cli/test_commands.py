@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -284,6 +285,18 @@ def test_version_and_help_are_quick_and_import_no_torch():
     for flag, words in (("--version", __version__), ("--help", "list-backends")):
         done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
         assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("own", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000"), ({"GOMP_SPINCOUNT": "77"}, "77")]
+)
+def test_threads_of_a_cpu_engine_do_not_spin_unless_the_environment_says_so(own: dict[str, str], spins: str) -> None:
+    """What torch's OpenMP says it took: it reads the environment once, when torch is imported."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environ = {**kept, "OMP_DISPLAY_ENV": "VERBOSE", "OMP_NUM_THREADS": "1", **own}
+    command = [sys.executable, "-m", "enginery", "generate", "Hi", "--max-tokens", "1"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 def test_a_wrong_setting_exits_with_two(console):

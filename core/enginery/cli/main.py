@@ -70,8 +70,8 @@ app = build_app()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command of the core or of a plugin. Errors that users cause are printed without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # Threads of a CPU engine would spin while they wait, also for one that does not run because other programs have its core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP's own 300,000: for long, where a thread's core is another program's just then
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         code = _whole_app(given)(given, prog_name="engine", standalone_mode=False)
     except UsageError as error:

@@ -35,7 +35,7 @@ from enginery.worker.paths.results import StepParts
 from enginery.worker.paths.running_step import Guesses, RunningStep
 from enginery.worker.ranks.collectives import Agreement, JoinedHead
 from enginery.worker.ranks.lanes import LanePath
-from enginery.worker.ranks.path import BestTokens, GatheredLogits, RankSteps, RecordedForwards
+from enginery.worker.ranks.path import BestTokens, CapturedForwards, GatheredLogits, RankSteps
 from enginery.worker.sampling import LogprobTable, mark_nan, prompt_logprob_tables, sample, token_logprobs
 
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
@@ -105,7 +105,7 @@ class Runner:
             return
         eager = self._eager if model.lanes is None else LanePath(self.parts, model.lanes)
         self._eager = BestTokens(eager, model, self.feed)
-        if isinstance(graphs, RecordedForwards):
+        if isinstance(graphs, CapturedForwards):
             self._whole = BestTokens(RankSteps(graphs, model), model, self.feed)
         elif graphs is not None:
             self._whole = GatheredLogits(graphs, model, is_forced=self._forced is not None)
@@ -172,7 +172,7 @@ class Runner:
         ways: dict[Way, ForwardPath | None] = {Way.EAGER: self._eager, Way.GRAPH: self._whole, Way.PIECES: self._pieces}
         path = ways[step.run.way]
         assert path is not None, f"step {step.number} is to run as {step.run.way}, which this worker has not captured"
-        graphs = None if isinstance(self.graphs, RecordedForwards) else self.graphs  # the path of those looks itself
+        graphs = None if isinstance(self.graphs, CapturedForwards) else self.graphs  # the path of those looks itself
         if graphs is not None and step.run.way is Way.GRAPH and not graphs.ready(step):
             return self._eager
         if path is self._eager and step.phase is Phase.DECODE and self.graphs is not None and not step.embedding:

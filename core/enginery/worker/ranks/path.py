@@ -67,27 +67,24 @@ class GatheredLogits:
         return forwarded._replace(logits=logits, accepted=accepted)
 
 
-class RecordedForwards(RecordedSteps):
-    """Of a `CapturedStep` here there are hidden states, [size, C], and no logits: what is chosen from these is of all ranks."""
-
-    forward = DecodeGraphs.forward  # there are no logits to look for a NaN in
+class CapturedForwards(DecodeGraphs):
+    """Of lanes, and of stages before the last: of a `CapturedStep` there are hidden states, [size, C], and no logits."""
 
     def _run_head(self, hidden: torch.Tensor) -> HeadResults:
-        """It runs behind the recording."""
+        """It runs behind the graph: what is chosen from hidden states is of all ranks."""
         return HeadResults(None, hidden, self.best[: len(hidden)])
 
 
-class CapturedForwards(RecordedForwards):
-    """CUDA graphs, of lanes, and of stages before the last. Pending ids are filled in by the graph."""
+class RecordedForwards(CapturedForwards, RecordedSteps):
+    """The same, recorded."""
 
-    capture, capture_first, note_too_large = DecodeGraphs.capture, DecodeGraphs.capture_first, DecodeGraphs.note_too_large
-    _fill, _update = DecodeGraphs._fill, DecodeGraphs._update
+    forward = DecodeGraphs.forward  # there are no logits to look for a NaN in
 
 
 class RankSteps:
     """Implements `ForwardPath` for steps that are to be recorded, whether this rank can or not."""
 
-    def __init__(self, recorded: RecordedForwards, head: JoinedHead) -> None:
+    def __init__(self, recorded: CapturedForwards, head: JoinedHead) -> None:
         self._recorded, self._head = recorded, head
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 import triton
 from kernels_triton_ops import copies, random, relative_error, time_us
 
+from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.ops import TritonOps
 from enginery_ops_triton.small_linear import (
     FEW_ROWS,
@@ -32,7 +33,6 @@ from enginery_ops_triton.small_linear import (
     FewRows,
     FewRowsShape,
     Matvec,
-    direct_kernels_of,
     few_rows_shape,
     matvec_shape,
 )
@@ -110,7 +110,7 @@ def direct_shapes() -> list[DirectShape]:
 
 
 def direct_product(weight: torch.Tensor, bias: torch.Tensor | None, shape: DirectShape) -> DirectRows:
-    kernels = direct_kernels_of(triton.__version__)
+    kernels = gluon_kernels("linear_few")
     assert kernels is not None, f"Triton is {triton.__version__}"
     return DirectRows(weight, bias, shape, kernels=kernels, dependent_launch=True)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 from gluon_by_interpreter import interpreted
 
+from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_few
 from enginery_ops_triton.kernels.precision import INTERPRETED
-from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_kernels_of, direct_shape, few_rows_shape
+from enginery_ops_triton.small_linear import DirectRows, DirectShape, direct_shape, few_rows_shape
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
 DIRECT = {
@@ -87,7 +87,7 @@ def assert_direct_equals_float64(product: DirectRows, rows: int, columns: int) -
 
 
 def make_direct(outputs: int, columns: int, shape: DirectShape, *, biased: bool, dtype: torch.dtype, device: str) -> DirectRows:
-    kernels = direct_kernels_of(triton.__version__)
+    kernels = gluon_kernels("linear_few")
     assert kernels is not None
     weight = (torch.randn(outputs, columns) * columns**-0.5).to(device, dtype)
     bias = torch.randn(outputs).to(device, dtype) if biased else None

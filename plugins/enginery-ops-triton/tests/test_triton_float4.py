@@ -22,8 +22,9 @@ from enginery.nn import reference_experts
 from enginery.nn.stored import widen
 from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, ProductBlock, float4_blocks_for
 from enginery_ops_triton.experts import Experts, bind_experts
-from enginery_ops_triton.experts_float4 import Float4Experts, direct_kernels_of, fits_direct, is_aligned
+from enginery_ops_triton.experts_float4 import Float4Experts, fits_direct, is_aligned
 from enginery_ops_triton.float4_groups import Float4Groups
+from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import experts_float4 as kernels
 from enginery_ops_triton.kernels import experts_float4_few as few
 from enginery_ops_triton.kernels.precision import INTERPRETED
@@ -170,8 +171,8 @@ DIRECT = {
 
 def test_only_sizes_and_rows_that_kernels_can_fetch_are_direct_and_only_in_their_triton() -> None:
     """Two groups of columns for each of four programs, and 16 bytes at a time of x."""
-    assert direct_kernels_of("3.6.0") is few
-    assert direct_kernels_of("3.7.0") is direct_kernels_of("3.60.0") is None
+    assert gluon_kernels("experts_float4_few", "3.6.0") is few
+    assert gluon_kernels("experts_float4_few", "3.7.0") is gluon_kernels("experts_float4_few", "3.60.0") is None
     assert fits_direct(2880, 2880)
     assert not any(fits_direct(*sizes) for sizes in ((2880, 512), (512, 2880), (2880, 1028), (1028, 2880)))
     x = torch.zeros(3, 64, dtype=torch.bfloat16)

@@ -5,16 +5,15 @@ T tokens, K experts of each, E experts, C columns, I an expert's inner size.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Final
 
 import torch
-import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery.api import Activation, ExpertBiases, Routed, StoredWeight
 from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, ProductBlock, float4_blocks_for
 from enginery_ops_triton.expert_pairs import SortedPairs, add_up, sort_by_expert
 from enginery_ops_triton.float4_groups import GROUP, Float4Groups
+from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import experts_float4 as kernels
 from enginery_ops_triton.kernels.precision import INTERPRETED
 
@@ -48,7 +47,7 @@ class Float4Experts:
         self.arrived = torch.zeros(MOST_SPLIT_PROGRAMS, dtype=torch.int32, device=down.values.device)
         compiled = down.values.is_cuda and not INTERPRETED.value
         able = compiled and self.gate_up.narrow and self.down.narrow and fits_direct(self.columns, self.inner)
-        self.direct_kernels = direct_kernels_of(triton.__version__) if able else None
+        self.direct_kernels = gluon_kernels("experts_float4_few") if able else None
 
     def __call__(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
         """x [T, C], routed [T, K] -> [T, C]."""
@@ -156,15 +155,6 @@ class Float4Experts:
             launch_pdl=self.dependent_launch,
         )
         return parts
-
-
-def direct_kernels_of(version: str) -> ModuleType | None:
-    """`kernels.experts_float4_few`, for Triton 3.6: its Gluon is experimental, and those of other versions differ."""
-    if not version.startswith("3.6."):
-        return None
-    from enginery_ops_triton.kernels import experts_float4_few
-
-    return experts_float4_few
 
 
 def fits_direct(columns: int, inner: int) -> bool:

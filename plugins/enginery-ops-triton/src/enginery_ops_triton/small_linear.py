@@ -8,10 +8,10 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery.api import LinearFn
 from enginery.nn import reference_ops
+from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
 
@@ -98,15 +98,6 @@ def _direct(*, block_n: int, num_warps: int, ahead: int, columns: int, registers
     return DirectShape(block_n=block_n, block_k=64, num_warps=num_warps, ahead=ahead, x_ahead=min(ahead, 4), registers=registers)
 
 
-def direct_kernels_of(version: str) -> ModuleType | None:
-    """`kernels.linear_few`, for Triton 3.6: its Gluon is experimental, and those of other versions differ."""
-    if not version.startswith("3.6."):
-        return None
-    from enginery_ops_triton.kernels import linear_few
-
-    return linear_few
-
-
 def few_rows_shape(outputs: int, columns: int, rows: int, *, multiprocessors: int) -> FewRowsShape | None:
     """From docs/benchmarks/kernels-few-rows.json and kernels-few-rows-gpt-oss.json. None: cuBLAS is faster.
 
@@ -145,7 +136,7 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
     }
     multiprocessors, is_short = _multiprocessors(weight.device), weight.dtype is not torch.float32
-    if is_short and dependent_launch and weight.stride(0) % 16 == 0 and (kernels := direct_kernels_of(triton.__version__)):
+    if is_short and dependent_launch and weight.stride(0) % 16 == 0 and (kernels := gluon_kernels("linear_few")):
         for most in (MATVEC_ROWS, DIRECT_ROWS):
             if direct := direct_shape(outputs, columns, most, multiprocessors=multiprocessors):
                 by_rows[most] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
@@ -249,7 +240,7 @@ class DirectRows:
         kernels: ModuleType,
         dependent_launch: bool,
     ) -> None:
-        """kernels: `direct_kernels_of`."""
+        """kernels: `kernels.linear_few`."""
         self.weight = weight
         self.bias = bias
         self.shape = shape

@@ -11,28 +11,15 @@ x needs, also keeps the compiler from loading the words of several groups togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-from triton.experimental import gluon  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from triton.experimental.gluon import language as gl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from enginery_ops_triton.kernels.experts import tile_and_block
 from enginery_ops_triton.kernels.experts_float4 import GROUP_COLUMNS, LANES, ROWS_PAIRED, tile_at, tiny
 from enginery_ops_triton.kernels.gates import gated
+from enginery_ops_triton.kernels.gluon_launch import constant, kernel
 from enginery_ops_triton.kernels.launch import release_successor, wait_for_predecessor
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """`gluon.jit`, typed."""
-    return gluon.jit(function)
-
-
-def constant(function: Callable[..., Any]) -> Any:
-    """`gluon.constexpr_function`, typed: what it returns is known when a kernel is compiled."""
-    return gluon.constexpr_function(function)
 
 
 @constant
@@ -132,8 +119,8 @@ def product(
     exponents_at = exponents + begin * ROWS + row
     acc = gl.zeros([row.shape[0], pairs], gl.float32, layout=sums(gl.num_warps()))
     plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ahead = ()  # type: tuple[Any, ...]
-    ring = ()  # type: tuple[Any, ...]
+    ahead = ()  # type: tuple[tl.tensor, ...]
+    ring = ()  # type: tuple[tl.tensor, ...]
     for stage in gl.static_range(STAGES):
         ahead += (load_group(words_at, exponents_at, stage, stage < count, ROWS),)
         ring += (gl.allocate_shared_memory(gl.bfloat16, [4 * pairs, LANES], plain),)
@@ -146,7 +133,7 @@ def product(
         words_at += STAGES * ROWS * LANES
         exponents_at += STAGES * ROWS
         count -= STAGES
-        behind = ()  # type: tuple[Any, ...]
+        behind = ()  # type: tuple[tl.tensor, ...]
         for stage in gl.static_range(STAGES):
             async_copy.wait_group(STAGES - 2)
             fetch_x(ring[(stage + STAGES - 1) % STAGES], x_at, wanted, left)

@@ -1,4 +1,4 @@
-"""y = x W^T + b for 2 to 8 rows of x: weights go from memory to the registers of the matrix units.
+"""y = x W^T + b for up to 8 rows of x: weights go from memory to the registers of the matrix units.
 
 Written in Gluon, which leaves to the kernel which thread has which values. The matrix units' 16 rows are 16 outputs, and their 8
 columns are the rows of x. The warps of a program share its outputs and have columns of their own, in turn, so that they need each
@@ -8,32 +8,13 @@ matrix units multiply together is free as long as both sides agree, so no value 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-from triton.experimental import gluon  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from triton.experimental.gluon import language as gl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from enginery_ops_triton.kernels.gluon_launch import constant, kernel, kernel_of_any
 from enginery_ops_triton.kernels.launch import release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import round_to
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """`gluon.jit`, typed."""
-    return gluon.jit(function)
-
-
-def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
-    """As `launch.kernel_of_any`."""
-    decorate: Callable[[Callable[..., Any]], Any] = gluon.jit(do_not_specialize=list(numbers))
-    return decorate
-
-
-def constant(function: Callable[..., Any]) -> Any:
-    """`gluon.constexpr_function`, typed: what it returns is known when a kernel is compiled."""
-    return gluon.constexpr_function(function)
 
 
 @constant
@@ -138,7 +119,7 @@ def linear_of_few(
     m = gl.minimum(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, of_x))), num_rows - 1)
     weight_at = addresses(weight, n, weight_stride, BLOCK_K, of_weight)
     x_at = addresses(x, m, x_stride, BLOCK_K, of_x)
-    blocks = ()  # type: tuple[Any, ...]
+    blocks = ()  # type: tuple[tl.tensor, ...]
     for step in gl.static_range(min(AHEAD, steps)):
         blocks += (load_block(weight_at, step, COLUMNS, BLOCK_K, of_weight, "evict_first"),)
     of_result: tl.constexpr = gl.SliceLayout(0, outputs_adjacent(warps))
@@ -147,7 +128,7 @@ def linear_of_few(
     if BIAS:
         offset = gl.load(bias + n, mask=n < num_outputs, other=0.0)
     wait_for_predecessor(CHAINED)
-    rows = ()  # type: tuple[Any, ...]
+    rows = ()  # type: tuple[tl.tensor, ...]
     for step in gl.static_range(min(X_AHEAD, steps)):
         rows += (load_block(x_at, step, COLUMNS, BLOCK_K, of_x, ""),)
     acc = gl.zeros([warps, BLOCK_N, 8], gl.float32, layout=sums(warps))

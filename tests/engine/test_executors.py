@@ -81,7 +81,7 @@ def test_what_a_dead_rank_wrote_comes_once_and_before_its_cause(is_elsewhere: bo
         return LocalRanks([command], is_elsewhere=is_elsewhere)
 
     reports = zmq.Context.instance().socket(zmq.PULL)
-    reports.bind("inproc://reports-of-nobody")
+    reports.bind(f"inproc://reports-of-nobody-{is_elsewhere}")  # an address is free again some time after its end
     watch = Watch(launch, 1, reports=reports, deadline_s=20.0, standing=Standing(), joining=None)
     try:
         with pytest.raises(EngineDied, match=r"^rank 1 \(process \d+\) ended with exit code 3, in [^\n]+$"):

@@ -143,7 +143,7 @@ def _show(checks: Sequence[Check]) -> None:
         has_head=False,
     )
     out.print()
-    print_paragraph(out, _verdict(checks))
+    print_paragraph(out, _verdict(rows))
 
 
 def _sound_plugins(checks: Sequence[Check]) -> str:
@@ -153,7 +153,7 @@ def _sound_plugins(checks: Sequence[Check]) -> str:
 
 
 def _verdict(checks: Sequence[Check]) -> str:
-    """The last line: how many checks failed or warn, and what to do."""
+    """The last line: how many of the rows above fail or warn, and what to do."""
     failures, warnings = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
     if not failures and not warnings:
         return f"All is well: {len(checks)} checks, nothing to mend."

@@ -108,7 +108,7 @@ print(json.dumps({"records": records, "default": default, "lacking": lacking, "t
 
 def doctor(
     *,
-    port: Annotated[int, typer.Option(help="The port that engine serve is to use.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port that engine serve is to use.")] = 8000,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Check this checkpoint too; nothing is downloaded.")] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -82,3 +82,18 @@ def test_params_of_another_kind_are_refused(echo: Path, params: Any) -> None:
 def test_bytes_are_no_token_ids(echo: Path, prompts: Any) -> None:
     with pytest.raises(RequestError, match="b'text'"):
         llm(echo).generate(prompts)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"content": "Hi"}, "the role of a message is None, but must be a text"),
+        ({"role": 3, "content": "Hi"}, "the role of a message is 3"),
+        ({"role": "user"}, "the content of a message is None"),
+        ({"role": "system", "contents": "Hi"}, "the content of a message is None"),
+    ],
+)
+def test_a_message_has_a_role_and_content(message: dict[str, object], why: str) -> None:
+    """Templates write nothing, or None, for what is not there, and the model would answer that."""
+    with LLM(**TINY) as model, pytest.raises(RequestError, match=why):
+        model.chat([message])

@@ -135,7 +135,7 @@ def test_lanes_with_more_and_fewer_requests_and_with_none(registry: Registry, tm
     with on_cuda(dataclasses.replace(asked, **several), registry) as (engine, devices):
         graphs = engine._runner.graphs
         assert graphs is not None
-        assert not graphs.waiting, "nothing is left for idle moments, in which other ranks would not take part"
+        assert not graphs.waiting(), "nothing is left for idle moments, in which other ranks would not take part"
         for found, wanted in zip(told_of(engine, batches), expected, strict=True):
             assert_equal(found, wanted, within=1e-4)
         assert engine.meter.stats().num_graph_steps > 20

@@ -216,7 +216,7 @@ def test_a_model_that_reads_numbers_back_decodes_eagerly_and_right(
     assert caplog.text.count("a step of 2 requests was not recorded") == 1
     assert caplog.text.count("was not recorded, no sizes are left") == 1
     assert engine.meter.stats().num_graph_steps == 0
-    assert not engine._runner.graphs.waiting
+    assert not engine._runner.graphs.waiting()
 
 
 def test_a_size_that_is_refused_takes_no_other_with_it(

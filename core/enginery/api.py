@@ -93,6 +93,7 @@ from enginery.contracts.model import (
 from enginery.contracts.ops import (
     LEAST_TEMPERATURE,
     BindExpertsFn,
+    EarlySums,
     ExpertBiases,
     ExpertsFn,
     HostCalls,
@@ -226,6 +227,7 @@ __all__ = [
     "DraftTarget",
     "DraftTree",
     "DrafterSpec",
+    "EarlySums",
     "EnginError",
     "EngineDied",
     "EngineFacts",

@@ -55,7 +55,11 @@ BEST_ROWS, VOCABULARY, EPS = (1, 8, 64, 256), 128_256, 1e-5
 REPEATS, SUMS_IN_A_GRAPH = 20, 16
 SWEPT_SIZES = ((16384, 4096), (512, 4096), (256, 4096), (2048, 4096), (16384, 8192))
 BIG_BYTES, BIG_REPEATS, BIG_SUMS_IN_A_GRAPH = 32 << 20, 7, 4  # in a sweep, which is to end within a minute
+HOST_CYCLES = 20_000_000  # of the device, in which the host launches what is measured
 KB = 1024
+EARLY_SIZES = tuple(
+    (rows, columns, inner) for rows, columns in ((16384, 4096), (8192, 4096), (4096, 4096), (8192, 8192)) for inner in (4096, 14336)
+)
 SWEPT_OF_TWO = (
     *(Blocks(ahead=ahead) for ahead in (1, 2, 3)),
     *(Blocks(most_warps=8, ahead=ahead) for ahead in (1, 2)),
@@ -165,6 +169,21 @@ class Ranks:
             found.append(1000 * begin.elapsed_time(end) / times)
         return statistics.median(found)
 
+    def run_us(self, way: Callable[[], object], *, repeats: int = BIG_REPEATS, times: int = SUMS_IN_A_GRAPH) -> float:
+        """The same of one of so many in a row, which the host has launched before the device begins."""
+        found = []
+        for _ in range(repeats):
+            self.group.sum(torch.zeros(1, device=self.device))
+            torch.cuda._sleep(HOST_CYCLES)  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(times):
+                way()
+            end.record()
+            end.synchronize()
+            found.append(1000 * begin.elapsed_time(end) / times)
+        return statistics.median(found)
+
 
 class Sum:
     """Rows of all ranks whose sum is added to a residual of zeros and normed."""
@@ -198,6 +217,41 @@ class Sum:
         return float(normed.double().sub_(self._wanted).abs_().max()), same
 
 
+def early_sum(ranks: Ranks, rows: int, columns: int, inner: int, kernel: TritonPeerOps) -> dict[str, Any]:
+    """Microseconds of a product alone, with its sum behind it, and with one whose rows leave early; whether these two are alike."""
+    torch.manual_seed(ranks.rank)
+    product = ranks.ops.bind_linear(torch.randn(columns, inner, device=ranks.device).bfloat16(), None)
+    begins, x = kernel.summed_early(product, columns), torch.randn(rows, inner, device=ranks.device).bfloat16() * inner**-0.5
+    residual, weight = (
+        torch.zeros(rows, columns, dtype=torch.bfloat16, device=ranks.device),
+        torch.ones(columns, device=ranks.device),
+    )
+    weight = weight.bfloat16()
+
+    def behind() -> torch.Tensor:
+        return kernel.add_rms_norm(product(x), residual, weight, EPS)
+
+    def early() -> torch.Tensor:
+        return kernel.add_rms_norm(begins(x), residual, weight, EPS)
+
+    row: dict[str, Any] = {"rows": rows, "columns": columns, "inner": inner}
+    for name, way in {
+        "product, us": functools.partial(product, x),
+        "and its sum, us": behind,
+        "sum begun early, us": early,
+    }.items():
+        way()
+        row[name] = round(ranks.run_us(way), 1)
+    found = []
+    for way in (behind, early):
+        residual.zero_()
+        found += [way().double(), residual.double()]
+    largest = max(float((one - other).abs().max()) for one, other in zip(found[:2], found[2:], strict=True))
+    everyone = torch.stack(found[2:])
+    ranks.group.from_first(everyone)
+    return {**row, "largest difference": largest, "same bits": bool((everyone == torch.stack(found[2:])).all())}
+
+
 def sums_of_rank(rank: int, size: int, meeting: str, results: Any) -> None:
     """Microseconds of a sum with the add and norm behind it, in graphs, by NCCL and by the kernel; checked against float64."""
     ranks, kernels = Ranks(rank, size, meeting), dict[str, TritonPeerOps]()
@@ -215,6 +269,8 @@ def sums_of_rank(rank: int, size: int, meeting: str, results: Any) -> None:
             row[f"{name}: largest error"], row[f"{name}: same bits"] = case.compared(way)
             row[f"{name}, us"] = ranks.replayed_us(way)
         ranks.tell(row, results)
+    for rows, columns, inner in EARLY_SIZES if kernels and size == 2 else ():
+        ranks.tell(early_sum(ranks, rows, columns, inner // size, kernels["kernel"]), results)
     for rows in BEST_ROWS if kernels else ():
         torch.manual_seed(rows)
         logits, width = torch.randn(rows, VOCABULARY, device=ranks.device).bfloat16(), VOCABULARY // size

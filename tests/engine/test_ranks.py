@@ -30,7 +30,7 @@ from enginery.nn.moe import OwnExperts
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.registry import Registry
 from enginery.testing.kits.model_ranks import tensors_asked_for
-from enginery.testing.kits.ranks import RankAnswer, RankThreads
+from enginery.testing.kits.ranks import RankAnswer, RankThreads, ThreadCollectives
 from enginery.testing.kits.weights import WholeTensors, weights_of
 from enginery.worker.weights.formats import FormatReader, stated_quantization
 from enginery.worker.weights.needed_weights import is_of_expert
@@ -228,6 +228,14 @@ def assert_close(model: OneModel, **ranks: Any) -> None:
     for rank in several:
         assert torch.equal(rank.hidden, several[0].hidden), "residuals are the same bits on all ranks"
         assert torch.equal(rank.best, rank.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("model", ["llama-tied-odd"], indirect=True)
+def test_both_sums_of_a_dense_layer_may_begin_within_products(model: OneModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, early = [], ThreadCollectives.summed_early
+    monkeypatch.setattr(ThreadCollectives, "summed_early", lambda comm, linear: begun.append(linear) or early(comm, linear))
+    model.run(torch.float32, tensor_size=2)
+    assert len(begun) == 2 * 2 * model.config["num_hidden_layers"]
 
 
 @in_turn(("model", sorted(CONFIGS)), ("dtype", [torch.float32, torch.bfloat16]), indirect=["model"])

@@ -15,7 +15,7 @@ import enginery_model_gemma
 from enginery.config.schema import EngineOptions
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
-from enginery.testing.kits.ranks import RankAnswer, RankThreads
+from enginery.testing.kits.ranks import RankAnswer, RankThreads, ThreadCollectives
 from enginery.testing.kits.weights import WholeTensors
 
 SIZES = dict(head_dim=16, sliding_window=16, query_pre_attn_scalar=24)
@@ -47,6 +47,11 @@ def run(oracle: Oracle, *, tensor_size: int = 1, num_stages: int = 1) -> list[Ra
 def test_the_blocks_give_transformers_logits(oracle: Oracle) -> None:
     (answer,) = run(oracle)
     torch.testing.assert_close(answer.logits, oracle.logits(oracle.prompts[4]), atol=1e-4, rtol=0)
+
+
+def test_sums_that_are_normed_by_themselves_begin_behind_products(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ThreadCollectives, "summed_early")
+    run(oracle, tensor_size=2)
 
 
 @pytest.mark.parametrize("tensor_size", [2, 4])

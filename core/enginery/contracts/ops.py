@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from enginery.contracts.versions import ApiVersion
 
@@ -247,6 +247,14 @@ class PeerOps(Protocol):
 
     def end(self) -> None:
         """Have kernels end that wait for other ranks, whatever they give then. Called from another thread; nothing follows it."""
+
+
+@runtime_checkable
+class EarlySums(Protocol):
+    """`PeerOps` that send rows on to other ranks while more of them are computed."""
+
+    def summed_early(self, product: LinearFn, columns: int) -> LinearFn:
+        """A product [N, columns] of partial sums that does so: see `Collectives.summed_early`."""
 
 
 @dataclass(frozen=True, kw_only=True)

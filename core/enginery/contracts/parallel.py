@@ -16,6 +16,8 @@ from enginery.contracts.versions import ApiVersion
 if TYPE_CHECKING:
     import torch
 
+    from enginery.contracts.weights import Linear
+
 
 class Cut(StrEnum):
     """Along which axis of a weight [rows, columns] the ranks of a tensor group have a part each."""
@@ -113,6 +115,12 @@ class Collectives(Protocol):
         """`sum`, or `own_rows_sum` where the partial sums have the rows of all lanes, then `OpTable.add_rms_norm`.
 
         partial, residual: [N, C]; residual keeps the sum, and the norm of it is returned. One kernel where there is one.
+        """
+
+    def summed_early(self, linear: Linear) -> Linear:
+        """A product of partial sums that may send rows to other ranks while it computes more of them.
+
+        Nobody changes its result in place, and `add_rms_norm` is given it as it is, or some of its rows.
         """
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:

@@ -144,10 +144,20 @@ def dense_mlp(context: ModelContext, weights: WeightSource, *, shape: DecoderSha
     )
 
 
+def summed_early(context: ModelContext, layer: DecoderLayer) -> DecoderLayer:
+    """A layer of a `Decoder`, which changes no output of a block in place: sums before norms may begin within products."""
+    if isinstance(layer.attention, SelfAttention) and layer.attention_out_norm is None:
+        layer.attention.out = context.comm.summed_early(layer.attention.out)
+    if isinstance(layer.mlp, GatedMLP) and layer.mlp_out_norm is None:
+        layer.mlp.down = context.comm.summed_early(layer.mlp.down)
+    return layer
+
+
 def dense_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:
     """A layer as `DecoderShape` describes it: grouped-query attention and a gated MLP."""
     attention = layer_attention(context, weights, shape=shape, index=index)
-    return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=dense_mlp(context, weights, shape=shape))
+    mlp = dense_mlp(context, weights, shape=shape)
+    return summed_early(context, DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp))
 
 
 class Decoder:

@@ -17,7 +17,7 @@ from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.ops import ExpertsFn, OpTable, Routed
 from enginery.contracts.weights import Activation, ExpertsShape, Linear, LinearShape
 from enginery.nn.activation import gate_function
-from enginery.nn.decoder import DecoderLayer, GatedMLP, dense_mlp, layer_attention
+from enginery.nn.decoder import DecoderLayer, GatedMLP, dense_mlp, layer_attention, summed_early
 
 JOINED_ROWS: Final = 64  # tokens for which it pays, see docs/benchmarks/kernels_moe.py
 
@@ -188,4 +188,4 @@ def expert_layer(context: ModelContext, weights: WeightSource, *, shape: Decoder
     """A layer as `DecoderShape` describes it: grouped-query attention, and experts where it has them."""
     attention = layer_attention(context, weights, shape=shape, index=index)
     mlp = layer_mlp(context, weights, shape=shape, index=index)
-    return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)
+    return summed_early(context, DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp))

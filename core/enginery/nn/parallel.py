@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from enginery.contracts.ops import OpTable
+from enginery.contracts.weights import Linear
 
 
 class SingleRank:
@@ -26,6 +27,9 @@ class SingleRank:
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
     ) -> torch.Tensor:
         return self._ops.add_rms_norm(partial, residual, weight, eps)
+
+    def summed_early(self, linear: Linear) -> Linear:
+        return linear
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
         return partial

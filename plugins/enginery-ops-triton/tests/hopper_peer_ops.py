@@ -7,8 +7,17 @@ import torch
 
 from enginery.api import PeerMemory
 from enginery_ops_triton.peer_ops import NUM_BYTES, TritonPeerOps
+from enginery_ops_triton.small_linear import Product
 
 CALLS = [(1, 4096), (8, 8192), (64, 4096), (256, 8192), (16384, 4096), (16384, 8192)]
+
+
+def take_early(bound: TritonPeerOps, dtype: torch.dtype) -> None:
+    """A sum that nobody takes, and one that is taken."""
+    x, product = torch.zeros(8192, 16, dtype=dtype), Product(torch.zeros(4096, 16, dtype=dtype), None, {})
+    for _ in range(2):
+        partial = bound.summed_early(product, 4096)(x)
+    bound.add_rms_norm(partial, torch.zeros_like(partial), torch.ones(4096, dtype=dtype), 1e-5)
 
 
 def main() -> None:
@@ -20,6 +29,8 @@ def main() -> None:
             for rows, columns in CALLS:
                 x, weight = torch.zeros(rows, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
                 bound.add_rms_norm(x, x.clone(), weight, 1e-5)
+            if num_ranks == 2:
+                take_early(bound, dtype)
             bound.best(torch.zeros(3, 64_128, dtype=dtype), 64_128)
             bound.best(torch.zeros(3, 0, dtype=dtype), 128_256)
     print("compiled")

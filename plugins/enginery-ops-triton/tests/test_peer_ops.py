@@ -34,6 +34,14 @@ def test_ranks_give_the_same_bits_and_what_float64_gives(num_ranks: int, ahead: 
     assert done.stdout == f"{num_ranks} ranks agree\n", done.stderr
 
 
+def test_two_ranks_whose_rows_leave_early_give_the_same_bits_and_what_float64_gives() -> None:
+    """Of several sizes and types, in turns; sums that nobody takes between them, and counts that overflow."""
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "sent_rows_ranks.py")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
+    assert done.stdout == "2 ranks agree\n", done.stderr
+
+
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     """In a process of its own, where triton is imported for the compiler."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from enginery.contracts.ops import OpSpec, PeerMemory, PeerOpsSpec
+from enginery.contracts.ops import LinearFn, OpSpec, PeerMemory, PeerOpsSpec
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.versions import HookGroup
 from enginery.nn.reference_ops import reference_ops
@@ -21,6 +21,7 @@ from enginery.worker.ranks import groups
 from enginery.worker.ranks.collectives import HeadColumns, RankCollectives
 from enginery.worker.ranks.gloo import Standing
 from enginery.worker.ranks.peers import CountedStore, Peers, bind_peer_ops
+from enginery.worker.weights.rank import BoundLinear
 
 MOST_BYTES = 1024
 
@@ -218,3 +219,30 @@ def test_a_kernel_that_waits_is_ended_with_the_other_exchanges(monkeypatch: pyte
     assert not kernel.ended.is_set()
     standing.sever()
     assert kernel.ended.wait(5)
+
+
+class EarlyKernel(Kernel):
+    """Sends what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, int]] = []
+
+    def summed_early(self, product: LinearFn, columns: int) -> LinearFn:
+        def begun(x: torch.Tensor) -> torch.Tensor:
+            self.sent.append((len(x), columns))
+            return product(x)
+
+        return begun
+
+
+@pytest.mark.parametrize("kernel", [EarlyKernel(), Kernel(), None])
+def test_kernels_that_send_rows_early_are_given_products(kernel: Kernel | None) -> None:
+    made, comm = BoundLinear(torch.nn.Identity(), (4, 3)), collectives(Doubling(), peer_ops=kernel)
+    linear, x = comm.summed_early(made), torch.randn(5, 7)
+    assert torch.equal(linear(x), x)
+    assert linear.rows == (4, 3)
+    if isinstance(kernel, EarlyKernel):
+        assert kernel.sent == [(5, 7)]
+    else:
+        assert linear is made

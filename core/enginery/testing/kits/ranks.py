@@ -24,11 +24,14 @@ from enginery.contracts.batch import FULL, ForwardBatch, Named
 from enginery.contracts.model import Model, ModelContext, ModelFacts, ModelSpec
 from enginery.contracts.ops import OpTable
 from enginery.contracts.parallel import ParallelFacts, StageTensors
+from enginery.contracts.weights import Linear
 from enginery.kv.pool import TORCH_DTYPES, PagedKVPool
 from enginery.nn.reference_ops import reference_ops
 from enginery.testing import reference
 from enginery.testing.kits.weights import WholeTensors, weights_of
+from enginery.testing.rules import BrokenRule
 from enginery.worker.token_feed import NamedTensors
+from enginery.worker.weights.rank import BoundLinear
 from enginery.worker.weights.shares import stage_of
 
 AnyT = TypeVar("AnyT")
@@ -59,7 +62,7 @@ class Meeting:
 class ThreadCollectives:
     """Implements `enginery.contracts.parallel.Collectives` for ranks of one stage that are threads.
 
-    place: this rank's. lane: where the tensor ranks of its lane meet. everyone: where all do.
+    place: this rank's. lane: where tensor ranks of its lane meet. everyone: where all do. sent: what left early last, and a copy.
     """
 
     place: ParallelFacts
@@ -67,6 +70,7 @@ class ThreadCollectives:
     everyone: Meeting
     ops: OpTable
     vocab_size: int
+    sent: list[torch.Tensor] = field(default_factory=list)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """In rank order and at least float32, rounded once."""
@@ -83,9 +87,18 @@ class ThreadCollectives:
     def add_rms_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
     ) -> torch.Tensor:
-        """The sum, then the operation."""
+        """The sum, then the operation. Raises `BrokenRule` if what was sent on early is not what is to be summed."""
+        if self.sent and self.sent[0] is partial and not torch.equal(*self.sent):
+            raise BrokenRule("the result of a product that is summed early was changed before it was summed")
         total = self.own_rows_sum(partial) if of_all_lanes else self.sum(partial)
         return self.ops.add_rms_norm(total, residual, weight, eps)
+
+    def summed_early(self, linear: Linear) -> Linear:
+        def sent(x: torch.Tensor) -> torch.Tensor:
+            self.sent[:] = [out := linear(x), out.clone()]
+            return out
+
+        return BoundLinear(sent, linear.rows)
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
         """[N, V], without what only pads."""

@@ -21,15 +21,17 @@ import torch
 
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import Model
-from enginery.contracts.ops import OpTable, PeerOps
+from enginery.contracts.ops import EarlySums, OpTable, PeerOps
 from enginery.contracts.parallel import Collectives, StageTensors
 from enginery.contracts.step import StepInput
+from enginery.contracts.weights import Linear
 from enginery.nn.parallel import SingleRank
 from enginery.worker.choice import Choice
 from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.memory_plan import MemoryPlan
 from enginery.worker.paths.results import ModelResults
 from enginery.worker.sampling import NAN_TOKEN
+from enginery.worker.weights.rank import BoundLinear
 
 if TYPE_CHECKING:  # an engine of one rank has no groups, and may have a torch without them
     from enginery.worker.paths.captured_step import Capture
@@ -107,6 +109,12 @@ class RankCollectives:
             return self.peer_ops.add_rms_norm(partial, residual, weight, eps)
         total = self.own_rows_sum(partial) if of_all_lanes else self.sum(partial)
         return self.ops.add_rms_norm(total, residual, weight, eps)
+
+    def summed_early(self, linear: Linear) -> Linear:
+        """By the kernels that take sums, if they send rows early."""
+        if not (isinstance(self.peer_ops, EarlySums) and isinstance(linear, BoundLinear)):
+            return linear
+        return BoundLinear(self.peer_ops.summed_early(linear.product, sum(linear.rows)), linear.rows)
 
     def gather_columns(self, partial: torch.Tensor) -> torch.Tensor:
         """On the first rank, which samples. Rows are of all lanes."""

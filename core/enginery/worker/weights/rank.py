@@ -26,14 +26,15 @@ from enginery.worker.weights.store import Piece, Slice
 class BoundLinear:
     """Implements `enginery.contracts.weights.Linear`. complete: sums over ranks."""
 
-    def __init__(self, product: LinearFn, rows: tuple[int, ...], complete: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-        self.rows = rows
-        self._product = product
+    def __init__(
+        self, product: LinearFn, rows: tuple[int, ...], complete: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        self.product, self.rows = product, rows
         self._complete = complete
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, columns of this rank] -> [N, sum of rows]."""
-        out = self._product(x)
+        out = self.product(x)
         return out if self._complete is None else self._complete(out)
 
 

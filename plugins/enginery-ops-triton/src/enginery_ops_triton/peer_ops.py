@@ -1,6 +1,6 @@
 """What kernels of several ranks do together, as the core calls it: what is taken, by which kernel, and where it lies.
 
-    a part    [ end | turns | flags | words of few rows, twice | best: turns | words, twice | blocks ]
+    a part    [ end | sent | turns | flags | words of few rows, twice | best: turns | words, twice | blocks | rows sent, twice ]
 
 N rows, C columns, R ranks, V vocabulary.
 """
@@ -11,10 +11,13 @@ from typing import Final, NamedTuple
 
 import torch
 
-from enginery.api import PeerMemory
+from enginery.api import LinearFn, PeerMemory
+from enginery_ops_triton import sent_rows
 from enginery_ops_triton.kernels import best_of_ranks, sums
 from enginery_ops_triton.kernels.launch import next_power_of_2
 from enginery_ops_triton.sampling import best_of_each_block
+from enginery_ops_triton.sent_rows import EarlyProduct, SentRows
+from enginery_ops_triton.small_linear import Product
 
 MOST_RANKS: Final = 16
 MOST_ROW_BYTES: Final = 32 << 10
@@ -57,7 +60,7 @@ class Blocks(NamedTuple):
 
 
 BLOCKS_OF_MORE: Final = Blocks(most_warps=8)  # of more than two ranks: they have more registers each
-NUM_BYTES: Final = max(Blocks().part_bytes, BLOCKS_OF_MORE.part_bytes)
+NUM_BYTES: Final = max(Blocks().part_bytes + sent_rows.PART_BYTES, BLOCKS_OF_MORE.part_bytes)
 
 
 def bind_peer_ops(memory: PeerMemory, *, dependent_launch_from: tuple[int, int]) -> TritonPeerOps:
@@ -68,7 +71,7 @@ def bind_peer_ops(memory: PeerMemory, *, dependent_launch_from: tuple[int, int])
 
 
 class TritonPeerOps:
-    """Implements `PeerOps`."""
+    """Implements `PeerOps` and `EarlySums`."""
 
     def __init__(
         self, memory: PeerMemory, *, dependent_launch: bool, few_bytes: int = FEW_BYTES, blocks: Blocks | None = None
@@ -79,12 +82,19 @@ class TritonPeerOps:
         assert blocks.size <= MOST_ROW_BYTES
         assert memory.parts[0].nbytes >= blocks.part_bytes
         self._memory, self._dependent_launch, self._few_bytes, self._blocks = memory, dependent_launch, few_bytes, blocks
-        own = memory.parts[memory.rank]
+        own, begin = memory.parts[memory.rank], blocks.part_bytes
+        self._sent: SentRows | None = None
+        if len(memory.parts) == 2 and own.nbytes >= begin + sent_rows.PART_BYTES:
+            self._sent = SentRows(memory, begin=begin, dependent_launch=dependent_launch)
         self._addresses = torch.tensor([part.data_ptr() for part in memory.parts], dtype=torch.int64, device=own.device)
         self._over = own[:4].view(torch.int32)
         self._is_over, self._beside = torch.ones(1, dtype=torch.int32), None
         if own.device.type == "cuda":
             self._is_over, self._beside = self._is_over.pin_memory(), torch.cuda.Stream(own.device)  # type: ignore[no-untyped-call]
+
+    def summed_early(self, product: LinearFn, columns: int) -> LinearFn:
+        """Of two ranks, and of many rows."""
+        return EarlyProduct(product, columns, self._sent) if self._sent and isinstance(product, Product) else product
 
     def takes_sum(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
         """Any number of rows, of up to 32 KiB, of a type that is the residual's too."""
@@ -96,6 +106,8 @@ class TritonPeerOps:
 
     def add_rms_norm(self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[N, C] -> [N, C]."""
+        if self._sent is not None and (normed := self._sent.add_rms_norm(partial, residual, weight, eps)) is not None:
+            return normed
         num_rows, columns = partial.shape
         out = torch.empty((num_rows, columns), dtype=torch.promote_types(residual.dtype, weight.dtype), device=partial.device)
         given = (partial, residual, weight.contiguous(), out, self._addresses)

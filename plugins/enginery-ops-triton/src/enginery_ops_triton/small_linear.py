@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
@@ -129,9 +130,9 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
     """y = x W^T + b. weight [out, in] keeps its layout, and must not change while kernels run: it is read ahead of its turn."""
     outputs, columns = weight.shape
     if weight.is_meta or weight.stride(1) != 1 or not LEAST_COLUMNS <= columns <= MOST_COLUMNS or outputs == 0:
-        return _plain(weight, bias)
+        return Product(weight, bias, {})
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != weight.dtype):
-        return _plain(weight, bias)
+        return Product(weight, bias, {})
     by_rows: dict[int, Matvec | DirectRows | FewRows] = {  # the most rows of each
         MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
     }
@@ -143,17 +144,7 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
     for most in (FEW_ROWS, 32, MOST_ROWS) if is_short else ():
         if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
-    most_rows = max(by_rows)
-
-    def bound(x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.shape[0]
-        if x.dim() == 2 and x.stride(1) == 1 and x.dtype == weight.dtype and 0 < num_rows <= most_rows:
-            for most, linear in by_rows.items():
-                if num_rows <= most:
-                    return linear(x)
-        return F.linear(x, weight, bias)
-
-    return bound
+    return Product(weight, bias, by_rows)
 
 
 def bind_router(weight: torch.Tensor, *, dependent_launch: bool) -> LinearFn:
@@ -176,11 +167,30 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFn:
-    def bound(x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+class Product:
+    """By the kernel that is for so many rows, or by torch."""
 
-    return bound
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, by_rows: Mapping[int, Matvec | DirectRows | FewRows]
+    ) -> None:
+        """by_rows: by the most rows of each, in order."""
+        self.weight, self.bias, self.by_rows, self.most_rows = weight, bias, by_rows, max(by_rows, default=0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]."""
+        num_rows = x.shape[0]
+        if 0 < num_rows <= self.most_rows and x.dim() == 2 and x.stride(1) == 1 and x.dtype == self.weight.dtype:
+            for most, linear in self.by_rows.items():
+                if num_rows <= most:
+                    return linear(x)
+        return F.linear(x, self.weight, self.bias)
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The same of many rows, by torch, written to out [N, out]."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
 class Matvec:

@@ -14,7 +14,7 @@ FLOAT8_BLOCKS = Scheme(values="f8e4m3", block=(128, 128))
 FLOAT4_BLOCKS = Scheme(values="mxfp4", block=(1, 32))
 OLDEST = (8, 0)  # bfloat16 and asynchronous copies came with it
 DEPENDENT_LAUNCH = (9, 0)
-PEER_BYTES = 38_312_192  # `peer_ops.NUM_BYTES`, without its imports
+PEER_BYTES = 306_747_648  # `peer_ops.NUM_BYTES`, without its imports
 
 
 def _refuse(needs: OpNeeds) -> list[Reason]:
@@ -73,7 +73,7 @@ def _bind_peer_ops(memory: PeerMemory) -> PeerOps:
 
 TRITON = OpSpec(
     name="triton",
-    api=(2, 1),
+    api=(2, 2),
     priority=20,
     provides=PROVIDES,
     refuse=_refuse,

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_ops_triton.kernels.launch import kernel, release_successor, wait_for_predecessor
+from enginery_ops_triton.kernels.launch import kernel, kernel_of_any, release_successor, wait_for_predecessor
 from enginery_ops_triton.kernels.precision import bound, round_to
 
 
@@ -216,6 +216,55 @@ def sum_norm_of_two(
             normed = out + row * COLUMNS + column
             _added_normed(round_to(values, DTYPE), before, kept, normed, scale, inside, eps, COLUMNS, DTYPE)
     tl.store(own + TURNS + program, turn + count)
+
+
+@kernel_of_any("turn")
+def sum_norm_of_sent(
+    partial: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    arriving: tl.tensor,
+    own: tl.tensor,
+    num_rows: int,
+    piece_rows: int,
+    partial_stride: int,
+    residual_stride: int,
+    eps: float,
+    turn: int,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
+    FLAG: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """As `sum_norm_of_two`, of rows that copy engines bring: arriving [N, COLUMNS]. A program has EACH rows.
+
+    own: this rank's part, of int32. FLAG: a word of it, the turn of the last piece that has arrived; the first piece's is `turn`.
+    """
+    release_successor(CHAINED)
+    first = tl.program_id(0) * EACH
+    DTYPE: tl.constexpr = partial.dtype.element_ty
+    column, row = tl.arange(0, BLOCK)[None, :], first.to(tl.int64) + tl.arange(0, EACH)[:, None]
+    inside = (column < COLUMNS) & (row < num_rows)
+    scale = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    wait_for_predecessor(CHAINED)
+    values = tl.load(partial + row * partial_stride + column, mask=inside, other=0.0).to(tl.float32)
+    kept = residual + row * residual_stride + column
+    before = tl.load(kept, mask=inside, other=0.0)
+    last = tl.minimum(first + EACH, num_rows) - 1
+    _await(own + FLAG, turn + last // piece_rows, own)
+    tl.debug_barrier()
+    values += tl.load(arriving + row * COLUMNS + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    _added_normed(round_to(values, DTYPE), before, kept, out + row * COLUMNS + column, scale, inside, eps, COLUMNS, DTYPE)
+
+
+@kernel_of_any("turn")
+def await_sent(own: tl.tensor, turn: int, FLAG: tl.constexpr, CHAINED: tl.constexpr) -> None:
+    """Wait for a piece. One program."""
+    release_successor(CHAINED)
+    wait_for_predecessor(CHAINED)
+    _await(own + FLAG, turn, own)
 
 
 @kernel

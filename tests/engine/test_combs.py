@@ -179,7 +179,7 @@ def test_where_the_device_alone_knows_lengths_as_many_are_right(
     assert counts_of(engine) == counts_of(reading)
     assert counts_of(engine).accepted > counts_of(engine).verifications
     if how == "captured":
-        assert {depth for *_, depth in engine._runner.graphs._captured} >= {0, 2}  # type: ignore[union-attr]
+        assert {depth for *_, depth in engine._runner.graphs.captured} >= {0, 2}  # type: ignore[union-attr]
 
 
 def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

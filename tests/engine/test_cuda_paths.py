@@ -192,7 +192,7 @@ def test_what_a_drafter_of_the_host_guesses_is_verified_in_graphs(
             assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
         if kind == "lookup" and family in RECURRENT:
             return  # its random text repeats nothing, so nothing is guessed
-        drafts, keys = engine.meter.stats().drafts, graphs._captured
+        drafts, keys = engine.meter.stats().drafts, graphs.captured
         assert (drafts.accepted > 0, drafts.accepted < drafts.drafted) == (kind != "wrong", kind not in ("right", "some"))
         assert sum(step.verifies for step in replayed) - beside_prompts(replayed) > 5
         assert beside_prompts(replayed) or kind == "lookup" or changes is FEW

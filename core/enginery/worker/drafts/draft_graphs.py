@@ -113,7 +113,7 @@ class DraftGraphs:
         """Capture one more of what comes behind the target's graphs, drawn as guesses were before; False: it is all there."""
         kinds = list(dict.fromkeys([None, *(kind for _, _, kind in self._steps)]))
         assert graphs.features is not None, "graphs keep what a draft model takes"
-        for of in graphs.steps:
+        for of in graphs.captured.values():
             size, scratch = of.batch.num_requests, self._geometry.scratch_page(FULL) * self._geometry.page_size
             if not of.followed or not (count := num_guesses(size)):
                 continue

@@ -73,17 +73,18 @@ def _capture_on_devices(
         graphs = _decode_graphs(kind, choice, parts, alone, keeps_hidden=keeps, most_positions=most)
         if graphs is None:
             return Captured()
-        while drafts is not None and drafts.prepare(graphs, lambda _: choice.draft_length):
-            pass
-        for key in reversed(graphs.waiting()) if parallel.num_ranks > 1 else ():  # the smallest last: it fits into others' memory
-            graphs.capture(key)
+        _prepare(graphs, drafts, choice)
     if not choice.settings.max_piece_tokens:
         return Captured(graphs, None, drafts)
     with phases("pieces"):
-        pieces = _piecewise_graphs(choice, parts, capture)
-        for size in reversed(pieces.waiting) if parallel.num_ranks > 1 else ():
-            pieces.capture(size)
-        return Captured(graphs, pieces, drafts)
+        return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
+
+
+def _prepare(graphs: DecodeGraphs, drafts: DraftGraphs | None, choice: Choice) -> None:
+    while drafts is not None and drafts.prepare(graphs, lambda _: choice.draft_length):
+        pass
+    for key in reversed(graphs.waiting()) if choice.parallel.num_ranks > 1 else ():  # the smallest last: it fits into theirs
+        graphs.capture(key)
 
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
@@ -152,4 +153,7 @@ def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) 
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
     hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
-    return PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
+    pieces = PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
+    for size in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
+        pieces.capture(size)
+    return pieces

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -146,7 +146,7 @@ class DecodeGraphs:
         self.verified_rows = 0
         self._noted = False
         self._capture = capture
-        self._captured: dict[GraphKey, CapturedStep] = {}
+        self.captured: dict[GraphKey, CapturedStep] = {}
         self._refused: set[GraphKey] = set()
         self.features = self.feed.named.buffers.get(FEATURES, buffers.hidden)
 
@@ -161,7 +161,7 @@ class DecodeGraphs:
 
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
         """Graphs of the same sizes of another backend, in the memory of these, which are given up."""
-        self._captured.clear()
+        self.captured.clear()
         return self.build(self.parts._replace(relay=relay), self.buffers, capture=self._capture)
 
     def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
@@ -173,11 +173,7 @@ class DecodeGraphs:
                 if count and size * length <= self.verified_rows:
                     keys += [GraphKey(size, length, follows, count if siblings else 0), GraphKey(size, 1, follows)]
             keys.append(GraphKey(size, 1, followed=False))
-        return [key for key in keys if key not in self._captured and key not in self._refused]
-
-    @property
-    def steps(self) -> Sequence[CapturedStep]:
-        return tuple(self._captured.values())
+        return [key for key in keys if key not in self.captured and key not in self._refused]
 
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
@@ -189,7 +185,7 @@ class DecodeGraphs:
 
     def provide(self, key: GraphKey) -> bool:
         """Whether there is a graph, which is captured now if it was not yet. If drafts cannot be verified in one, never."""
-        if key not in self._captured and key not in self._refused:
+        if key not in self.captured and key not in self._refused:
             try:
                 self.capture(key)
             except Unsupported as error:
@@ -197,7 +193,7 @@ class DecodeGraphs:
                     raise
                 _log.info("drafts of %d requests are verified eagerly: %s", key.size, error)
                 self._refused.add(key)
-        return key in self._captured
+        return key in self.captured
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> None:
@@ -225,7 +221,7 @@ class DecodeGraphs:
             if kept is not None:
                 kept.copy_(hidden)
 
-        self._captured[key] = CapturedStep(
+        self.captured[key] = CapturedStep(
             packed=packed,
             seats=packed[-1, :size],
             batch=batch,
@@ -247,7 +243,7 @@ class DecodeGraphs:
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Replay the graph of the step's size, which is `ready`."""
-        captured = self._captured[GraphKey.of(step, serves_drafts=self.features is not None)]
+        captured = self.captured[GraphKey.of(step, serves_drafts=self.features is not None)]
         padded = self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()

@@ -6,27 +6,22 @@
                it keeps nothing alive
 
 What a device refuses during a capture raises here too: waiting for it, copies from and to the host. Kernels of Triton and CUDA do
-not run. `simulated` replaces functions of torch for the whole process.
+not run. `cuda_simulated` puts it in torch's place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 COUNT: Final = 8  # devices
-_FREE_BYTES: Final = 1 << 30
-_MADE: Final = ("empty", "zeros", "ones", "full", "tensor", "arange", "as_tensor", "rand", "randn", "empty_like", "zeros_like")
 _WAIT: Final = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "equal")
 _ALIKE: Final = ("contiguous", "reshape", "to", "float", "flatten", "expand_as", "type_as", "long", "int")  # at times no copy
 _OF_TENSOR: Final = {
@@ -34,7 +29,7 @@ _OF_TENSOR: Final = {
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__len__, torch.Tensor.is_floating_point),
     *(torch.Tensor.is_contiguous, torch.Tensor.element_size, torch.Tensor.__hash__, torch.Tensor.is_inference),
 }
-_quietly: Final = torch._C.DisableTorchFunctionSubclass  # operations inside are the host's own
+quietly: Final = torch._C.DisableTorchFunctionSubclass  # operations inside are the host's own
 
 
 class _Here(threading.local):
@@ -60,7 +55,7 @@ class Device:
         self.num_sent += 1
 
     def wait(self, until: int | None = None) -> None:
-        with _quietly(), torch.inference_mode():
+        with quietly(), torch.inference_mode():
             while self.num_come < (self.num_sent if until is None else until):
                 out, values = self._coming.popleft()
                 out.copy_(values)
@@ -81,7 +76,7 @@ class OnDevice(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
         if func in _OF_TENSOR or name == "__get__":
-            with _quietly():
+            with quietly():
                 found = func(*args, **kwargs)
                 return found.as_subclass(type(args[0])) if isinstance(found, torch.Tensor) else found
         if name == "copy_":
@@ -91,7 +86,7 @@ class OnDevice(torch.Tensor):
         if name in ("to", "cpu"):
             return _moved(func, name, *args, **kwargs)
         if name in _WAIT:
-            _may_wait(name)
+            may_wait(name)
             DEVICES[_of(args).index].waits += 1
         if (asked := kwargs.get("device")) is not None:
             assert torch.device(asked).type == "cuda", "made on the host like one of a device"
@@ -121,7 +116,7 @@ def launched(func: Callable[..., Any], *args: Any, writes: bool = False, **kwarg
     writes: it does more than to give it.
     """
     own = _of((args, kwargs))
-    with _quietly():
+    with quietly():
         leaves, spec = tree_flatten(func(*args, **kwargs))
         leaves = [
             each.as_subclass(own) if isinstance(each, torch.Tensor) and not isinstance(each, OnDevice) else each for each in leaves
@@ -132,7 +127,7 @@ def launched(func: Callable[..., Any], *args: Any, writes: bool = False, **kwarg
     return result
 
 
-def _may_wait(what: str) -> None:
+def may_wait(what: str) -> None:
     if here.capturing is not None:
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
@@ -140,8 +135,8 @@ def _may_wait(what: str) -> None:
 def _copied(out: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if isinstance(out, OnDevice) and isinstance(values, OnDevice):
         return launched(torch.Tensor.copy_, out, values)
-    _may_wait("a copy from or to the host")
-    with _quietly():
+    may_wait("a copy from or to the host")
+    with quietly():
         if isinstance(out, OnDevice):
             return out.copy_(values)
         assert isinstance(values, OnDevice)
@@ -162,9 +157,9 @@ def _moved(func: Any, name: str, values: torch.Tensor, *args: Any, **kwargs: Any
         args = tuple(each for each in args if not isinstance(each, str | torch.device))
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
         return launched(func, values, *args, **kwargs) if args or kwargs else values
-    _may_wait(name)
+    may_wait(name)
     dtype = next((each for each in (*args, kwargs.get("dtype")) if isinstance(each, torch.dtype)), values.dtype)
-    with _quietly():
+    with quietly():
         converted = values.as_subclass(torch.Tensor).to(dtype)
         out = torch.empty_like(converted)
         DEVICES[values.index].send(converted, out)  # type: ignore[attr-defined]
@@ -199,14 +194,14 @@ class Graph:
         assert here.capturing is self, "it is captured"
         here.capturing = None
         CAPTURING.discard(here.index)
-        with _quietly(), torch.inference_mode():
+        with quietly(), torch.inference_mode():
             for storage in self._own.values():
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
             self._calls = [call._replace(args=self._lent(call.args), kwargs=self._lent(call.kwargs)) for call in self._calls]
 
     def add(self, func: Callable[..., Any], args: Any, kwargs: Any, results: list[Any], *, writes: bool = False) -> None:
         """A call. writes: whatever its name is."""
-        with _quietly():
+        with quietly():
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             places = {each.untyped_storage().data_ptr() for each in given}
             name, made = func.__name__, [each for each in results if isinstance(each, torch.Tensor)]
@@ -226,9 +221,9 @@ class Graph:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._own or not storage.nbytes():
             return tensor
-        if isinstance(tensor, OnDevice) and storage.data_ptr() not in _LENT:
+        if isinstance(tensor, OnDevice) and storage.data_ptr() not in LENT:
             self._outer.append(StorageWeakRef(storage))
-        return _at(storage.data_ptr(), storage.nbytes(), tensor).as_subclass(type(tensor))
+        return at_address(storage.data_ptr(), storage.nbytes(), tensor).as_subclass(type(tensor))
 
     def reset(self) -> None:
         self._calls, self._own, self.is_over = [], {}, True
@@ -238,7 +233,7 @@ class Graph:
         assert not self.is_over
         for each in self._outer:
             assert not each.expired(), "the graph reads or writes memory that nobody holds any more"
-        with _quietly(), torch.inference_mode():
+        with quietly(), torch.inference_mode():
             for func, args, kwargs, results in self._calls:
                 again = tree_leaves(func(*args, **kwargs))
                 for there, value in zip(results, again, strict=bool(results)):
@@ -247,162 +242,9 @@ class Graph:
 
 
 CAPTURING: Final = set[int]()  # devices by which a graph is captured now
-_LENT: set[int] = set()  # addresses of memory that graphs hold
+LENT: set[int] = set()  # addresses of memory that graphs hold
 
 
-def _at(address: int, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
+def at_address(address: int, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
     found = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=like.dtype).set_(found, like.storage_offset(), like.size(), like.stride())
-
-
-class Event:
-    """In place of `torch.cuda.Event`."""
-
-    def __init__(self, **named: object) -> None:
-        self._mark: tuple[Device, int] | None = None
-
-    def record(self, stream: object = None) -> None:
-        _may_wait("an event")
-        device = DEVICES[here.index]
-        self._mark = device, device.num_sent
-
-    def synchronize(self) -> None:
-        assert self._mark is not None, "it is recorded"
-        self._mark[0].wait(self._mark[1])
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
-
-class Stream:
-    """In place of `torch.cuda.Stream`: there is one order of things."""
-
-    def __init__(self, device: object = None) -> None:
-        self.device = device
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def synchronize(self) -> None:
-        DEVICES[here.index].wait()
-
-    def record_event(self) -> Event:
-        event = Event()
-        event.record()
-        return event
-
-
-class _Runtime:
-    def cudaHostRegister(self, *given: int) -> int:  # CUDA's names
-        return 0
-
-    def cudaHostUnregister(self, *given: int) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _graph(graph: Graph, **named: object) -> Iterator[None]:
-    graph.capture_begin()
-    try:
-        yield
-    finally:
-        graph.capture_end()
-
-
-@contextlib.contextmanager
-def _on(device: torch.device | int) -> Iterator[None]:
-    before, here.index = here.index, device if isinstance(device, int) else device.index or 0
-    try:
-        yield
-    finally:
-        here.index = before
-
-
-def _set_device(device: torch.device) -> None:
-    here.index = device.index
-
-
-def _synchronize(device: object = None) -> None:
-    _may_wait("synchronize")
-    DEVICES[here.index if device is None else torch.device(device).index or 0].wait()  # type: ignore[arg-type]
-
-
-def _making(func: Callable[..., Any]) -> Callable[..., Any]:
-    """With `device`, a tensor there."""
-
-    @functools.wraps(func)
-    def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
-        if device is None or torch.device(device).type != "cuda":
-            return func(*args, **({} if device is None else {"device": device}), **kwargs)
-        own = CLASSES[here.index if (index := torch.device(device).index) is None else index]
-        facts = getattr(args[0], "__cuda_array_interface__", None) if args else None
-        if facts is not None:  # memory that a graph has
-            dtype = {"|u1": torch.uint8, "<i2": torch.int16, "<i4": torch.int32}[facts["typestr"]]
-            size = dtype.itemsize
-            strides, address = [stride // size for stride in facts["strides"]], facts["data"][0]
-            reach = size * (1 + sum((count - 1) * stride for count, stride in zip(facts["shape"], strides, strict=True)))
-            _LENT.add(address)
-            with _quietly():
-                like = torch.empty_strided(facts["shape"], strides, dtype=dtype, device="meta")
-                return _at(address, reach, like).as_subclass(own)
-        with _quietly():
-            values = func(*args, **kwargs).as_subclass(own)
-        if here.capturing is not None:
-            here.capturing.add(func, args, kwargs, [values])
-        return values
-
-    return made
-
-
-def _moving(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`to` and the like of tensors of the host."""
-
-    @functools.wraps(func)
-    def moved(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        asked = [torch.device(each) for each in (*args, kwargs.get("device")) if isinstance(each, str | torch.device)]
-        if isinstance(values, OnDevice) or not asked or asked[0].type != "cuda":
-            return func(values, *args, **kwargs)
-        _may_wait("a copy from the host")
-        args = tuple(each for each in args if not isinstance(each, str | torch.device))
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
-        found = func(values, *args, **kwargs) if args or kwargs else values
-        return found.clone().as_subclass(CLASSES[here.index if asked[0].index is None else asked[0].index])
-
-    return moved
-
-
-@contextlib.contextmanager
-def simulated() -> Iterator[list[Device]]:
-    """So many devices, which are new."""
-    DEVICES[:] = [Device() for _ in range(COUNT)]
-    _LENT.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _MADE:
-            patch.setattr(torch, name, _making(vars(torch)[name]))
-        patch.setattr(torch.Tensor, "to", _moving(torch.Tensor.to))
-        patch.setattr(torch.Tensor, "pin_memory", lambda values: values.clone())
-        generator = torch.Generator
-        patch.setattr(torch, "Generator", lambda device=None: generator())
-        for name, stands_in in {
-            "is_available": lambda: True,
-            "device_count": lambda: COUNT,
-            "mem_get_info": lambda index=0: (_FREE_BYTES, _FREE_BYTES),
-            "get_device_name": lambda index=0: "simulated",
-            "get_device_capability": lambda index=0: (9, 0),
-            "set_device": _set_device,
-            "device": _on,
-            "synchronize": _synchronize,
-            "empty_cache": lambda: None,
-            "cudart": _Runtime,
-            "check_error": lambda code: None,
-            "Event": Event,
-            "Stream": Stream,
-            "stream": lambda stream: contextlib.nullcontext(),
-            "current_stream": lambda device=None: Stream(device),
-            "is_current_stream_capturing": lambda: here.capturing is not None,
-            "CUDAGraph": Graph,
-            "graph": _graph,
-            "graph_pool_handle": lambda: (0, 0),
-        }.items():
-            patch.setattr(torch.cuda, name, stands_in)
-        yield DEVICES

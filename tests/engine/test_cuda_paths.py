@@ -16,7 +16,8 @@ from pathlib import Path
 
 import noise
 import pytest
-from cuda_on_host import Device, simulated
+from cuda_on_host import Device
+from cuda_simulated import simulated
 from engine import test_model_heads
 from engine.captured_backends import EXPERTS, captured
 from engine.heads_made import Eagle3

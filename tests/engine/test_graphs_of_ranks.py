@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from core.testing.graph_backend import GraphBackend
-from cuda_on_host import here, simulated
+from cuda_on_host import here
+from cuda_simulated import simulated
 from engine import rank_threads
 from engine.rank_pair import request, serve
 from engine.rank_threads import on_threads

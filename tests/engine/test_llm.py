@@ -274,50 +274,6 @@ def test_a_model_has_the_first_of_its_names(echo: Path) -> None:
         llm(echo, served_model_name="a,,b")
 
 
-def test_a_template_that_writes_nothing_is_an_error() -> None:
-    with LLM(**TINY) as model:
-        assert model.text is not None
-        model.text.template.source = ""
-        with pytest.raises(RequestError, match="the prompt is empty"):
-            model.chat([{"role": "user", "content": "Hi"}])
-
-
-def test_wrong_use_says_what_to_do(echo: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean page_size"):
-        LLM(pagesize=3)
-    for wrong in ({"page_size": "16"}, {"prefix_cache": "no"}, {"blocked_plugins": "echo"}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            LLM(**wrong)
-    model = llm(echo)
-    with pytest.raises(CheckpointError, match="token ids"):
-        model.generate("text without a tokenizer")
-    with pytest.raises(RequestError, match="token id 97, but the vocabulary has ids 0 to 96"):
-        model.generate([[1, 97]])
-    for prompts in ({"prompt": "a"}, 7, [[1.5]], [None], [[True]]):
-        with pytest.raises(RequestError, match="token ids"):
-            model.generate(prompts)
-    with pytest.raises(RequestError, match="SamplingParams"):
-        model.generate([1], {"max_tokens": 3})
-    with pytest.raises(RequestError, match="role and content"):
-        model.chat("hello")
-    with pytest.raises(RequestError, match="logit_bias"):
-        model.generate([[1]], SamplingParams(logit_bias={100: 1.0}))
-    with pytest.raises(RequestError):
-        model.generate([[]])
-    with pytest.raises(RequestError, match="256"):
-        model.generate([list(range(90)) * 3])
-    assert model.generate([7, 8, 9], GREEDY)[0].token_ids == continued([7, 8, 9], 20)
-    model.close()
-    with pytest.raises(EnginError, match="closed"):
-        model.generate([1])
-
-
-@pytest.mark.parametrize("option", ["tp", "pp", "dp_attention"])
-def test_fewer_ranks_than_one_are_refused_by_name(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} is 0, but must be at least 1"):
-        LLM(**{**TINY, option: 0})
-
-
 def test_a_top_k_of_minus_one_keeps_all_as_others_write_it() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
     with pytest.raises(RequestError, match="top_k is -2"):
@@ -363,32 +319,6 @@ def test_a_forked_process_is_told_that_the_model_is_not_its_own(echo: Path, monk
     for use in (lambda: model.generate([1], GREEDY), lambda: model.stream([1], GREEDY)):
         with pytest.raises(EnginError, match="this one was forked from; build one here, or start processes by spawn"):
             use()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"stop": 3}, "stop is 3, but must be a text or a list of them"),
-        ({"stop_token_ids": 3}, "stop_token_ids is 3, and names no token ids"),
-        ({"logit_bias": [3]}, r"logit_bias is \[3\], and names no token ids"),
-    ],
-)
-def test_what_is_no_list_is_refused_by_the_name_of_the_field(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=said) as error:
-        SamplingParams(**wrong)
-    assert error.value.param == next(iter(wrong))
-
-
-@pytest.mark.parametrize("params", [{"max_tokens": 3}, ["greedy"]], ids=["a mapping", "a list of texts"])
-def test_params_of_another_kind_are_refused(echo: Path, params: Any) -> None:
-    with pytest.raises(RequestError, match="but must be SamplingParams"):
-        llm(echo).generate([[1]], params)
-
-
-@pytest.mark.parametrize("prompts", [b"text", [b"text"]], ids=["alone", "among others"])
-def test_bytes_are_no_token_ids(echo: Path, prompts: Any) -> None:
-    with pytest.raises(RequestError, match="b'text'"):
-        llm(echo).generate(prompts)
 
 
 def test_token_ids_may_come_from_numpy_torch_or_a_generator(echo: Path) -> None:

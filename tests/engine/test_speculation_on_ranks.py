@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_on_host import simulated
+from cuda_simulated import simulated
 from engine import test_frozen_keys, test_model_heads
 from engine.captured_backends import captured
 from engine.heads_made import Eagle3, Module

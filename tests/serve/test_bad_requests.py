@@ -45,6 +45,8 @@ HUGE = 10**30
         ({"n": 0}, "n"),
         ({"n": 128, "prompt": ["x"] * 100}, "n"),
         ({"best_of": 10**9}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 0}, "best_of"),
         ({"logprobs": 10**9}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"stop": ["s"] * 100_000}, "stop"),

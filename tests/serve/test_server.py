@@ -23,6 +23,7 @@ from process_table import is_running, wait_until_gone
 from running import PATIENCE_S, SERVER, child_of, is_stopping, started, wait_until
 
 from enginery.cli.chat import ServerPartner
+from enginery.cli.doctor_checks import port_check
 from enginery.errors import EnginError
 
 UNICODE = "naïve 日本語 👩‍👩‍👧‍👦😀"
@@ -41,6 +42,11 @@ def test_the_official_client_completes(client):
     assert reply.usage.completion_tokens == len(reply.choices[0].logprobs.tokens)
     chunks = list(client.completions.create(model="fake", prompt=UNICODE, max_tokens=100, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == UNICODE
+
+
+def test_the_doctor_takes_a_server_that_holds_the_port_for_no_fault(url):
+    found = port_check(httpx.URL(url).port)
+    assert (found.status, "an engine serves" in found.detail) == ("warn", True)
 
 
 def test_the_official_client_chats(client):

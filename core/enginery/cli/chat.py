@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -55,44 +56,75 @@ def chat(
     """Talk with a model.
 
     A single /word is a command, and /help names them; with more words, or as /usr/bin, it is text for the model.
+    Where standard input is no terminal, each line is a question, and the status is 1 if any was not answered.
     """
     check_text("--system", system or "")
     partner: Partner
     partner = LocalPartner(*build_engine(options), sampling) if url is None else ServerPartner(url, options.model, sampling)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() a history and line editing
-    print(_HELP)
-    converse(partner, [] if system is None else [{"role": "system", "content": system}])
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        _tell(_HELP)
+    all_answered = converse(partner, [] if system is None else [{"role": "system", "content": system}], is_typed=is_typed)
+    if not all_answered and not is_typed:
+        raise typer.Exit(1)
 
 
-def converse(partner: Partner, opening: Sequence[Message]) -> None:
-    """Until /exit or the end of the input. A failed or interrupted answer takes its question out of the conversation."""
-    messages = list(opening)
+def converse(partner: Partner, opening: Sequence[Message], *, is_typed: bool) -> bool:
+    """Until /exit or the end of the input; whether all was answered. Standard output has the answers alone.
+
+    A failed or interrupted answer takes its question out of the conversation. is_typed: show a prompt; Ctrl-C stops an answer.
+    """
+    messages, all_answered = list(opening), True
+    for said in _lines(is_typed=is_typed):
+        if said == "/help":
+            _tell(f"{_HELP}\n{_TEXT}")
+        elif said == "/reset":
+            messages = list(opening)
+        elif wrong := _wrong(said):
+            _tell(f"({wrong})")
+            all_answered = False
+        else:
+            asked = [*messages, {"role": "user", "content": said}]
+            answer = _answer(partner, asked, is_typed=is_typed)
+            messages = messages if answer is None else [*asked, {"role": "assistant", "content": answer}]
+            all_answered &= answer is not None
+    return all_answered
+
+
+def _lines(*, is_typed: bool) -> Iterator[str]:
+    """What is said, until /exit or the end."""
+    prompt = "> " if is_typed and sys.stdout.isatty() else ""
+    ends = (EOFError, KeyboardInterrupt) if is_typed else EOFError
     while True:
         try:
-            said = input("> ").strip()
-            said.encode()  # some terminals hide bad bytes in the text
-        except UnicodeError:
-            print("(this is no UTF-8 text)")
-            continue
-        except (EOFError, KeyboardInterrupt):
-            print()
+            said = input(prompt).strip()
+        except UnicodeDecodeError:
+            said = "\udcff"  # as a terminal of the C locale hides a bad byte in the text
+        except ends:
+            print(end="\n" if prompt else "", file=sys.stderr)
             return
         if said in ("/exit", "/quit"):
             return
-        if said == "/help":
-            print(f"{_HELP}\n{_TEXT}")
-        elif said == "/reset":
-            messages = list(opening)
-        elif re.fullmatch(r"/\w+", said):
-            print(f"(there is no {said}: {_HELP}. {_TEXT})")
-        elif said:
-            asked = [*messages, {"role": "user", "content": said}]
-            answer = _answer(partner, asked)
-            messages = messages if answer is None else [*asked, {"role": "assistant", "content": answer}]
+        if said:
+            yield said
 
 
-def _answer(partner: Partner, messages: Sequence[Message]) -> str | None:
+def _wrong(said: str) -> str:
+    """Why a line is neither a command nor text for the model; empty if it is one."""
+    try:
+        said.encode()
+    except UnicodeEncodeError:
+        return "this is no UTF-8 text"
+    return f"there is no {said}: {_HELP}. {_TEXT}" if re.fullmatch(r"/\w+", said) else ""
+
+
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr)
+
+
+def _answer(partner: Partner, messages: Sequence[Message], *, is_typed: bool) -> str | None:
     pieces = []
     try:
         with contextlib.closing(partner.reply(messages)) as reply:
@@ -100,10 +132,13 @@ def _answer(partner: Partner, messages: Sequence[Message]) -> str | None:
                 print(piece, end="", flush=True)
                 pieces.append(piece)
     except KeyboardInterrupt:
-        print(" (stopped)")
+        if not is_typed:
+            raise
+        _tell(" (stopped)")
         return None
     except RequestError as error:
-        print(f"({error})")
+        print(end="\n" if pieces else "", flush=True)
+        _tell(f"({error})")
         return None
     print()
     return "".join(pieces)

@@ -108,7 +108,7 @@ print(json.dumps({"records": records, "default": default, "lacking": lacking, "t
 
 def doctor(
     *,
-    port: Annotated[int, typer.Option(help="The port that engine serve is to use.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port that engine serve is to use.")] = 8000,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Check this checkpoint too; nothing is downloaded.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -143,7 +143,7 @@ def _show(checks: Sequence[Check]) -> None:
         has_head=False,
     )
     out.print()
-    print_paragraph(out, _verdict(checks))
+    print_paragraph(out, _verdict(rows))
 
 
 def _sound_plugins(checks: Sequence[Check]) -> str:
@@ -153,7 +153,7 @@ def _sound_plugins(checks: Sequence[Check]) -> str:
 
 
 def _verdict(checks: Sequence[Check]) -> str:
-    """The last line: how many checks failed or warn, and what to do."""
+    """The last line: how many of the rows above fail or warn, and what to do."""
     failures, warnings = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
     if not failures and not warnings:
         return f"All is well: {len(checks)} checks, nothing to mend."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib.metadata
 import os
 import resource
@@ -23,6 +25,7 @@ from enginery.errors import ConfigError
 _FREE_BYTES: Final = 5 << 30
 _FEW_DESCRIPTORS: Final = 256
 _MANY_DESCRIPTORS: Final = 4096
+_ANSWER_S: Final = 2.0
 _SOCKET_PATH: Final = 107  # bytes, of Linux; the server's socket is TMPDIR/enginery-XXXXXXXX/engine
 _SOCKET_NAME: Final = len("/enginery-XXXXXXXX/engine")
 
@@ -133,12 +136,25 @@ def descriptors() -> Check:
 
 
 def port_check(port: int) -> Check:
-    """Check that the server could listen there."""
+    """Check that the server could listen there. One that does already is no fault of the machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
+            if _engine_serves(port):
+                advice = "Another engine serve needs another --port."
+                return Check(name="port", status="warn", detail=f"an engine serves at port {port} already", advice=advice)
             advice = "Stop what listens there, or give engine serve another --port."
             return Check(name="port", status="fail", detail=f"port {port} cannot be used: {error.strerror}", advice=advice)
     return Check(name="port", status="ok", detail=f"port {port} is free")
+
+
+def _engine_serves(port: int) -> bool:
+    """Whether what listens there answers /health/live, which needs no key, as an engine does; over HTTPS it is not seen."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)) as connection:
+        try:
+            connection.request("GET", "/health/live")
+            return connection.getresponse().read(64) == b'{"status":"live"}'
+        except (OSError, http.client.HTTPException):
+            return False

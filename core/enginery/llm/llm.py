@@ -30,7 +30,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     Raises `EnginError` when the model cannot be served. Also a context manager, which frees the memory at its end. Threads take
     turns, a call of `generate` or a step of a stream each; `AsyncLLM` is for asyncio and for requests that come while others run.
-    tokenizer: the checkpoint's; None if it has no tokenizer.json.
+    tokenizer: None without a tokenizer.json. On a CPU that others use too, set GOMP_SPINCOUNT=10000 before torch is imported.
     """
 
     def __init__(self, model: str | None = None, **options: object) -> None:

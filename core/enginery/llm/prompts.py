@@ -102,10 +102,12 @@ def checked_params(params: SamplingParams | None) -> SamplingParams:
 
 def _plain(message: Mapping[str, object]) -> dict[str, object]:
     """With parts of text as one text, as the server gives them to a template. Raises `RequestError` for other content."""
-    content = message.get("content")
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(role, str):
+        raise RequestError(f"the role of a message is {role!r:.80}, but must be a text, as user", param="messages")
     parts = content if isinstance(content, list) else []
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    if not isinstance(content, str | list | None) or len(texts) < len(parts):
+    if not isinstance(content, str | list if role in ("user", "system") else str | list | None) or len(texts) < len(parts):
         raise RequestError(f"the content of a message is {content!r:.80}, but must be text or parts of text", param="messages")
     return {**message, "content": "\n".join(texts) if isinstance(content, list) else content}
 

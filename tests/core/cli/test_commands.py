@@ -43,8 +43,16 @@ def console(engine, monkeypatch, capsys):
     monkeypatch.setattr("enginery.cli.chat.build_engine", lambda options: built)
 
     def run(*arguments, lines=()):
-        said = iter(lines)
-        monkeypatch.setattr("builtins.input", lambda prompt="": next(said))
+        said = iter([*lines, EOFError])
+
+        def read(prompt=""):
+            print(prompt, end="")
+            line = next(said)
+            if not isinstance(line, str):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
         with pytest.raises(SystemExit) as ended:
             main(["--no-plugins"] if not arguments else list(arguments))
         return (*capsys.readouterr(), ended.value.code)
@@ -140,29 +148,54 @@ def test_what_is_wrong_with_the_text_side_is_told_before_weights_are_read(comman
         (folder / "tokenizer.json").unlink(missing_ok=True)
 
 
-def test_chat_keeps_the_conversation(console):
-    lines = ("hi", "", "again", "/help", "/reset", "new", "/quit")
-    out, _, code = console("chat", "--system", "s", lines=lines)
-    assert code == 0
-    told = out.splitlines()
-    assert [told.pop(3), told.pop(3)] == [told[0], chat._TEXT]
-    assert told[1:] == [
-        "<system>s<user>hi",
-        "<system>s<user>hi<assistant><system>s<user>hi<user>again",
-        "<system>s<user>new",
-    ]
+@pytest.fixture
+def typed(console, monkeypatch):
+    """The same, with a terminal before it."""
+    monkeypatch.setattr("sys.stdin", Terminal(sys.stdin))
+    return console
 
 
-def test_chat_says_what_is_wrong_and_goes_on(console):
-    out, _, code = console("chat", lines=("x " * 2000, "hi", "/exit"))
-    assert code == 0
-    assert out.splitlines()[-1] == "<user>hi"
+def test_chat_keeps_the_conversation(typed):
+    out, err, code = typed("chat", "--system", "s", lines=("hi", "", "again", "/help", "/reset", "new", "/quit"))
+    assert err.splitlines() == [chat._HELP, chat._HELP, chat._TEXT]
+    assert (out.splitlines(), code) == (
+        [
+            "<system>s<user>hi",
+            "<system>s<user>hi<assistant><system>s<user>hi<user>again",
+            "<system>s<user>new",
+        ],
+        0,
+    )
 
 
-def test_chat_takes_a_mistyped_command_for_none_of_the_text(console):
-    out, _, code = console("chat", lines=("/rest", "/Exit", "/help", "/exit"))
-    assert code == 0
-    told = out.splitlines()
+@pytest.mark.parametrize("wrong", ["x " * 2000, "/rest", "\udcff", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")], ids=ascii)
+def test_chat_in_a_pipe_prints_answers_alone_and_its_status_says_whether_all_are_there(console, monkeypatch, wrong):
+    for lines, status in ((("hi", "/reset", "so"), 0), (("hi", wrong, "/reset", "so"), 1)):
+        out, err, code = console("chat", lines=lines)
+        assert (out, code) == ("<user>hi\n<user>so\n", status)
+        assert bool(err) == bool(status)
+
+
+@pytest.mark.parametrize("when", ["line", "answer"])
+@pytest.mark.parametrize(("is_typed", "status"), [(True, 0), (False, 130)])
+def test_ctrl_c_stops_an_answer_at_a_terminal_and_the_command_in_a_pipe(console, monkeypatch, when, is_typed, status):
+    if is_typed:
+        monkeypatch.setattr("sys.stdin", Terminal(sys.stdin))
+    if when == "answer":
+        monkeypatch.setattr("enginery.cli.chat.stream_text", lambda *asked: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert console("chat", lines=["hi"] if when == "answer" else [KeyboardInterrupt])[2] == status
+
+
+def test_chat_says_what_is_wrong_and_goes_on(typed):
+    out, err, code = typed("chat", lines=("x " * 2000, "hi", "/exit"))
+    assert (out, code) == ("<user>hi\n", 0)
+    assert "(the prompt is too long)" in err
+
+
+def test_chat_takes_a_mistyped_command_for_none_of_the_text(typed):
+    out, err, code = typed("chat", lines=("/rest", "/Exit", "/help", "/exit"))
+    assert (out, code) == ("", 0)
+    told = err.splitlines()
     assert told[1:3] == [f"(there is no {said}: {told[0]}. {chat._TEXT})" for said in ("/rest", "/Exit")]
     assert told[3:] == [told[0], chat._TEXT]
 
@@ -172,10 +205,10 @@ def test_chat_takes_paths_and_sentences_that_begin_with_a_slash_for_text(console
     assert f"<user>{said}" in console("chat", lines=(said, "/exit"))[0]
 
 
-def test_chat_takes_no_bad_bytes(console):
-    out, _, code = console("chat", lines=("\udcff", "hi", "/exit"))
-    assert code == 0
-    assert out.splitlines()[1:] == ["(this is no UTF-8 text)", "<user>hi"]
+def test_chat_takes_no_bad_bytes(typed):
+    out, err, code = typed("chat", lines=("\udcff", "hi", "/exit"))
+    assert (out, code) == ("<user>hi\n", 0)
+    assert err.splitlines()[1:] == ["(this is no UTF-8 text)"]
 
 
 def test_a_server_s_address_needs_no_scheme(console):
@@ -221,7 +254,7 @@ def test_chat_sends_the_key_of_the_environment(console, server, monkeypatch):
     monkeypatch.setenv("ENGINERY_API_KEY", "one two")
     server.bodies["/v1/chat/completions"] = (b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: [DONE]\n\n', 0)
     out, _, code = console("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
-    assert (out.splitlines()[1:], code) == (["yes"], 0)
+    assert (out, code) == ("yes\n", 0)
     assert server.keys == ["Bearer one"] * 2
 
 
@@ -232,13 +265,13 @@ def test_a_server_that_is_none_of_ours_is_an_error(console, server):
     assert "/v1/models names no model; is it a server with OpenAI's API?" in err
 
 
-def test_an_answer_that_breaks_off_leaves_the_conversation_going(console, server):
+def test_an_answer_that_breaks_off_leaves_the_conversation_going(typed, server):
     whole = b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\n'
     for body in (whole, whole[:-12]):
         server.bodies["/v1/chat/completions"] = (body, 9)
-        out, _, code = console("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
-        assert code == 0
-        assert "broke off" in out
+        out, err, code = typed("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
+        assert (out, code) == ("yes\n" if body is whole else "", 0)
+        assert "broke off" in err
 
 
 def test_a_model_that_the_server_does_not_have_ends_the_chat_with_its_words(console, server):
@@ -250,19 +283,19 @@ def test_a_model_that_the_server_does_not_have_ends_the_chat_with_its_words(cons
 
 
 @pytest.mark.parametrize(("status", "expected"), [(401, 1), (403, 1), (404, 1), (400, 0), (429, 0), (503, 0)])
-def test_a_refusal_that_every_question_would_get_ends_the_chat(console, server, status, expected):
+def test_a_refusal_that_every_question_would_get_ends_the_chat(typed, server, status, expected):
     server.bodies["/v1/chat/completions"] = (b'{"error": {"message": "no such thing"}}', 0)
     server.statuses["/v1/chat/completions"] = status
-    out, err, code = console("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
-    assert code == expected
-    assert f"answers {status}: no such thing" in (err if expected else out)
+    out, err, code = typed("chat", "--url", f"127.0.0.1:{server.server_port}", lines=("hi", "/exit"))
+    assert (out, code) == ("", expected)
+    assert f"answers {status}: no such thing" in err
 
 
 def test_a_name_that_is_served_but_not_listed_is_taken(console, server):
     server.bodies["/v1/models/other"] = (b'{"id": "other"}', 0)
     server.bodies["/v1/chat/completions"] = (b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: [DONE]\n\n', 0)
     out, _, code = console("chat", "--url", f"127.0.0.1:{server.server_port}", "-m", "other", lines=("hi", "/exit"))
-    assert (out.splitlines()[1:], code) == (["yes"], 0)
+    assert (out, code) == ("yes\n", 0)
 
 
 def test_generate_says_that_it_waits_for_a_prompt(console, monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ def test_a_sound_machine_without_a_gpu_has_no_warning_and_is_told_so(reading) ->
     assert " ".join(" ".join(lines[row : row + 2]).split()[2:]).startswith(
         "1 are loaded, as engine plugins shows; for other devices than this machine's: b, c"
     )
-    assert lines[-1] == "All is well: 17 checks, nothing to mend."
+    assert lines[-1] == "All is well: 15 checks, nothing to mend."
 
 
 def test_operations_that_were_not_built_and_slow_bfloat16_are_told(sound, monkeypatch) -> None:
@@ -234,6 +235,24 @@ def test_the_longest_folder_that_is_allowed_holds_the_server_s_socket(monkeypatc
     with socket.socket(socket.AF_UNIX) as end:
         path = str(tmp_path)
         end.bind(path + "/" + "y" * (doctor_checks._SOCKET_PATH - len(path) - 1))
+
+
+@pytest.mark.parametrize("answer", [b"", b"nonsense", b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"status":"ok"}'])
+def test_a_port_that_another_program_holds_is_told(sound, monkeypatch, answer: bytes) -> None:
+    def give() -> None:
+        with listening.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(20)
+        port = listening.getsockname()[1]
+        thread = threading.Thread(target=give)
+        thread.start()
+        row = examine("--port", str(port), code=1)["port"]
+        thread.join()
+    assert row["detail"].startswith(f"port {port} cannot be used: ")
+    assert "another --port" in row["advice"]
 
 
 def test_no_temporary_folder_at_all_is_told(sound, monkeypatch) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_on_host import Device, simulated
+from cuda_on_host import Device
+from cuda_simulated import simulated
 
 
 @pytest.fixture(autouse=True)

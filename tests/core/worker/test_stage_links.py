@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_host import simulated
+from cuda_simulated import simulated
 
 from enginery.contracts.parallel import Channel, ParallelFacts
 from enginery.errors import Unsupported

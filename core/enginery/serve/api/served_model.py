@@ -244,8 +244,8 @@ def _refuse_contradictions(asked: CommonRequest) -> None:
     """Raises `RequestError` for fields that do not go together."""
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
         raise RequestError("max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens")
-    if asked.best_of not in (None, 1, asked.n):
-        raise RequestError(f"best_of is {asked.best_of}; only 1, or the same as n, is supported", param="best_of")
+    if asked.best_of not in (None, asked.n or 1):
+        raise RequestError(f"best_of is {asked.best_of} and n {asked.n or 1}; only the same as n is supported", param="best_of")
     if asked.stream_options is not None and not asked.stream:
         raise RequestError("stream_options are for streams; set stream to true or leave them out", param="stream_options")
     if asked.prompt_logprobs is not None and asked.stream:

@@ -1,0 +1,175 @@
+"""Tools and calls as a request gives them: what the chat template and the parser are told, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from fake_parsers import PARSERS
+from serve.test_tools import TOOLS, user
+
+HISTORY = [
+    {"role": "user", "content": "1+1?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "index": 0, "function": {"name": "add", "arguments": '{"a": "日"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "2"}]},
+]
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}:{{ t.function.description }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content }}{{ m.tool_call_id }}"
+    "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments | tojson }}{{ 'J' + c.function.arguments }}"
+    "{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+)
+
+
+def test_the_template_sees_tools_calls_and_results(folder, with_server):
+    async def scenario(live):
+        from enginery.text.template import ChatTemplate
+
+        model = live.service.model()
+        model.text.template.close()
+        object.__setattr__(model.text, "template", ChatTemplate(TEMPLATE, variables={}))
+        reply = (await live.post("/v1/chat/completions", messages=HISTORY, tools=TOOLS)).json()
+        text = reply["choices"][0]["message"]["content"]
+        call = 'c1add{"a": "日"}J{"a": "日"}日'
+        assert text == f"[add:Adds.][stop:]<user>1+1?<assistant>hm{call}<tool>2c1"
+        model.text.template.close()
+
+    with_server(scenario, parsers=PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "keys"),
+    [
+        ('{"a": "x', '{"a": "x', ["arguments"]),
+        ('"{}"', '"{}"', ["arguments"]),
+        ("[1]", "[1]", ["arguments"]),
+        ('{"a": "\\ud83d"}', '{"a": "\\ud83d"}', ["arguments"]),
+        ('{"a": 1%s}' % ("0" * 24), '{"a": 1%s}' % ("0" * 24), ["a"]),
+        ({"a": "日"}, '{"a": "日"}', ["a"]),
+        ("", "{}", []),
+        (" ", "{}", []),
+        ("null", "{}", []),
+        (None, "{}", []),
+    ],
+)  # fmt: skip
+def test_a_conversation_goes_on_whatever_a_model_wrote_as_arguments(with_server, arguments, text, keys, tmp_path):
+    """Templates put arguments into a text, write them as JSON, or go through what they have."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% for m in messages %}{% for c in m.tool_calls %}{% set a = c.function.arguments %}{{ a if a is string else a | tojson }}"
+        ";{{ ('' + a) }};{{ a }};{{ a | items | map('first') | list }};{{ a.keys() | list }}{% endfor %}{% endfor %}"
+    )
+    function = {"name": "add", "arguments": arguments}
+    call = {"type": "tool_use", "id": "c", "name": "add", "input": arguments}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "no"}
+
+    async def scenario(live):
+        want = ";".join([text, text, text, str(keys), str(keys)])
+        history = [*user("x"), {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}]
+        reply = (await live.post("/v1/chat/completions", messages=[*history, {"role": "tool", "content": "no"}])).json()
+        assert reply["choices"][0]["message"]["content"] == want
+        turns = [*user("x"), {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        assert (await live.post("/v1/messages", messages=turns, max_tokens=150)).json()["content"][0]["text"] == want
+        items = [
+            {"type": "function_call", "call_id": "c", **function},
+            {"type": "function_call_output", "call_id": "c", "output": ""},
+        ]
+        if arguments is not None:
+            items[0] |= function
+            items[1] |= {"output": ""}
+            output = (await live.post("/v1/responses", input=items)).json()["output"]
+            assert output[0]["content"][0]["text"] == want
+
+    with_server(scenario, chat_template=str(file))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({"tools": TOOLS * 200}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"BAD": 1}, "strict": True}}]}, "tools"),
+        ({"functions": []}, "functions"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": HISTORY[1]["tool_calls"]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages"),
+        ({"messages": [{"role": "tool", "tool_call_id": "y"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
+    ],
+    ids=lambda value: json.dumps(value)[:70],
+)
+def test_wrong_tools_are_refused_by_name(server_with_parsers, body, param):
+    response = server_with_parsers("/v1/chat/completions", {"messages": user("x")} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_tools_need_a_parser_unless_none_may_be_called(shared_server):
+    body = {"messages": user("x"), "tools": TOOLS}
+    response = shared_server("/v1/chat/completions", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "--tool-parser" in response.json()["error"]["message"]
+    assert shared_server("/v1/chat/completions", {**body, "tool_choice": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize("parameters", [None, {}])
+def test_a_template_that_needs_what_a_tool_leaves_out_gets_what_that_stands_for(with_server, parameters, tmp_path):
+    """Descriptions and parameters may be left out, which the template of gpt-oss does not know."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{% if messages[0].content == 'never' %}{{ raise_exception('never') }}{% endif %}"
+        "{% for t in tools %}{{ '//' + t.function.description }}{{ t.function.parameters | tojson }}{% endfor %}"
+    )
+    bare = {"type": "function", "function": {"name": "stop"} | ({} if parameters is None else {"parameters": parameters})}
+
+    async def scenario(live):
+        asked = {"tools": [bare], "max_tokens": 200}
+        reply = (await live.post("/v1/chat/completions", messages=user("x"), **asked)).json()
+        schema = {"type": "object", "properties": {}, "additionalProperties": False} if parameters is None else parameters
+        assert reply["choices"][0]["message"]["content"] == "//" + json.dumps(schema)
+        refused = await live.post("/v1/chat/completions", messages=user("never"), **asked)
+        assert (refused.status_code, "never" in refused.json()["error"]["message"]) == (400, True)
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
+def test_tools_that_the_template_does_not_write_are_refused_unless_a_call_is_forced(with_server, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}{{ messages[0].tool_calls }}")
+
+    async def scenario(live):
+        asked = {"messages": user("[call stop {}]"), "tools": TOOLS}
+        for choice, status in ((None, 400), ("auto", 400), ("none", 200), ("required", 200)):
+            reply = await live.post("/v1/chat/completions", **asked, tool_choice=choice)
+            assert reply.status_code == status, choice
+            if status == 400:
+                assert reply.json()["error"]["param"] == "tools"
+                assert "does not write tools" in reply.json()["error"]["message"]
+
+    with_server(scenario, parsers=PARSERS, chat_template=str(file))
+
+
+def test_a_tool_without_parameters_has_none(with_server, monkeypatch):
+    seen = []
+    force = PARSERS.tools.force
+    tools = dataclasses.replace(PARSERS.tools, force=lambda tools, *rest, **more: seen.extend(tools) or force(tools, *rest, **more))
+
+    async def scenario(live):
+        await live.post("/v1/chat/completions", messages=user("x"), tools=TOOLS, tool_choice="required")
+        assert [tool.parameters.get("additionalProperties") for tool in seen] == [None, False]
+
+    with_server(scenario, parsers=dataclasses.replace(PARSERS, tools=tools))

@@ -10,7 +10,10 @@ import pytest
 import torch
 from engine.rank_pair import request, serve
 from engine.test_cuda_paths import MESHES, by_itself, on_cuda, options
+from engine.test_draft_models import SELVES, asking, assert_told
 from engine.test_rank_processes import PROMPTS, assert_equal
+from engine.test_speculation import answers_of
+from parity.oracle import Oracle
 
 from enginery.contracts.attention import KVGeometry
 from enginery.contracts.batch import FULL
@@ -102,6 +105,24 @@ def test_guesses_are_captured_as_they_were_drawn(registry: Registry, captures: l
         before = len(captures)
         serve(engine, requests_of(4, **drawn))
         assert len(captures) == before
+
+
+def test_so_are_those_of_a_model_with_windows(write_oracle: Callable[..., Oracle], registry: Registry, captures: list[int]) -> None:
+    """Keys of windows are in pages of their own, which what follows does not write."""
+    oracle, asked = (
+        write_oracle("self mistral", SELVES["mistral"]),
+        [asking(f"{at}", [7 + at, 5, 6], max_tokens=20) for at in range(4)],
+    )
+    plain = dataclasses.replace(options(**SIZES), model=str(oracle.folder))
+    expected = answers_of(Engine.build(plain, registry), asked)
+    drafting = dataclasses.replace(plain, drafter="standalone", draft_model=plain.model, draft_length="3")
+    with on_cuda(drafting, registry) as (engine, _):
+        for _ in range(2):
+            prepare(engine, captures)
+            before = len(captures)
+            assert_told(answers_of(engine, asked), expected)
+        assert len(captures) == before
+        assert engine.meter.stats().drafts.accepted > 20
 
 
 def test_captures_write_over_nothing_that_is_cached(

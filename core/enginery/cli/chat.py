@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import itertools
 import json
 import os
@@ -64,6 +65,8 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() a history and line editing
     is_typed = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # else a bad byte takes with it what was read of other lines
+        sys.stdin.reconfigure(errors="surrogateescape")
     if is_typed:
         _tell(_HELP)
     all_answered = converse(partner, [] if system is None else [{"role": "system", "content": system}], is_typed=is_typed)
@@ -100,8 +103,6 @@ def _lines(*, is_typed: bool) -> Iterator[str]:
     while True:
         try:
             said = input(prompt).strip()
-        except UnicodeDecodeError:
-            said = "\udcff"  # as a terminal of the C locale hides a bad byte in the text
         except ends:
             print(end="\n" if prompt else "", file=sys.stderr)
             return

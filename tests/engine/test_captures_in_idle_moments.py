@@ -153,6 +153,30 @@ def test_captures_write_over_nothing_that_is_cached(
         assert torch.equal(kept(), was)
 
 
+def test_without_memory_for_a_capture_no_more_are_tried_and_requests_go_on(
+    registry: Registry, captures: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = dataclasses.replace(by_itself(**SIZES), draft_length="3")
+    expected = serve(Engine.build(options(**SIZES), registry), requests_of(2))
+
+    def full(whole: CudaCapture, run: Callable[[], None]) -> Replayable:
+        raise torch.OutOfMemoryError("no memory")
+
+    with on_cuda(asked, registry) as (engine, _):
+        assert engine.prepare()
+        before = len(captures)
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaCapture, "__call__", full)
+            while engine.prepare():
+                pass
+        assert "nothing more is captured in idle moments: no memory" in caplog.text
+        while engine.prepare():
+            pass
+        assert len(captures) == before
+        assert_equal(serve(engine, requests_of(2)), expected)
+        assert len(captures) > before, "when they were needed"
+
+
 @pytest.mark.parametrize("changes", [MESHES["tp"], {"graphs": False}])
 def test_nothing_is_captured_of_several_ranks_or_without_graphs(
     registry: Registry, captures: list[int], changes: dict[str, object]

@@ -22,7 +22,6 @@ MIB, GIB = 1 << 20, 1 << 30
 DEFAULT_HOST_KV_BYTES = 4 * GIB  # a CPU's memory is shared with everything else on the machine
 SAMPLING_COPIES = 4  # of the logits, in float32: scaled, their softmax or sort, and what the reference sampling makes of them
 CUDA_LIBRARY_BYTES = 240 * MIB  # kernels that were loaded, and for each of two streams cuBLAS's workspace; measured on an H200
-
 NCCL_BYTES = 512 << 20  # of a rank on a GPU, for buffers and kernels of all its groups: estimated, not measured
 
 

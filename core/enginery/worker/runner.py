@@ -7,6 +7,7 @@ need logits, C channels, V vocabulary.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,6 +40,7 @@ from enginery.worker.ranks.lanes import LanePath
 from enginery.worker.ranks.path import BestTokens, CapturedForwards, GatheredLogits, RankSteps
 from enginery.worker.sampling import LogprobTable, mark_nan, prompt_logprob_tables, sample, token_logprobs
 
+_log: Final = logging.getLogger(__name__)
 NO_CUTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
@@ -67,11 +69,10 @@ class Runner:
         forced: ForcedAcceptance | None = None,
         siblings: int = 0,
     ) -> None:
-        self.parts, self.tables = parts, tables
+        self.parts, self.tables, self._is_full = parts, tables, False
         self.model, self.relay, self.ops, _, self.feed, self._pool, self.results = parts
         self.graphs, self.pieces, self._draft_graphs = captured
-        self.device = self.feed.device
-        self._is_cuda = self.device.type == "cuda"
+        self.device, self._is_cuda = self.feed.device, self.feed.device.type == "cuda"
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         self.draft_model, self._forced, self._siblings = draft_model, forced, siblings
         self.agreement = Agreement.of(self.model, self.draft_model) if isinstance(self.model, JoinedHead) else None
@@ -84,21 +85,24 @@ class Runner:
         pieces = () if self.pieces is None else self.pieces.sizes
         if (graphs := self.graphs) is None:
             return RunSizes(pieces=pieces)
-        combs = graphs.buffers.siblings > 0
-        return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=combs, followed=graphs.follows)
+        return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=graphs.buffers.siblings > 0, followed=graphs.follows)
 
     def prepare(self, num_guesses: NumGuesses | None) -> bool:
-        """Capture one more of the graphs that loads begin with; False: all are there. num_guesses: None: nobody guesses."""
-        graphs, pieces, drafts = self.graphs, self.pieces, self._draft_graphs
-        if graphs is not None and num_guesses is not None and drafts is not None and drafts.prepare(graphs, num_guesses):
-            return True
-        if graphs is not None and (keys := graphs.waiting(num_guesses)):
-            graphs.provide(keys[0])
-        elif pieces is not None and (sizes := pieces.waiting):
-            pieces.capture(sizes[0])
-        else:
-            return False
-        return True
+        """Capture one more of the graphs that loads begin with; False: all are there, or memory did not do. No guesses: None."""
+        graphs, pieces, drafts = Captured() if self._is_full else (self.graphs, self.pieces, self._draft_graphs)
+        try:
+            if graphs is not None and num_guesses is not None and drafts is not None and drafts.prepare(graphs, num_guesses):
+                return True
+            if graphs is not None and (keys := graphs.waiting(num_guesses)):
+                graphs.provide(keys[0])
+                return True
+            if pieces is not None and (sizes := pieces.waiting):
+                pieces.capture(sizes[0])
+                return True
+        except torch.OutOfMemoryError as error:  # steps go on: what one needs is captured then, or it fails alone
+            self._is_full = True
+            _log.warning("nothing more is captured in idle moments: %s", error)
+        return False
 
     def change_backend(self, relay: BackendRelay) -> None:
         """Go on with other attention backends. No step may be in flight; decoding steps are captured anew, as they are needed."""
@@ -287,7 +291,6 @@ class Runner:
         draws = self._draws(step, sampling)
         told, graphs, tables = tokens.clamp(min=0), self._draft_graphs, self.tables
         if forwarded.captured is not None and graphs is not None:
-            features = features[: forwarded.batch.num_tokens]
             found = graphs.drafts(step, forwarded, features, tokens=told, accepted=accepted, draws=draws, tables=tables)
         else:
             batch = forwarded.unpadded(step.num_items)

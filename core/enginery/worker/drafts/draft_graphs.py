@@ -118,7 +118,7 @@ class DraftGraphs:
             if not of.followed or not (count := num_guesses(size)):
                 continue
             if of not in self._follows:
-                of.batch.views[FULL].slots.fill_(scratch)  # where it ran last are keys and values of prefixes
+                renewed(of.batch, views={FULL: of.batch.views[FULL]}).pages.slots.fill_(scratch)  # it ran where prefixes are kept
                 self._follows[of] = self._capture_follow(of, graphs.features)
                 return True
             num_steps = count - self._model.takes_features
@@ -195,8 +195,7 @@ class DraftGraphs:
             last = found.batches[-1]
             assert last.plan is not None, "what is captured is planned"
             assert last.kv_lens is not None, "lengths are true on the device alone"
-            fields = OneStep(last.positions, last.pages.slots, last.kv_lens)
-            self._relay.refresh(last.plan, one_each(padded, fields, lengths=None))
+            self._relay.refresh(last.plan, one_each(padded, OneStep(last.positions, last.pages.slots, last.kv_lens), lengths=None))
         found.graph.replay()
         return found.guesses
 

@@ -199,16 +199,14 @@ class DecodeGraphs:
     def capture(self, key: GraphKey) -> None:
         """Capture a graph. Takes as long as two or three eager steps."""
         size, length, followed, depth = key
-        buffers = self.buffers
+        buffers, siblings = self.buffers, self.buffers.siblings
         batch, packed = _padding_alone(self.feed, self.geometry, key)
         accepted = torch.zeros(size, dtype=torch.int64, device=self.feed.device) if length > 1 else None
         moved = None if accepted is None or not buffers.most_positions else torch.zeros_like(accepted)
         batch = batch if moved is None else renewed(batch, kv_lens=torch.full_like(moved, length, dtype=torch.int32))
         batch = self.relay.plan(_placed(self.feed.named, batch, followed=followed), capture=True)
         kept = buffers.hidden[: size * length] if followed and buffers.hidden is not None else None
-        standing = (
-            standing_in_comb(size, length, depth, buffers.siblings, batch, self.relay) if buffers.siblings and depth else None
-        )
+        standing = standing_in_comb(size, length, depth, siblings, batch, self.relay) if siblings and depth else None
         found = list[HeadResults]()
 
         def run() -> None:

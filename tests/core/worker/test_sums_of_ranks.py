@@ -246,3 +246,5 @@ def test_kernels_that_send_rows_early_are_given_products(kernel: Kernel | None) 
         assert kernel.sent == [(5, 7)]
     else:
         assert linear is made
+    whole = BoundLinear(torch.nn.Identity(), (4, 3), torch.neg)
+    assert comm.summed_early(whole) is whole, "it takes its sum itself"

@@ -112,7 +112,7 @@ class RankCollectives:
 
     def summed_early(self, linear: Linear) -> Linear:
         """By the kernels that take sums, if they send rows early."""
-        if not (isinstance(self.peer_ops, EarlySums) and isinstance(linear, BoundLinear)):
+        if not (isinstance(self.peer_ops, EarlySums) and isinstance(linear, BoundLinear) and linear.complete is None):
             return linear
         return BoundLinear(self.peer_ops.summed_early(linear.product, sum(linear.rows)), linear.rows)
 

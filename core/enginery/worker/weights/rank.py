@@ -29,13 +29,12 @@ class BoundLinear:
     def __init__(
         self, product: LinearFn, rows: tuple[int, ...], complete: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
-        self.product, self.rows = product, rows
-        self._complete = complete
+        self.product, self.rows, self.complete = product, rows, complete
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, columns of this rank] -> [N, sum of rows]."""
         out = self.product(x)
-        return out if self._complete is None else self._complete(out)
+        return out if self.complete is None else self.complete(out)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from enginery.worker.ranks.nccl import DeviceGroup
 from enginery.worker.ranks.peers import Peers
 from enginery_ops_triton.ops import TritonOps
 from enginery_ops_triton.peer_ops import BLOCKS_OF_MORE, FEW_BYTES, NUM_BYTES, Blocks, TritonPeerOps
+from enginery_ops_triton.sent_rows import PART_BYTES
 
 BIG = {
     **shapes()["llama-3.1-8b"],
@@ -257,7 +258,8 @@ def sums_of_rank(rank: int, size: int, meeting: str, results: Any) -> None:
     ranks, kernels = Ranks(rank, size, meeting), dict[str, TritonPeerOps]()
     if ranks.peers.are_in_reach():
         for name, few in KERNELS.items() if size > 2 else [("kernel", FEW_BYTES)]:
-            kernels[name] = TritonPeerOps(ranks.peers.memory(NUM_BYTES), dependent_launch=True, few_bytes=few)
+            memory = ranks.peers.memory(NUM_BYTES + PART_BYTES * (size == 2))
+            kernels[name] = TritonPeerOps(memory, dependent_launch=True, few_bytes=few)
     for columns, rows in ((columns, rows) for columns, each in WIDTHS.items() for rows in each):
         case = Sum(ranks, rows, columns)
         ways: dict[str, Callable[[], torch.Tensor]] = {"NCCL": case.by_nccl}

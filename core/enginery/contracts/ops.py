@@ -259,10 +259,11 @@ class EarlySums(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOpsSpec:
-    """`PeerOps` on offer. num_bytes: of `PeerMemory`, of each rank. bind: imports what is heavy."""
+    """`PeerOps` on offer. num_bytes: of each rank's memory; more_of_two: and where there are two. bind: imports what is heavy."""
 
     num_bytes: int
     bind: Callable[[PeerMemory], PeerOps]
+    more_of_two: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

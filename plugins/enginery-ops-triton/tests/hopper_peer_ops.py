@@ -7,6 +7,7 @@ import torch
 
 from enginery.api import PeerMemory
 from enginery_ops_triton.peer_ops import NUM_BYTES, TritonPeerOps
+from enginery_ops_triton.sent_rows import PART_BYTES
 from enginery_ops_triton.small_linear import Product
 
 CALLS = [(1, 4096), (8, 8192), (64, 4096), (256, 8192), (16384, 4096), (16384, 8192)]
@@ -23,7 +24,7 @@ def take_early(bound: TritonPeerOps, dtype: torch.dtype) -> None:
 def main() -> None:
     compile_only.install()
     for num_ranks in (2, 3, 8):
-        parts = tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(num_ranks))
+        parts = tuple(torch.zeros(NUM_BYTES + PART_BYTES, dtype=torch.uint8) for _ in range(num_ranks))
         bound = TritonPeerOps(PeerMemory(rank=1, parts=parts), dependent_launch=True)
         for dtype in (torch.bfloat16, torch.float32):
             for rows, columns in CALLS:

@@ -13,8 +13,9 @@ import torch
 
 from enginery.api import PeerMemory
 from enginery_ops_triton.peer_ops import NUM_BYTES, Blocks, TritonPeerOps
+from enginery_ops_triton.sent_rows import PART_BYTES
 from enginery_ops_triton.small_linear import Product
-from enginery_ops_triton.spec import PEER_BYTES
+from enginery_ops_triton.spec import PEER_BYTES, SENT_BYTES
 
 HERE = Path(__file__).parent
 EPS = 1e-5
@@ -22,8 +23,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 6e-2}
 SIZES = [(1, 24), (3, 64), (60, 520), (1, 4096), (8, 4096), (9, 8192), (64, 4096), (64, 8192), (3, 5120)]
 
 
-def test_the_stated_size_is_what_parts_have() -> None:
-    assert PEER_BYTES == NUM_BYTES
+def test_the_stated_sizes_are_what_parts_have() -> None:
+    assert (PEER_BYTES, SENT_BYTES) == (NUM_BYTES, PART_BYTES)
 
 
 @pytest.mark.parametrize(("num_ranks", "ahead"), [(2, 1), (2, 2), (3, 2), (4, 1)])
@@ -56,7 +57,8 @@ def test_two_ranks_whose_rows_leave_early_give_the_same_bits_and_what_float64_gi
 )
 def test_many_rows_of_two_ranks_leave_early(rows: int, columns: int, num_ranks: int, *, begins: bool) -> None:
     """64 to 128 MiB, of rows of up to 32 KiB."""
-    memory = PeerMemory(rank=0, parts=tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(num_ranks)))
+    num_bytes = NUM_BYTES + PART_BYTES * (num_ranks == 2)
+    memory = PeerMemory(rank=0, parts=tuple(torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_ranks)))
     bound, product = TritonPeerOps(memory, dependent_launch=False), Product(torch.zeros(columns, 1, dtype=torch.bfloat16), None, {})
     early, x = bound.summed_early(product, columns), torch.zeros(rows, 1, dtype=torch.bfloat16)
     assert early(x).shape == (rows, columns)

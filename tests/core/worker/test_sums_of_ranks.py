@@ -15,8 +15,10 @@ import torch
 from enginery.contracts.ops import LinearFn, OpSpec, PeerMemory, PeerOpsSpec
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.versions import HookGroup
+from enginery.engine.build import exchange_bytes
 from enginery.nn.reference_ops import reference_ops
 from enginery.plugin.records import Offer
+from enginery.worker.memory_plan import NCCL_BYTES
 from enginery.worker.ranks import groups
 from enginery.worker.ranks.collectives import HeadColumns, RankCollectives
 from enginery.worker.ranks.gloo import Standing
@@ -219,6 +221,18 @@ def test_a_kernel_that_waits_is_ended_with_the_other_exchanges(monkeypatch: pyte
     assert not kernel.ended.is_set()
     standing.sever()
     assert kernel.ended.wait(5)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_bytes"), [(2, 11), (3, 8)])
+def test_what_two_ranks_alone_need_others_do_not_take(num_ranks: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: True)
+    taken = list[int]()
+    monkeypatch.setattr(Peers, "memory", lambda self, num_bytes: taken.append(num_bytes))
+    spec = PeerOpsSpec(num_bytes=8, more_of_two=3, bind=lambda memory: Kernel())
+    found, offers = peers(*"012"[:num_ranks]), [offer(None), offer(spec)]
+    bind_peer_ops(offers, found, Standing())
+    planned = exchange_bytes(cast("Any", SimpleNamespace(parallel=found.parallel, ops=offers)))
+    assert (taken, planned) == ([num_bytes], NCCL_BYTES + num_bytes)
 
 
 class EarlyKernel(Kernel):

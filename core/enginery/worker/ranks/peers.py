@@ -55,18 +55,18 @@ class Peers:
     """The tensor ranks of a stage, which are on one host. world: all ranks, who take part in what follows."""
 
     def __init__(self, store: Store, world: Group, parallel: ParallelFacts, device: torch.device) -> None:
-        self._store, self._world, self._parallel, self._device = store, world, parallel, device
+        self._store, self._world, self.parallel, self._device = store, world, parallel, device
 
     def are_in_reach(self) -> bool:
         """Whether every rank's GPU reaches the memory of those of its stage."""
         places = list(map(int, self._world.texts(str(self._device.index))))
-        own, first = self._device.index, self._parallel.rank - self._parallel.tensor_rank
-        others = set(places[first : first + self._parallel.tensor_size]) - {own}
+        own, first = self._device.index, self.parallel.rank - self.parallel.tensor_rank
+        others = set(places[first : first + self.parallel.tensor_size]) - {own}
         return bool(self._world.smallest([all(torch.cuda.can_device_access_peer(own, other) for other in others)])[0])
 
     def memory(self, num_bytes: int) -> PeerMemory:
         """So much of each rank. Raises `LostRank` where a rank does not come."""
-        stage, rank, size = self._parallel.stage, self._parallel.tensor_rank, self._parallel.tensor_size
+        stage, rank, size = self.parallel.stage, self.parallel.tensor_rank, self.parallel.tensor_size
         name = f"{self._world.texts(uuid.uuid4().hex)[0]} {stage}"  # no other engine's of this process
         store = CountedStore(PrefixStore(name, self._store))
         _SymmetricMemory.set_group_info(name, rank, size, store)
@@ -86,15 +86,15 @@ class Peers:
 def bind_peer_ops(ops: Sequence[Offer[OpSpec]], peers: Peers, standing: Standing) -> PeerOps | None:
     """Of the first that offers it. None, with the reason in the log: nobody does, or GPUs do not reach each other's memory."""
     offer = next((offer for offer in ops if offer.spec.peer_ops is not None), None)
-    if offer is None or offer.spec.peer_ops is None:
+    if offer is None or (spec := offer.spec.peer_ops) is None:
         log.info("sums of ranks are NCCL's: no chosen operations offer peer_ops")
         return None
     if not peers.are_in_reach():
         log.warning("sums of ranks are NCCL's: the GPUs do not reach each other's memory; engine doctor says which")
         return None
-    memory = peers.memory(offer.spec.peer_ops.num_bytes)
+    memory = peers.memory(spec.num_bytes + spec.more_of_two * (peers.parallel.tensor_size == 2))
     with inside(offer, "bind peer_ops"):
-        bound = offer.spec.peer_ops.bind(memory)
+        bound = spec.bind(memory)
     standing.on_sever(bound.end)
     log.info("sums of ranks before norms are taken by %s, where it takes so much, and NCCL's else", offer.source)
     return bound

@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
 
 
 BLOCKS_OF_MORE: Final = Blocks(most_warps=8)  # of more than two ranks: they have more registers each
-NUM_BYTES: Final = max(Blocks().part_bytes + sent_rows.PART_BYTES, BLOCKS_OF_MORE.part_bytes)
+NUM_BYTES: Final = max(Blocks().part_bytes, BLOCKS_OF_MORE.part_bytes)  # and `sent_rows.PART_BYTES` of two ranks
 
 
 def bind_peer_ops(memory: PeerMemory, *, dependent_launch_from: tuple[int, int]) -> TritonPeerOps:

@@ -14,7 +14,8 @@ FLOAT8_BLOCKS = Scheme(values="f8e4m3", block=(128, 128))
 FLOAT4_BLOCKS = Scheme(values="mxfp4", block=(1, 32))
 OLDEST = (8, 0)  # bfloat16 and asynchronous copies came with it
 DEPENDENT_LAUNCH = (9, 0)
-PEER_BYTES = 306_747_648  # `peer_ops.NUM_BYTES`, without its imports
+PEER_BYTES = 38_312_192  # `peer_ops.NUM_BYTES`, without its imports
+SENT_BYTES = 268_435_456  # `sent_rows.PART_BYTES`
 
 
 def _refuse(needs: OpNeeds) -> list[Reason]:
@@ -80,5 +81,5 @@ TRITON = OpSpec(
     load=_load,
     schemes={"bind_experts": frozenset({FLOAT8_BLOCKS, FLOAT4_BLOCKS})},
     narrow_logits=True,
-    peer_ops=PeerOpsSpec(num_bytes=PEER_BYTES, bind=_bind_peer_ops),
+    peer_ops=PeerOpsSpec(num_bytes=PEER_BYTES, more_of_two=SENT_BYTES, bind=_bind_peer_ops),
 )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from enginery.api import PeerMemory
+from enginery_ops_triton.kernels import sums
 from enginery_ops_triton.peer_ops import NUM_BYTES, Blocks, TritonPeerOps
-from enginery_ops_triton.sent_rows import PART_BYTES
+from enginery_ops_triton.sent_rows import PART_BYTES, EarlyProduct, SentRows
 from enginery_ops_triton.small_linear import Product
 from enginery_ops_triton.spec import PEER_BYTES, SENT_BYTES
 
@@ -63,6 +69,40 @@ def test_many_rows_of_two_ranks_leave_early(rows: int, columns: int, num_ranks: 
     early, x = bound.summed_early(product, columns), torch.zeros(rows, 1, dtype=torch.bfloat16)
     assert early(x).shape == (rows, columns)
     assert int(memory.parts[-1][4:8].view(torch.int32)) == (4 if begins else 0), "so many pieces have been sent"
+
+
+def test_pieces_leave_when_they_are_computed_and_are_kept_until_the_last_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and events are noted: on a CPU there is one order of things."""
+    noted, streams = list[str](), ["here"]
+
+    class Event(str):
+        def record(self) -> None:
+            noted.append(f"{streams[-1]}: {self}")
+
+    class Stream(str):
+        def wait_event(self, event: Event) -> None:
+            noted.append(f"{self} waits: {event}")
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(sums, "sum_norm_of_sent", defaultdict(lambda: lambda *given, **named: noted.append(f"{streams[-1]}: sum")))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("here"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    wrote = SimpleNamespace(stream_write_value32_=lambda flag, at, turn: noted.append(f"{streams[-1]}: flag {turn}"))
+    monkeypatch.setattr(torch.ops, "symm_mem", wrote, raising=False)
+    memory = PeerMemory(rank=0, parts=tuple(torch.zeros(64 + (2 << 16), dtype=torch.uint8) for _ in range(2)))
+    sent = SentRows(memory, begin=64, dependent_launch=False, least_bytes=0, most_bytes=1 << 16)
+    monkeypatch.setattr(sent, "_beside", Stream("beside"))
+    monkeypatch.setattr(sent, "_computed", (*map(Event, ("computed 1", "computed 2", "computed 3", "computed 4")), Event("sent")))
+    partial = EarlyProduct(Product(torch.ones(8, 4), None, {}), 8, sent)(torch.ones(512, 4))
+    assert sent.add_rms_norm(partial, torch.zeros(512, 8), torch.ones(8), EPS) is not None
+    pieces = [[f"here: computed {n}", f"beside waits: computed {n}", f"beside: flag {n}", "beside: sent"] for n in range(1, 5)]
+    assert noted == [*itertools.chain(*pieces), "here: sum", "here waits: sent"]
 
 
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:

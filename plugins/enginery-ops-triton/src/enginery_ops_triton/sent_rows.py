@@ -158,7 +158,7 @@ class SentRows:
 class EarlyProduct:
     """Implements `LinearFn`: begins sums of many rows, until one of them was begun in vain.
 
-    That of the last layer's attention is, where few of its rows are wanted; and those of models that norm each sum by itself.
+    That of the last layer's attention is, where few of its rows are wanted; and that of a stage's last MLP, added up in the next.
     """
 
     product: Product

@@ -200,6 +200,20 @@ def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(pairs: list[Pair], t
     assert "in failing" in err
 
 
+@pytest.mark.usefixtures("own_processes")
+def test_a_first_rank_that_hangs_loses_the_others_and_ends_when_it_comes_back(pairs: list[Pair], tmp_path: Path) -> None:
+    """It is the engine's own process, whose thread nobody interrupts outside of an exchange."""
+    pairs.append(Pair(path=broken(tmp_path, "import time; time.sleep(12)", rank=0, step=20), step_deadline=0.6))
+    pairs[-1].until("ready")
+    pairs[-1].begin()
+    psutil.wait_procs([pairs[-1].rank], timeout=11)
+    assert not pairs[-1].rank.is_running()
+    assert pairs[-1].process.poll() is None
+    said, err = pairs[-1].end()
+    assert "ended: step 20 has got no further for 6 s; --step-deadline 0.6 allows no more" in said
+    assert "in failing" in err
+
+
 def test_a_server_starts_its_engine_again_when_an_idle_rank_was_killed(pairs: list[Pair], tmp_path: Path) -> None:
     """Over HTTP: the request after it is told who was killed, and one later is served by other processes."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "load_format"]

@@ -179,7 +179,7 @@ def test_where_the_device_alone_knows_lengths_as_many_are_right(
     assert counts_of(engine) == counts_of(reading)
     assert counts_of(engine).accepted > counts_of(engine).verifications
     if how == "captured":
-        assert {depth for *_, depth in engine._runner.graphs._captured} >= {0, 2}  # type: ignore[union-attr]
+        assert {depth for *_, depth in engine._runner.graphs.captured} >= {0, 2}  # type: ignore[union-attr]
 
 
 def test_random_use_in_a_small_memory_breaks_no_promise(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ def test_as_many_guesses_are_made_as_pay_with_the_rows_that_they_take(registry: 
     engine = Engine.build(embedded(drafter="eagle", max_batch_requests=64), branching(registry, "eagle"))
     taught = list[tuple[int, int]]()
     assert engine._drafting is not None
-    monkeypatch.setattr(engine._drafting._length, "told", lambda drafted, accepted: taught.append((drafted, accepted)))
+    monkeypatch.setattr(engine._drafting.lengths, "told", lambda drafted, accepted: taught.append((drafted, accepted)))
     found, _, depths = lengths_of_items(engine, requests)
     assert_told(found, expected)
     assert depths == {1, 2, 3}

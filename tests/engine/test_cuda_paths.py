@@ -136,7 +136,7 @@ def test_lanes_with_more_and_fewer_requests_and_with_none(registry: Registry, tm
     with on_cuda(dataclasses.replace(asked, **several), registry) as (engine, devices):
         graphs = engine._runner.graphs
         assert graphs is not None
-        assert not graphs.waiting, "nothing is left for idle moments, in which other ranks would not take part"
+        assert not graphs.waiting(), "nothing is left for idle moments, in which other ranks would not take part"
         for found, wanted in zip(told_of(engine, batches), expected, strict=True):
             assert_equal(found, wanted, within=1e-4)
         assert engine.meter.stats().num_graph_steps > 20
@@ -193,7 +193,7 @@ def test_what_a_drafter_of_the_host_guesses_is_verified_in_graphs(
             assert_equal(serve(engine, batch), {each.request_id: expected[each.request_id] for each in batch}, within=1e-4)
         if kind == "lookup" and family in RECURRENT:
             return  # its random text repeats nothing, so nothing is guessed
-        drafts, keys = engine.meter.stats().drafts, graphs._captured
+        drafts, keys = engine.meter.stats().drafts, graphs.captured
         assert (drafts.accepted > 0, drafts.accepted < drafts.drafted) == (kind != "wrong", kind not in ("right", "some"))
         assert sum(step.verifies for step in replayed) - beside_prompts(replayed) > 5
         assert beside_prompts(replayed) or kind == "lookup" or changes is FEW

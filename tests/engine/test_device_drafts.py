@@ -22,7 +22,6 @@ from enginery.api import ForwardBatch, ForwardPlan, Phase, Unsupported, hookimpl
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import BackendContext
 from enginery.contracts.batch import FULL
-from enginery.contracts.drafting import FEATURES
 from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest
 from enginery.contracts.step import StepInput, StepOutput
@@ -107,9 +106,8 @@ def captured(
     graphs = DecodeGraphs.build(parts.step, buffers, capture=capture)
     assert graphs is not None
     assert graphs.verified_rows == MOST_ROWS
-    for step in (step for step in graphs.steps if step.followed and drafts is not None):
-        assert drafts is not None
-        drafts.prepare(step, parts.step.feed.named.buffers.get(FEATURES, buffers.hidden), parts.choice.draft_length)
+    while drafts is not None and drafts.prepare(graphs, lambda _: parts.choice.draft_length):
+        pass
     return Engine(dataclasses.replace(parts, captured=Captured(graphs, drafts=drafts)), registry, asked, **named), capture, drafts
 
 

@@ -58,9 +58,9 @@ def with_graphs(asked: Any, registry: Registry, **given: Any) -> BuiltParts:
     width = parts.step.model.width if isinstance(parts.step.model, JoinedHead) else parts.choice.facts.vocab_size
     graphs = DecodeGraphs.build(parts.step, GraphBuffers(torch.empty(MOST, width)), capture=capture)
     assert graphs is not None
-    for key in reversed(graphs.waiting):
+    for key in reversed(graphs.waiting()):
         graphs.capture(key)
-    assert not graphs.waiting, "nothing is left for idle moments, in which other ranks would not take part"
+    assert not graphs.waiting(), "nothing is left for idle moments, in which other ranks would not take part"
     return dataclasses.replace(parts, captured=parts.captured._replace(graphs=graphs))
 
 

@@ -67,7 +67,7 @@ def test_stages_tell_what_one_rank_tells(registry: Registry, tmp_path: Path, rep
         num_steps = engine.meter.stats().num_graph_steps
         assert num_steps > 20
         assert engine._runner.graphs is not None
-        assert not engine._runner.graphs.waiting, "nothing is captured when it is needed"
+        assert not engine._runner.graphs.waiting(), "nothing is captured when it is needed"
         assert not any(device.waits for device in devices)
     assert set(replayed.values()) == {num_steps}
     assert len(replayed) == dataclasses.replace(asked, **mesh).num_ranks  # type: ignore[arg-type]

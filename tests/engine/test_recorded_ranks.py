@@ -44,7 +44,7 @@ def alone(registry: Registry) -> dict[str, Told]:
 
 def recorded(engine: Engine) -> list[int]:
     assert isinstance(engine._runner.graphs, RecordedForwards)
-    return sorted(key.size for key in engine._runner.graphs._captured)
+    return sorted(key.size for key in engine._runner.graphs.captured)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -44,7 +44,7 @@ def two_threads() -> Iterator[None]:
 def sizes_recorded(engine: Engine) -> list[int]:
     graphs = engine._runner.graphs
     assert isinstance(graphs, RecordedSteps)
-    return sorted(step.batch.num_requests for step in graphs.steps)
+    return sorted(step.batch.num_requests for step in graphs.captured.values())
 
 
 @in_turn(("count", [1, 3, 5, 7]), ("overlap", [False, True]), ("dtype", ["float32", "bfloat16"]))
@@ -216,7 +216,7 @@ def test_a_model_that_reads_numbers_back_decodes_eagerly_and_right(
     assert caplog.text.count("a step of 2 requests was not recorded") == 1
     assert caplog.text.count("was not recorded, no sizes are left") == 1
     assert engine.meter.stats().num_graph_steps == 0
-    assert not engine._runner.graphs.waiting
+    assert not engine._runner.graphs.waiting()
 
 
 def test_a_size_that_is_refused_takes_no_other_with_it(
@@ -259,7 +259,7 @@ def test_recordings_take_no_more_memory_than_is_planned_for_them(llama: Oracle, 
             for each in value:
                 count(each)
 
-    for step in engine._runner.graphs.steps:
+    for step in engine._runner.graphs.captured.values():
         for _, _, result in step.graph.kept:
             count(result)
     count([engine._runner.graphs.buffers.logits])
@@ -272,7 +272,7 @@ def test_a_request_that_fails_in_a_recorded_step_fails_as_in_an_eager_one(llama:
     engine.submit(greedy("0", llama.prompts[0], max_tokens=8))
     while engine.meter.stats().num_graph_steps < 2:
         engine.step()
-    step = engine._runner.graphs.steps[0]
+    step = next(iter(engine._runner.graphs.captured.values()))
     with torch.inference_mode():
         step.packed[0].fill_(10**6)
         with pytest.raises(IndexError, match="row 1000000 is not in"):
@@ -323,7 +323,7 @@ def test_nan_logits_in_a_recorded_step_end_their_request_alone(llama: Oracle, re
 def test_plans_of_tables_that_were_made_anew_are_stale_and_larger_steps_are_refused(llama: Oracle, registry: Registry) -> None:
     engine = Engine.build(options(llama), registry)
     engine._runner.graphs.capture(GraphKey(6, 1, followed=False))
-    (step,), relay = engine._runner.graphs.steps, engine._runner.relay
+    (step,), relay = engine._runner.graphs.captured.values(), engine._runner.relay
     relay.refresh(step.batch.plan, step.batch)
     assert relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=4)
     with pytest.raises(StalePlan, match="made anew since"):

@@ -118,7 +118,7 @@ def test_of_combs_more_is_right_and_no_token_differs(
     assert rates[1] > rates[0]
     graphs = engine._runner.graphs
     assert (graphs is not None) is (attention == "triton")
-    assert graphs is None or {depth for *_, depth in graphs._captured} >= {0, 3}
+    assert graphs is None or {depth for *_, depth in graphs.captured} >= {0, 3}
     shuffled(monkeypatch, "beside")
     engine = Engine.build(embedded(**changes, drafter=drafter, draft_length="3"), branching(registry, drafter, siblings))
     assert_told(answers_of(engine, requests), expected)

@@ -90,6 +90,8 @@ class Engine:
         self._kv_events = kv_events_of(asked, parts)
         self._made = MadeDrafts(choice.draft_siblings)
         self._drafting = _drafting_of(asked, parts, registry, self._made)
+        alone = self._drafting if asked.num_ranks == 1 else None  # other ranks would not take part in captures in idle moments
+        self._num_guesses = None if alone is None else alone.lengths.found
         self._scheduling = scheduling_of(asked, parts, registry, watcher_of=self._kv_events.watcher, drafting=self._drafting)
         self._scheduler = self._scheduling.scheduler
         folder = choice.checkpoint.tokenizer_folder
@@ -217,20 +219,13 @@ class Engine:
         return freed
 
     def prepare(self) -> bool:
-        """Change over to better backends, capture one more step, or load a grammar compiler, whichever is first to be done."""
+        """Change over to better backends, capture one more graph, or load a grammar compiler, whichever is first to be done."""
         self._ranks.check()
         self._kv_events.publish()
         if changeover := _ready(self._changeover):
             changeover.change(self._runner)
             return True
-        graphs, pieces = self._runner.graphs, self._runner.pieces
-        if graphs is not None and (keys := graphs.waiting):
-            graphs.capture(keys[0])
-            return True
-        if pieces is not None and (sizes := pieces.waiting):
-            pieces.capture(sizes[0])
-            return True
-        return self._grammars.prepare()
+        return self._runner.prepare(self._num_guesses) or self._grammars.prepare()
 
     def close(self) -> None:
         """End what still compiles for this engine, and its other ranks."""

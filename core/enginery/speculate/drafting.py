@@ -35,7 +35,7 @@ class _Published(NamedTuple):
 
 
 class Drafting:
-    """One drafter, and where it is from; of a draft model what it has made. length: drafts of a request in one step.
+    """One drafter, and where it is from; of a draft model what it has made. lengths: drafts of a request in one step.
 
     on_device: what it makes is on the device alone when the next step is scheduled.
     """
@@ -58,7 +58,7 @@ class Drafting:
         self._siblings = drafter.siblings if isinstance(drafter, MadeDrafts) else 0
         self._depth = length.most  # of what was proposed last
         self._offer = offer
-        self._length = length
+        self.lengths = length
         self._vocab_size = vocab_size
         self._asked: dict[str, Request] = {}  # of a drafter of the host
         self._stopped: dict[str, Request] = {}
@@ -110,24 +110,24 @@ class Drafting:
         No trial begins with many tokens of prompts, as it is over after few steps and they would all be followed for it. 0 where it
         has followed none of them well: it would guess badly, and nothing could be learnt from that.
         """
-        length = self._length.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else self._length.found(num_coming)
-        return length if self._length.fixed is not None or (length and any(map(_is_followed, requests))) else 0
+        length = self.lengths.of(num_coming) if num_tokens <= _MOST_TOKENS_OF_A_TRIAL else self.lengths.found(num_coming)
+        return length if self.lengths.fixed is not None or (length and any(map(_is_followed, requests))) else 0
 
     def published(self, step: StepInput, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
         """The step has been told: learn how often guesses are right, and how long such steps take."""
-        if self._length.fixed is None and step.verifies:
+        if self.lengths.fixed is None and step.verifies:
             self._learn(requests, outputs)
         before, self._before = self._before, None
         if step.num_decode == step.num_items:
             self._before = now = _Published(step.num_items, step.decode_len - 1, step.draft_len, self._clock())
             if before is not None and before[:3] == now[:3] and now.verified == num_verified(now.made, self._siblings):
-                self._length.took(now.num_requests, now.made, now.at_s - before.at_s)
+                self.lengths.took(now.num_requests, now.made, now.at_s - before.at_s)
 
     def _learn(self, requests: Sequence[Request], outputs: Sequence[RequestOutput]) -> None:
         followed = {request.request_id for request in requests if _is_followed(request)}
         for output in outputs:
             if output.num_drafted and output.request_id in followed:
-                self._length.told(min(output.num_drafted, self._depth), output.num_accepted)
+                self.lengths.told(min(output.num_drafted, self._depth), output.num_accepted)
 
     def stop(self, requests: Iterable[Request]) -> None:
         """Guess no more of these: their grammars cannot be asked about tokens that may not come."""
@@ -142,7 +142,7 @@ class Drafting:
             return 0
         if grammar is not None and not isinstance(grammar, RevocableGrammarState):
             return 0
-        return min(num_verified(self._length.most, self._siblings), request.limit - len(request.token_ids) - 1)
+        return min(num_verified(self.lengths.most, self._siblings), request.limit - len(request.token_ids) - 1)
 
     def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
         """Up to the first that is no token. Raises TypeError for a tree of a drafter that does not say that it gives any."""

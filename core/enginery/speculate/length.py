@@ -114,7 +114,7 @@ class DraftLength:
         """A step of so many requests that verified `length` guesses each and made as many."""
         if self.fixed is not None:
             return
-        load = self._load(num_requests)
+        load = self._loads.setdefault((num_requests - 1).bit_length(), self._load(num_requests))
         load.note(length, seconds)
         wanted = load.length if load.trial is None else load.trial
         load.steps, load.spent_s = load.steps + (length == wanted), load.spent_s + seconds
@@ -130,14 +130,15 @@ class DraftLength:
         return told_on_average(self._accepted[:length])
 
     def _load(self, num_requests: int) -> _Load:
+        """Of one of which no time is known, as it begins."""
         size = (num_requests - 1).bit_length()
-        if size not in self._loads:
-            wanted = next((length for most, length in self._first if num_requests <= most), 0)
-            most_rows = self._most_rows >> size  # of a request: its own, and those of guesses and of what is beside them
-            lengths = [length for length in self._lengths if not length or 1 + num_verified(length, self._siblings) <= most_rows]
-            begun = max(length for length in lengths if length <= wanted)
-            self._loads[size] = _Load(lengths, begun if self._may_pay(begun) else 0)
-        return self._loads[size]
+        if size in self._loads:
+            return self._loads[size]
+        wanted = next((length for most, length in self._first if num_requests <= most), 0)
+        most_rows = self._most_rows >> size  # of a request: its own, and those of guesses and of what is beside them
+        lengths = [length for length in self._lengths if not length or 1 + num_verified(length, self._siblings) <= most_rows]
+        begun = max(length for length in lengths if length <= wanted)
+        return _Load(lengths, begun if self._may_pay(begun) else 0)
 
     def _may_pay(self, length: int) -> bool:
         """Whether so many guesses would tell clearly more tokens a second than none, if they cost nothing."""

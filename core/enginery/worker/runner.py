@@ -28,6 +28,7 @@ from enginery.worker.drafts.draws import DRAW_KINDS, ForcedAcceptance, GuessDraw
 from enginery.worker.drafts.trees import deepest, move_standing, parents_of, standing_first, straightened
 from enginery.worker.layout import begins_of, lay_out, logits_of_items
 from enginery.worker.page_tables import PageTables
+from enginery.worker.paths.captured_step import NumGuesses
 from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.path import EagerPath, ForwardPath, Launched, Verified, first_rows
 from enginery.worker.paths.piecewise_graphs import PiecewiseGraphs
@@ -85,6 +86,19 @@ class Runner:
             return RunSizes(pieces=pieces)
         combs = graphs.buffers.siblings > 0
         return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=combs, followed=graphs.follows)
+
+    def prepare(self, num_guesses: NumGuesses | None) -> bool:
+        """Capture one more of the graphs that loads begin with; False: all are there. num_guesses: None: nobody guesses."""
+        graphs, pieces, drafts = self.graphs, self.pieces, self._draft_graphs
+        if graphs is not None and num_guesses is not None and drafts is not None and drafts.prepare(graphs, num_guesses):
+            return True
+        if graphs is not None and (keys := graphs.waiting(num_guesses)):
+            graphs.provide(keys[0])
+        elif pieces is not None and (sizes := pieces.waiting):
+            pieces.capture(sizes[0])
+        else:
+            return False
+        return True
 
     def change_backend(self, relay: BackendRelay) -> None:
         """Go on with other attention backends. No step may be in flight; decoding steps are captured anew, as they are needed."""

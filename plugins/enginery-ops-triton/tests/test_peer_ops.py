@@ -13,6 +13,7 @@ import torch
 
 from enginery.api import PeerMemory
 from enginery_ops_triton.peer_ops import NUM_BYTES, Blocks, TritonPeerOps
+from enginery_ops_triton.small_linear import Product
 from enginery_ops_triton.spec import PEER_BYTES
 
 HERE = Path(__file__).parent
@@ -40,6 +41,26 @@ def test_two_ranks_whose_rows_leave_early_give_the_same_bits_and_what_float64_gi
     command = [sys.executable, str(HERE / "sent_rows_ranks.py")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
     assert done.stdout == "2 ranks agree\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "num_ranks", "begins"),
+    [
+        (16384, 4096, 2, True),
+        (8192, 4096, 2, True),
+        (8191, 4096, 2, False),
+        (16385, 4096, 2, False),
+        (2048, 16392, 2, False),
+        (16384, 4096, 4, False),
+    ],
+)
+def test_many_rows_of_two_ranks_leave_early(rows: int, columns: int, num_ranks: int, *, begins: bool) -> None:
+    """64 to 128 MiB, of rows of up to 32 KiB."""
+    memory = PeerMemory(rank=0, parts=tuple(torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(num_ranks)))
+    bound, product = TritonPeerOps(memory, dependent_launch=False), Product(torch.zeros(columns, 1, dtype=torch.bfloat16), None, {})
+    early, x = bound.summed_early(product, columns), torch.zeros(rows, 1, dtype=torch.bfloat16)
+    assert early(x).shape == (rows, columns)
+    assert int(memory.parts[-1][4:8].view(torch.int32)) == (4 if begins else 0), "so many pieces have been sent"
 
 
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:

@@ -121,7 +121,7 @@ def test_guesses_for_what_was_not_followed_teach_nothing() -> None:
     told = [RequestOutput(request_id=name, num_drafted=2, num_accepted=count) for name, count in (("a", 2), ("b", 0))]
     for _ in range(200):
         drafting.published(step, cast("Sequence[Request]", requests), told)
-    assert drafting._length.told_each_step(2) > 2.9
+    assert drafting.lengths.told_each_step(2) > 2.9
 
 
 def combs_of(tokens: tuple[int, ...], *, is_read: bool) -> MadeDrafts:
@@ -153,11 +153,11 @@ def test_what_is_learnt_of_combs_is_learnt_of_their_depths() -> None:
     request.reads_tokens = False
     assert len(drafting.propose(table_of(request))["r"]) == 6
     step, told = StepInput(number=0, phase=Phase.VERIFY, decode_len=7), RequestOutput(request_id="r", num_drafted=6, num_accepted=3)
-    before = drafting._length._accepted[3]
+    before = drafting.lengths._accepted[3]
     for _ in range(50):
         drafting.published(step, [cast("Request", request)], [told])
-    assert min(drafting._length._accepted[:3]) > 0.95
-    assert drafting._length._accepted[3] == before
+    assert min(drafting.lengths._accepted[:3]) > 0.95
+    assert drafting.lengths._accepted[3] == before
 
 
 class Forward:

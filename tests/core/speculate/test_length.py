@@ -95,6 +95,7 @@ def test_a_gpu_begins_with_guesses_where_rows_cost_little() -> None:
 def test_other_loads_begin_with_guesses_unless_they_were_seldom_right(num_right: int, begins: int) -> None:
     length = DraftLength(7, device="cuda")
     assert length.of(20) == 3
+    assert length.found(128) == 1, "as far as is known; in idle moments that is asked of every load"
     for _ in range(60):
         length.told(3, num_right)
     assert length.of(128) == begins

@@ -13,6 +13,7 @@ it needs: all have those of every kind of draws, captured at once.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,16 +32,16 @@ from enginery.worker.drafts.draft_model import Ahead, DraftModel, OneStep, one_e
 from enginery.worker.drafts.draws import DRAW_KINDS, CapturedDraws, DrawKind, GuessDraws, beside, verified_order
 from enginery.worker.drafts.trees import Chain, as_chain, chain_batch, chain_told, deepest, standing_chain
 from enginery.worker.page_tables import PageTables
-from enginery.worker.paths.captured_step import Capture, CapturedStep, Replayable
+from enginery.worker.paths.captured_step import Capture, CapturedStep, NumGuesses, Replayable
+from enginery.worker.paths.decode_graphs import DecodeGraphs
 from enginery.worker.paths.path import Forwarded
 from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import Agreement, JoinedHead
 
 
 class _Follow(NamedTuple):
-    """of: the target's graph whose token fields it reads."""
+    """batch: its token fields are those of the target's graph, or made of them."""
 
-    of: CapturedStep
     batch: ForwardBatch
     graph: Replayable
 
@@ -60,7 +61,7 @@ class _Steps:
 
 
 class DraftGraphs:
-    """Captured when first needed. Their inputs and results are the same for all sizes.
+    """Captured when first needed, or in idle moments. Their inputs and results are the same for all sizes.
 
     tokens: [most rows] int64, what was sampled; right: [most rows] int64, accepted drafts; moved: [most rows] int64, as
     `CapturedStep` has it; state: [most rows, C'], ids: [most rows, 1 + n] int64, what follows the last told token stands on, and a
@@ -72,9 +73,9 @@ class DraftGraphs:
         self._model, self._relay, self._ops, self._geometry = model, model.relay, target.ops, target.pool.geometry
         self._capture, self.state, self._siblings = capture, state, siblings
         self._agreed = Agreement.of(target.model, model) if isinstance(target.model, JoinedHead) else None
-        self.tokens, self.right, self.moved = torch.zeros(3, len(state), dtype=torch.int64, device=state.device)
+        self.tokens, self.right, self.moved, self._zeros = torch.zeros(4, len(state), dtype=torch.int64, device=state.device)
         self.ids = torch.zeros(len(state), 1 + siblings * model.takes_features, dtype=torch.int64, device=state.device)
-        self._follows: dict[tuple[int, int, int], _Follow] = {}
+        self._follows = weakref.WeakKeyDictionary[CapturedStep, _Follow]()  # by the target's
         self._steps: dict[tuple[int, int, DrawKind | None], _Steps] = {}
 
     def drafts(
@@ -93,12 +94,9 @@ class DraftGraphs:
         assert forwarded.captured is not None, "the target ran a graph"
         assert forwarded.padded is not None, "and tells for what"
         self.tokens[: len(tokens)].copy_(tokens)
-        moved = forwarded.captured.moved
-        for kept, values in ((self.right[:count], accepted), (self.moved[:count], None if moved is None else moved[:count])):
-            if values is None:
-                kept.zero_()
-            else:
-                kept.copy_(values)
+        none, moved = self._zeros[:count], forwarded.captured.moved
+        self.right[:count].copy_(none if accepted is None else accepted)
+        self.moved[:count].copy_(none if moved is None else moved[:count])
         self._follow(forwarded.captured, forwarded.padded, features)
         step = as_chain(step, deepest(step)) if step.parents else step
         ids = self.ids[:count]
@@ -111,12 +109,24 @@ class DraftGraphs:
         return self._guess(found, model.ahead(step, tables), draws)[:count]
 
     @torch.inference_mode()
-    def prepare(self, of: CapturedStep, features: torch.Tensor, draft_len: int) -> None:
-        """Capture what comes behind a graph of the target, so many guesses. features: [most rows, F * C]."""
-        key = _key_of(of)
-        self._follows[key] = self._capture_follow(of, features)
-        if (num_steps := draft_len - self._model.takes_features) > 0:
-            self._steps_of(key[0], num_steps, None)
+    def prepare(self, graphs: DecodeGraphs, num_guesses: NumGuesses) -> bool:
+        """Capture one more of what comes behind the target's graphs, drawn as guesses were before; False: it is all there."""
+        kinds = list(dict.fromkeys([None, *(kind for _, _, kind in self._steps)]))
+        assert graphs.features is not None, "graphs keep what a draft model takes"
+        for of in graphs.captured.values():
+            size, scratch = of.batch.num_requests, self._geometry.scratch_page(FULL) * self._geometry.page_size
+            if not of.followed or not (count := num_guesses(size)):
+                continue
+            if of not in self._follows:
+                of.batch.views[FULL].slots.fill_(scratch)  # where it ran last are keys and values of prefixes
+                self._follows[of] = self._capture_follow(of, graphs.features)
+                return True
+            num_steps = count - self._model.takes_features
+            for kind in kinds if num_steps else kinds[1:]:
+                if (size, num_steps, kind) not in self._steps:
+                    self._steps_of(size, num_steps, kind)
+                    return True
+        return False
 
     def _choose(self, draws: CapturedDraws | None, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         def choose(whole: torch.Tensor) -> torch.Tensor:
@@ -127,10 +137,9 @@ class DraftGraphs:
         return self._agreed.guess(logits, lambda whole: choose(whole)[:, 0], greedy=draws is None)[:, None]
 
     def _follow(self, of: CapturedStep, padded: ForwardBatch, features: torch.Tensor) -> None:
-        key = _key_of(of)
-        if key not in self._follows or self._follows[key].of is not of:
-            self._follows[key] = self._capture_follow(of, features)
-        found = self._follows[key]
+        if of not in self._follows:
+            self._follows[of] = self._capture_follow(of, features)
+        found = self._follows[of]
         assert found.batch.plan is not None, "what is captured is planned"
         if of.standing is None:
             padded = renewed(padded, views={FULL: padded.views[FULL]})
@@ -168,7 +177,7 @@ class DraftGraphs:
                 model.follow(there, None)
                 self.ids[:size, 0].copy_(tokens.index_select(0, last))
 
-        return _Follow(of, there, self._capture(run))
+        return _Follow(there, self._capture(run))
 
     def _steps_of(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
         if (size, num_steps, kind) not in self._steps:
@@ -194,13 +203,8 @@ class DraftGraphs:
     def _capture_steps(self, size: int, num_steps: int, kind: DrawKind | None) -> _Steps:
         model, device = self._model, self.state.device
         width = 1 + 2 * model.most + num_steps + model.takes_features  # as long as `DraftModel.ahead` gives it
-        nobody = Ahead(
-            np.empty(0, np.int32),
-            np.empty(0, np.int64),
-            np.empty((0, 0), np.int64),
-            torch.empty(0, 1, dtype=torch.int32),
-            torch.empty(0, dtype=torch.int32),
-        )
+        none, table = np.empty(0, np.int64), torch.empty(0, 1, dtype=torch.int32)
+        nobody = Ahead(none.astype(np.int32), none, none.reshape(0, 0), table, table[:, 0])
         ahead = self._padded(nobody, size, width=width)
         packed = torch.from_numpy(np.concatenate((ahead.at[None], ahead.window))).to(device)
         count = num_verified(num_steps + model.takes_features, self._siblings)
@@ -238,11 +242,6 @@ class DraftGraphs:
             F.pad(ahead.table, (0, 0, 0, more), value=scratch),
             F.pad(ahead.longest, (0, more), value=1),
         )
-
-
-def _key_of(of: CapturedStep) -> tuple[int, int, int]:
-    """Requests, rows of each, and of a comb how deep it is."""
-    return of.batch.num_requests, of.batch.decode_len, 0 if of.standing is None else of.standing.depth
 
 
 def _chain_of(batch: ForwardBatch) -> Chain:

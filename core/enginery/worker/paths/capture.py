@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
 from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import FULL
-from enginery.contracts.drafting import FEATURES
 from enginery.contracts.ops import OpSpec
 from enginery.errors import Unsupported
 from enginery.plugin.records import Offer
@@ -33,11 +32,9 @@ from enginery.worker.paths.results import StepParts
 from enginery.worker.ranks.collectives import JoinedHead, Met
 from enginery.worker.ranks.path import CapturedForwards, RecordedForwards
 from enginery.worker.runner import Captured
-from enginery.worker.token_feed import TokenFeed
 
 log = logging.getLogger(__name__)
 
-_Size = TypeVar("_Size")
 _Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]  # all that may be called in a step
 Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  # says and measures what its context holds
 
@@ -76,20 +73,18 @@ def _capture_on_devices(
         graphs = _decode_graphs(kind, choice, parts, alone, keeps_hidden=keeps, most_positions=most)
         if graphs is None:
             return Captured()
-        if drafts is not None:
-            _prepare(drafts, graphs, parts.feed, draft_len=choice.draft_length)
-        _capture_at_once(graphs.waiting, graphs.capture, choice)
+        _prepare(graphs, drafts, choice)
     if not choice.settings.max_piece_tokens:
         return Captured(graphs, None, drafts)
     with phases("pieces"):
-        pieces = _piecewise_graphs(choice, parts, capture)
-        _capture_at_once(pieces.waiting, pieces.capture, choice)
-        return Captured(graphs, pieces, drafts)
+        return Captured(graphs, _piecewise_graphs(choice, parts, capture), drafts)
 
 
-def _capture_at_once(waiting: Sequence[_Size], capture: Callable[[_Size], None], choice: Choice) -> None:
-    for size in reversed(waiting) if choice.parallel.num_ranks > 1 else ():  # the smallest last: it fits into the others' memory
-        capture(size)
+def _prepare(graphs: DecodeGraphs, drafts: DraftGraphs | None, choice: Choice) -> None:
+    while drafts is not None and drafts.prepare(graphs, lambda _: choice.draft_length):
+        pass
+    for key in reversed(graphs.waiting()) if choice.parallel.num_ranks > 1 else ():  # the smallest last: it fits into theirs
+        graphs.capture(key)
 
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
@@ -155,15 +150,10 @@ def _most_positions(choice: Choice, parts: StepParts, draft: DraftNeeds | None) 
     return choice.settings.max_model_len if able else 0
 
 
-def _prepare(drafts: DraftGraphs, graphs: DecodeGraphs, feed: TokenFeed, *, draft_len: int) -> None:
-    features = feed.named.buffers.get(FEATURES, graphs.buffers.hidden)
-    assert features is not None, "graphs keep what a draft model takes"
-    for step in graphs.steps:
-        if step.followed:
-            drafts.prepare(step, features, draft_len)
-
-
 def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) -> PiecewiseGraphs:
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
     hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
-    return PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
+    pieces = PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
+    for size in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
+        pieces.capture(size)
+    return pieces

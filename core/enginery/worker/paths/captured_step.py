@@ -39,6 +39,7 @@ class Replayable(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Replayable]
+NumGuesses = Callable[[int], int]  # of each of so many requests, with which a load of them begins
 
 
 def takes_graphs(relay: BackendRelay, most: int, *, what: str) -> bool:

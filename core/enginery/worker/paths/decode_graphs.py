@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -32,12 +32,14 @@ from enginery.contracts.drafting import FEATURES
 from enginery.contracts.step import StepInput, Way
 from enginery.errors import Unsupported
 from enginery.speculate.acceptance import accept
+from enginery.speculate.combs import num_verified
 from enginery.worker.drafts.draws import ForcedAcceptance
 from enginery.worker.drafts.trees import Standing, deepest, standing_in_comb
 from enginery.worker.layout import KNOWN, no_requests, num_drafts, sampled_seats, token_sources
 from enginery.worker.paths.captured_step import (
     Capture,
     CapturedStep,
+    NumGuesses,
     Replayable,
     at_the_earliest,
     captured_moving,
@@ -129,7 +131,7 @@ class DecodeGraphs:
     """Implements `ForwardPath` for decoding steps whose hidden states nobody asks for, and for those that verify drafts.
 
     A step of these is captured for a number of requests and of rows of each. verified_rows: the most of one; 0: none is captured.
-    follows: whether a draft model finds what it takes behind these steps.
+    follows: whether a draft model finds what it takes behind these steps. features: where, [most rows, F * C]; None: none asks.
     """
 
     follows = True
@@ -144,9 +146,9 @@ class DecodeGraphs:
         self.verified_rows = 0
         self._noted = False
         self._capture = capture
-        self._captured: dict[GraphKey, CapturedStep] = {}
+        self.captured: dict[GraphKey, CapturedStep] = {}
         self._refused: set[GraphKey] = set()
-        self._serves_drafts = buffers.hidden is not None or FEATURES in self.feed.named.buffers
+        self.features = self.feed.named.buffers.get(FEATURES, buffers.hidden)
 
     @classmethod
     def build(cls, parts: StepParts, buffers: GraphBuffers, *, capture: Capture) -> DecodeGraphs | None:
@@ -159,36 +161,39 @@ class DecodeGraphs:
 
     def over(self, relay: BackendRelay) -> DecodeGraphs | None:
         """Graphs of the same sizes of another backend, in the memory of these, which are given up."""
-        self._captured.clear()
+        self.captured.clear()
         return self.build(self.parts._replace(relay=relay), self.buffers, capture=self._capture)
 
-    @property
-    def waiting(self) -> list[GraphKey]:
-        """Plain decoding steps without a graph, the smallest first."""
-        every = (GraphKey(size, 1, followed=False) for size in self.sizes)
-        return [key for key in every if key not in self._captured]
-
-    @property
-    def steps(self) -> Sequence[CapturedStep]:
-        return tuple(self._captured.values())
+    def waiting(self, num_guesses: NumGuesses | None = None) -> list[GraphKey]:
+        """Steps without a graph that loads begin with: plain, before guesses, and with so many of each request; smallest first."""
+        siblings, follows, keys = self.buffers.siblings, self.features is not None, list[GraphKey]()
+        for size in self.sizes:
+            for count in () if num_guesses is None else (num_guesses(size), num_guesses(size + 2)):  # two more may have made them
+                length = 1 + num_verified(count, siblings)
+                if count and size * length <= self.verified_rows:
+                    keys += [GraphKey(size, length, follows, count if siblings else 0), GraphKey(size, 1, follows)]
+            keys.append(GraphKey(size, 1, followed=False))
+        return [key for key in keys if key not in self.captured and key not in self._refused]
 
     def capture_first(self) -> None:
         """Capture the largest graph, as the others fit into its memory, and one that verifies, if anything guesses."""
         self.capture(GraphKey(self.sizes[-1], 1, followed=False))
-        most, length, siblings = self.sizes[-1], self.feed.width, self.buffers.siblings
-        depth = (length - 1) // (1 + siblings) if siblings else 0
-        fitting = [size for size in self.sizes if length > 1 and size * length <= most]
-        if fitting and self._capture_verifying(GraphKey(fitting[-1], length, self._serves_drafts, depth)):
-            self.verified_rows = most
+        self.verified_rows, most_guesses = self.sizes[-1], (self.feed.width - 1) // (1 + self.buffers.siblings)
+        verifying = [key for key in self.waiting(lambda _: most_guesses) if key.length > 1]
+        if not verifying or not self.provide(verifying[-1]):
+            self.verified_rows = 0
 
-    def _capture_verifying(self, key: GraphKey) -> bool:
-        """Capture a step that verifies drafts; if that cannot be, they are verified eagerly."""
-        try:
-            self.capture(key)
-        except Unsupported as error:
-            _log.info("drafts of %d requests are verified eagerly: %s", key.size, error)
-            self._refused.add(key)
-        return key in self._captured
+    def provide(self, key: GraphKey) -> bool:
+        """Whether there is a graph, which is captured now if it was not yet. If drafts cannot be verified in one, never."""
+        if key not in self.captured and key not in self._refused:
+            try:
+                self.capture(key)
+            except Unsupported as error:
+                if key.length == 1:
+                    raise
+                _log.info("drafts of %d requests are verified eagerly: %s", key.size, error)
+                self._refused.add(key)
+        return key in self.captured
 
     @torch.inference_mode()
     def capture(self, key: GraphKey) -> None:
@@ -216,7 +221,7 @@ class DecodeGraphs:
             if kept is not None:
                 kept.copy_(hidden)
 
-        self._captured[key] = CapturedStep(
+        self.captured[key] = CapturedStep(
             packed=packed,
             seats=packed[-1, :size],
             batch=batch,
@@ -233,17 +238,12 @@ class DecodeGraphs:
         _log.debug("captured a decoding step of %d requests of %d rows", size, length)
 
     def ready(self, step: StepInput) -> bool:
-        """Whether there is a graph of the step's size, which is captured now if it was not yet. If not, it has to run eagerly."""
-        key = GraphKey.of(step, serves_drafts=self._serves_drafts)
-        if key not in self._captured and step.verifies and key not in self._refused:
-            self._capture_verifying(key)
-        elif key not in self._captured and not step.verifies:
-            self.capture(key)
-        return key in self._captured
+        """Whether there is a graph of the step's size, see `provide`. If not, it has to run eagerly."""
+        return self.provide(GraphKey.of(step, serves_drafts=self.features is not None))
 
     def forward(self, step: StepInput, batch: ForwardBatch) -> Forwarded:
         """Replay the graph of the step's size, which is `ready`."""
-        captured = self._captured[GraphKey.of(step, serves_drafts=self._serves_drafts)]
+        captured = self.captured[GraphKey.of(step, serves_drafts=self.features is not None)]
         padded = self._update(captured, step, batch)
         planned_s = time.perf_counter()
         captured.graph.replay()

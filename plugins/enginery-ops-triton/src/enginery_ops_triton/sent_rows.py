@@ -25,8 +25,9 @@ from enginery_ops_triton.small_linear import Product
 
 FLAG: Final = 1  # a word of a part
 PIECES: Final = 4
-LEAST_BYTES: Final = 64 << 20  # of a sum: the kernel that exchanges rows itself is faster with fewer
+LEAST_BYTES: Final = 64 << 20  # of a sum; smaller ones were not measured
 MOST_BYTES: Final = 128 << 20
+MOST_ROW_BYTES: Final = 32 << 10
 PART_BYTES: Final = 2 * MOST_BYTES
 _PIECE_ROWS: Final = 128  # multiples of it, as products have tiles
 _BLOCK: Final = 8192  # numbers of a program
@@ -73,7 +74,8 @@ class SentRows:
         """The product of x [N, in], [N, C], whose rows are on their way. None: it is not for so many rows, or in a graph."""
         num_rows, columns = len(x), product.columns
         row_bytes = columns * x.element_size()
-        if x.dim() != 2 or row_bytes % 16 or not self._least_bytes <= num_rows * row_bytes <= self._most_bytes:
+        fits = row_bytes % 16 == 0 and row_bytes <= MOST_ROW_BYTES and self._least_bytes <= num_rows * row_bytes <= self._most_bytes
+        if not fits or x.dim() != 2:
             return None
         if self._beside is not None and torch.cuda.is_current_stream_capturing():
             return None

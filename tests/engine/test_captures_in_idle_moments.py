@@ -1,0 +1,174 @@
+"""What an engine with a drafter captures while it has no work, so that loads begin with graphs: on a simulated device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+import torch
+from engine.rank_pair import request, serve
+from engine.test_cuda_paths import MESHES, by_itself, on_cuda, options
+from engine.test_draft_models import SELVES, asking, assert_told
+from engine.test_rank_processes import PROMPTS, assert_equal
+from engine.test_speculation import answers_of
+from parity.oracle import Oracle
+
+from enginery.contracts.attention import KVGeometry
+from enginery.contracts.batch import FULL
+from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.engine.engine import Engine
+from enginery.kv.pool import PagedKVPool
+from enginery.plugin.registry import Registry
+from enginery.worker.drafts import parts
+from enginery.worker.paths.decode_graphs import CudaCapture, Replayable
+
+SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SIZES = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.load()
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each graph of whole steps that any rank captures."""
+    found, capture = list[int](), CudaCapture.__call__
+
+    def noting(whole: CudaCapture, run: Callable[[], None]) -> Replayable:
+        found.append(len(found))
+        return capture(whole, run)
+
+    monkeypatch.setattr(CudaCapture, "__call__", noting)
+    return found
+
+
+def requests_of(number: int, **params: object) -> list[GenerationRequest]:
+    """That begin and end together where all guesses are right."""
+    return [request(f"{at}", [at, *PROMPTS[at % 4][:15]], max_tokens=40, **params) for at in range(number)]
+
+
+def timed_alike(engine: Engine) -> None:
+    """Each step takes as long: trials begin when steps have been counted, and no length but none is tried so soon."""
+    drafting, turns = engine._drafting, count()
+    assert drafting is not None
+    drafting._clock = lambda: 0.01 * next(turns)
+
+
+def prepare(engine: Engine, captures: list[int]) -> None:
+    """All that there is for idle moments. A request that arrives waits for one graph at the most."""
+    while (before := len(captures)) < 1000 and engine.prepare():
+        assert len(captures) <= before + 1
+
+
+@pytest.mark.parametrize("length", ["auto", "3"])
+def test_loads_begin_without_captures(registry: Registry, captures: list[int], length: str) -> None:
+    """Neither steps that verify, nor what guesses behind them, nor what a trial of none needs and comes back from.
+
+    Nor where one request is left of some, which verifies what was guessed while they were more.
+    """
+    asked = dataclasses.replace(by_itself(**SIZES), draft_length=length)
+    falling = [*requests_of(1), *(dataclasses.replace(each, params=SHORT) for each in requests_of(4)[1:])]
+    loads = [falling, *(requests_of(number) for number in (1, 4, 2))]
+    expected = [serve(Engine.build(options(**SIZES), registry), load) for load in loads]
+    amid_streams = []
+    for prepares in (False, True):
+        with on_cuda(asked, registry) as (engine, devices):
+            timed_alike(engine)
+            at_start = len(captures)
+            if prepares:
+                prepare(engine, captures)
+                assert len(captures) - at_start > 15
+            before = len(captures)
+            for load, wanted in zip(loads, expected, strict=True):
+                assert_equal(serve(engine, load), wanted)
+            amid_streams.append(len(captures) - before)
+            assert engine.meter.stats().drafts.accepted > 20
+            assert not any(device.waits for device in devices)
+    assert amid_streams[0] > 5
+    assert amid_streams[1] == 0
+
+
+def test_guesses_are_captured_as_they_were_drawn(registry: Registry, captures: list[int]) -> None:
+    """A load of another size, with sampling that there was, needs no capture."""
+    asked = dataclasses.replace(by_itself(**SIZES), draft_length="3")
+    drawn = {"temperature": 0.7, "seed": 3}
+    with on_cuda(asked, registry) as (engine, _):
+        prepare(engine, captures)
+        before = len(captures)
+        serve(engine, requests_of(1, **drawn))
+        assert len(captures) > before, "nobody knew"
+        prepare(engine, captures)
+        before = len(captures)
+        serve(engine, requests_of(4, **drawn))
+        assert len(captures) == before
+
+
+def test_so_are_those_of_a_model_with_windows(write_oracle: Callable[..., Oracle], registry: Registry, captures: list[int]) -> None:
+    """Keys of windows are in pages of their own, which what follows does not write."""
+    oracle, asked = (
+        write_oracle("self mistral", SELVES["mistral"]),
+        [asking(f"{at}", [7 + at, 5, 6], max_tokens=20) for at in range(4)],
+    )
+    plain = dataclasses.replace(options(**SIZES), model=str(oracle.folder))
+    expected = answers_of(Engine.build(plain, registry), asked)
+    drafting = dataclasses.replace(plain, drafter="standalone", draft_model=plain.model, draft_length="3")
+    with on_cuda(drafting, registry) as (engine, _):
+        for _ in range(2):
+            prepare(engine, captures)
+            before = len(captures)
+            assert_told(answers_of(engine, asked), expected)
+        assert len(captures) == before
+        assert engine.meter.stats().drafts.accepted > 20
+
+
+def test_captures_write_over_nothing_that_is_cached(
+    registry: Registry, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a graph of the target that ran: its rows are those of requests, whose pages keep prefixes for others."""
+    asked, pools = dataclasses.replace(by_itself(**SIZES), draft_length="3"), list[PagedKVPool]()
+
+    def noted(geometry: KVGeometry, device: torch.device) -> PagedKVPool:
+        pools.append(PagedKVPool(geometry, device))
+        return pools[-1]
+
+    def kept() -> torch.Tensor:
+        pages = [part[: engine._runner._pool.geometry.scratch_page(FULL)] for layer in pools[0]._layers for part in layer]
+        return torch.stack([part.as_subclass(torch.Tensor) for part in pages])
+
+    monkeypatch.setattr(parts, "PagedKVPool", noted)
+    with on_cuda(asked, registry) as (engine, _):
+        prepare(engine, captures)
+        serve(engine, requests_of(4))
+        drafts = engine._runner._draft_graphs
+        assert drafts is not None
+        before, was, num_follows = len(captures), kept(), len(drafts._follows)
+        assert was.any()
+        drafts._follows.clear()
+        prepare(engine, captures)
+        assert len(captures) - before == num_follows > 3
+        assert torch.equal(kept(), was)
+
+
+@pytest.mark.parametrize("changes", [MESHES["tp"], {"graphs": False}])
+def test_nothing_is_captured_of_several_ranks_or_without_graphs(
+    registry: Registry, captures: list[int], changes: dict[str, object]
+) -> None:
+    with on_cuda(dataclasses.replace(by_itself(**SIZES), draft_length="auto", **changes), registry) as (engine, _):
+        for _ in range(2):
+            before = len(captures)
+            prepare(engine, captures)
+            assert len(captures) == before, "other ranks would not take part"
+            serve(engine, requests_of(2))
+
+
+def test_without_a_drafter_plain_steps_are_captured_and_no_others(registry: Registry, captures: list[int]) -> None:
+    with on_cuda(options(**SIZES), registry) as (engine, _):
+        graphs = engine._runner.graphs
+        assert graphs is not None
+        before, num_sizes = len(captures), len(graphs.sizes)
+        prepare(engine, captures)
+        assert len(captures) - before == num_sizes - 1, "the largest was there"

@@ -17,6 +17,8 @@ import httpx
 import noise
 import psutil
 import pytest
+from chaos.faulty_engine import OUT_OF_MEMORY
+from chaos.harness import started
 from pairwise import spread
 
 DEADLINE_S = 3.0
@@ -71,7 +73,7 @@ class Pair:
         out, err = self.process.communicate(timeout=90)
         _, alive = psutil.wait_procs([self.rank], timeout=5)
         assert not alive
-        return out.strip().splitlines()[-1], err
+        return (out.strip().splitlines() or [""])[-1], err
 
 
 @pytest.fixture
@@ -156,12 +158,59 @@ def test_a_rank_that_raises_is_the_cause(pairs: list[Pair], tmp_path: Path) -> N
     assert "rank 1: ValueError: rank 1 has had enough" in err
 
 
+OUT = "import torch; raise torch.OutOfMemoryError('3.14 TiB')"
+SHORT = [(rank, when) for when in ("decode", "boot", "prefill") for rank in (0, 1)]
+
+
+@pytest.mark.usefixtures("own_processes")
+@pytest.mark.parametrize(("rank", "when"), spread(SHORT, 2))
+def test_the_engine_ends_when_memory_runs_out_on_a_rank(rank: int, when: str, pairs: list[Pair], tmp_path: Path) -> None:
+    """On the engine's own too, which goes on where there is no other. Rank 0 raises to its caller."""
+    path = broken(tmp_path, OUT, rank=rank, step=None if when == "boot" else 20)
+    pair = pair_at(when, pairs, path=path)
+    said, err = pair.end()
+    assert f"{'rank 1: ' * rank}torch.OutOfMemoryError: 3.14 TiB" in err
+    assert f"ended: rank 1 (process {pair.rank.pid}) broke: torch.OutOfMemoryError: 3.14 TiB" in said or rank == 0
+    assert pair.process.returncode == 1
+
+
+def test_a_server_starts_its_engine_again_when_memory_ran_out_on_the_first_rank() -> None:
+    """A step that fails there cannot be given up alone: the other rank has run it. The cause comes last."""
+    options = {"tp": 2, "device": "cpu", "dtype": "float32", "step_deadline": DEADLINE_S}
+    asked = {"seed": OUT_OF_MEMORY, "max_tokens": 8, "ignore_eos": True}
+    why = "the engine broke: torch.OutOfMemoryError: CUDA out of memory"
+    with started(options=options, restarts=1) as server:
+        refused = server.complete("x", **asked)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_restarting")
+        assert why in refused.json()["error"]["message"]
+        server.until(lambda: server.http.get("/health").status_code == 200)
+        server.assert_healthy()
+        assert server.complete("x", **asked).status_code == 503
+        assert server.process.wait(90) == 1
+        *_, last, step = server.said().strip().splitlines()
+        assert (last.startswith(f"engine: {why}"), step.startswith("in step ")) == (True, True)
+
+
 def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(pairs: list[Pair], tmp_path: Path) -> None:
     pairs.append(Pair(path=broken(tmp_path, "import time; time.sleep(1000)")))
     pairs[-1].until("ready")
     pairs[-1].begin()
     said, err = pairs[-1].end()
     assert f"rank 1 (process {pairs[-1].rank.pid}) hangs: for {DEADLINE_S:g} s it has done nothing in step 2" in said
+    assert "in failing" in err
+
+
+@pytest.mark.usefixtures("own_processes")
+def test_a_first_rank_that_hangs_loses_the_others_and_ends_when_it_comes_back(pairs: list[Pair], tmp_path: Path) -> None:
+    """It is the engine's own process, whose thread nobody interrupts outside of an exchange."""
+    pairs.append(Pair(path=broken(tmp_path, "import time; time.sleep(12)", rank=0, step=20), step_deadline=0.6))
+    pairs[-1].until("ready")
+    pairs[-1].begin()
+    psutil.wait_procs([pairs[-1].rank], timeout=11)
+    assert not pairs[-1].rank.is_running()
+    assert pairs[-1].process.poll() is None
+    said, err = pairs[-1].end()
+    assert "ended: step 20 has got no further for 6 s; --step-deadline 0.6 allows no more" in said
     assert "in failing" in err
 
 
@@ -208,17 +257,22 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if "enginery.engine.ranks.process" in child.cmdline()]
 
 
-def broken(folder: Path, code: str) -> Path:
-    """A folder whose `sitecustomize` has a rank do this in step 2."""
+def broken(folder: Path, code: str, *, rank: int = 1, step: int | None = 2) -> Path:
+    """A folder whose `sitecustomize` has a rank do this in that step, or where it makes its KV memory."""
+    whose = "enginery.engine.ranks.process" if rank else "rank_engine.py"
+    module, name = ("enginery.worker.runner", "Runner") if rank == 0 else ("enginery.worker.ranks.stages", "Follower")
+    method, step_of = ("launch" if rank == 0 else "run"), "given[0].number"
+    if step is None:
+        module, name, method, step_of = "enginery.kv.pool", "PagedKVPool", "__init__", "None"
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
-        "if 'enginery.engine.ranks.process' in ' '.join(sys.orig_argv):\n"
-        "    from enginery.worker.ranks import stages\n"
-        "    run = stages.Follower.run\n"
-        "    def failing(self, step):\n"
-        "        if step.number == 2:\n"
+        f"if {whose!r} in ' '.join(sys.orig_argv):\n"
+        f"    from {module} import {name} as owner\n"
+        f"    run = owner.{method}\n"
+        "    def failing(self, *given, **named):\n"
+        f"        if {step_of} == {step}:\n"
         f"            {code}\n"
-        "        run(self, step)\n"
-        "    stages.Follower.run = failing\n"
+        "        return run(self, *given, **named)\n"
+        f"    owner.{method} = failing\n"
     )
     return folder

@@ -30,6 +30,7 @@ from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.engine import DraftCounts
+from enginery.contracts.model import CheckpointSpec
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
@@ -388,6 +389,20 @@ def test_where_no_draft_model_ships_one_has_to_be_named(
 def test_a_draft_model_without_a_drafter_is_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"draft_model is .*, but nothing drafts; name a drafter with --drafter"):
         Engine.build(embedded(draft_model=str(DRAFTERS["eagle"])), registry)
+
+
+def test_a_draft_model_for_what_runs_none_is_refused(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"--drafter is lookup, which runs no model; leave --draft-model out"):
+        choose(embedded(drafter="lookup", draft_model=str(DRAFTERS["eagle"])), registry)
+
+
+def test_auto_sees_what_a_draft_model_is_that_is_given_by_its_name(registry: Registry) -> None:
+    """Not a folder: an installed checkpoint here, as it is one of the hub."""
+    tiny = registry.offers(CheckpointSpec)[0]
+    head = dataclasses.replace(tiny, name="head", spec=dataclasses.replace(tiny.spec, name="head", folder=DRAFTERS["eagle"]))
+    chosen = choose(embedded(drafter="auto", draft_model="head"), offering(registry, CheckpointSpec, tiny, head))
+    assert chosen.drafter is not None
+    assert chosen.drafter.name == "eagle"
 
 
 def on_a_gpu(asked: EngineOptions, registry: Registry) -> Choice:

@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-import torch
 from pairwise import crossed, in_turn
-from parity.engine_driver import assert_greedy, drain, generate, greedy, options
+from parity.engine_driver import assert_greedy, generate, greedy, options
 from parity.oracle import Oracle, shape
 from transformers import Gemma2Config, MistralConfig
 
 from enginery.contracts.batch import WINDOW
 from enginery.engine import build
-from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 from enginery.worker.memory_plan import MemoryPlan
@@ -106,25 +104,3 @@ def test_a_long_request_holds_no_more_than_its_window(oracle: Oracle, registry: 
         pages = engine.meter.stats().pages[WINDOW]
         most = max(most, pages.total - pages.free)
     assert 0 < most <= 4 + 2 + 2  # in reach, around the chunk, the chunk
-
-
-def test_noise_in_pages_that_nobody_has_changes_nothing(oracle: Oracle, registry: Registry) -> None:
-    """I10: before each step every window page that is free, and the scratch page, are overwritten."""
-    asked = options(oracle, page_size=4, max_batch_tokens=16, max_batch_requests=4)
-    parts = build_parts(asked, registry)
-    engine = Engine(parts, registry, asked)
-    pool = parts.step.model.layers[0].attention.pool  # type: ignore[attr-defined]
-    allocator = engine._scheduler._kv.finite.window.allocator  # type: ignore[union-attr]
-    tokens: dict[str, list[int]] = {}
-    for index, prompt in enumerate(oracle.prompts):
-        engine.submit(greedy(str(index), prompt))
-    windows = [place for place, layer in enumerate(parts.geometry.layers) if layer.kind == WINDOW]
-    while engine.has_work:
-        free = torch.tensor([*allocator._free, parts.geometry.pages[WINDOW]])
-        for place in windows:
-            for stored in pool.layer(type(parts.step.model.layers[0].attention.spec.local_id)(place)):  # type: ignore[attr-defined]
-                stored[free] = 1e4
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    drain(engine, tokens)
-    assert_greedy(oracle, [tokens[str(index)] for index in range(len(oracle.prompts))])

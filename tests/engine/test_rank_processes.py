@@ -286,6 +286,16 @@ def test_the_rank_with_the_least_memory_says_how_many_pages_there_are(registry: 
         assert two.facts.num_pages in (2 * one.facts.num_pages, 2 * one.facts.num_pages + 1)  # each has half of the heads
 
 
+@pytest.mark.parametrize("layers", ["1,3", "3,1"])
+def test_of_stages_of_which_one_has_less_room_all_have_as_few_pages(layers: str, registry: Registry, kept: KeptRanks) -> None:
+    """`--kv-memory-gib` is of each rank; the first rank is the last stage."""
+    asked = options(num_pages=None, kv_memory_gib=0.01)
+    one = Engine.build(asked, registry)
+    with running(dataclasses.replace(asked, pp=2, pp_layers=layers), registry, kept) as two:
+        assert two.facts.num_pages in (4 * one.facts.num_pages // 3, 4 * one.facts.num_pages // 3 + 1)  # of three of four layers
+        serve(two, [request("a", [3, 4, 5], max_tokens=4)])
+
+
 @pytest.mark.parametrize("changes", [{}, {"pp": 2}], ids=str)
 def test_experts_are_not_divided_among_ranks_that_are_alone(changes: dict[str, object], registry: Registry) -> None:
     with pytest.raises(ConfigError, match="--ep divides experts among the ranks of a stage, but there is one; give --tp or --dp"):

@@ -212,8 +212,38 @@ def test_counts_are_of_what_was_told(write_oracle: Callable[..., Oracle]) -> Non
     assert told + sum(len(output.token_ids) for output in others) == sum(at + 1 for at in stopped.values())
     assert (counts.told, counts.verifications) == (told, len(verified))
     assert counts.accepted == sum(counts.by_position) == sum(output.num_accepted for output in verified)
+    assert all(output.num_accepted == min(len(output.token_ids), output.num_drafted) for output in verified), (
+        "of right ones each told"
+    )
     assert counts.told < counts.verifications + counts.accepted, "some end amid right guesses"
     assert counts.acceptance_length == counts.told / counts.verifications
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_what_is_kept_ends_where_a_request_ended_amid_its_guesses(write_oracle: Callable[..., Oracle], page_size: int) -> None:
+    """Pages behind that were written, and hold what nobody was told. A next turn goes on from those before."""
+    oracle, registry = write_oracle("llama", FAMILIES["llama"]), Registry.load()
+    asked = options(oracle, page_size=page_size, num_pages=2000 // page_size)
+    endless = [asking_for(f"{index}", (3 + index, *oracle.prompts[0][:9])) for index in range(8)]
+    answers = answers_of(Engine.build(asked, registry), endless)
+    requests = [asking_for(each.request_id, each.prompt_token_ids, stop_token_ids=tuple(range(0, 250, 5))) for each in endless]
+    scripted = Scripted("right", {each.prompt_token_ids: answers[each.request_id].tokens for each in endless})
+    drafting = dataclasses.replace(asked, drafter="scripted", draft_length="4")
+    engine = Engine.build(drafting, with_drafter(registry, lambda _: scripted))
+    told = answers_of(engine, requests)
+    turns = [asking_for(each.request_id, (*each.prompt_token_ids, *told[each.request_id].tokens)) for each in requests]
+    engine.submit(turns[0])
+    cached = [output.num_cached_tokens for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
+    assert cached[0] == (len(turns[0].prompt_token_ids) - 1) // page_size * page_size
+    expected = answers_of(Engine.build(asked, registry), turns)
+    assert {about: each.tokens for about, each in answers_of(engine, turns).items()} == {
+        about: each.tokens for about, each in expected.items()
+    }
+
+
+def asking_for(name: str, prompt: Sequence[int], **params: object) -> GenerationRequest:
+    asked = {"max_tokens": TOKENS, "temperature": 0.9, "seed": 6, "ignore_eos": not params, **params}
+    return GenerationRequest(request_id=name, prompt_token_ids=tuple(prompt), params=SamplingParams(**asked))  # type: ignore[arg-type]
 
 
 def test_stop_strings_cut_amid_guesses() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 
 import httpx
 import jsonschema
@@ -94,3 +96,23 @@ def test_every_path_is_documented_and_answers_so(guarded):
                     url = f"{address}{path.replace('{model}', 'fake')}{query}"
                     check(document, path, httpx.request(method, url, headers=headers, timeout=PATIENCE_S))
     check(document, "/v1/models/{model}", httpx.get(f"{address}/v1/models/other", headers=KEYS, timeout=PATIENCE_S))
+
+
+def test_probes_of_several_engines_and_of_those_that_start_are_documented(with_server, monkeypatch):
+    async def scenario(live):
+        document = (await live.http.get("/openapi.json")).json()
+
+        async def look() -> list[dict]:
+            replies = [await live.http.get(path) for path in ("/health", "/health/ready", "/health/progress", "/health/live")]
+            for reply in replies:
+                check(document, reply.request.url.path, reply)
+            return [reply.json() for reply in replies[1:3]]
+
+        assert [reply["replicas"] for reply in await look()] == [["ready", "ready"]] * 2
+        monkeypatch.setenv("FAKE_LOAD_S", "600")
+        for client in live.service.engine.clients:
+            os.kill(client.child.pid, signal.SIGKILL)
+        await live.until(lambda: live.service.state == "restarting")
+        assert {"status", "phase", "done_bytes", "total_bytes"} == {*(await look())[1]}
+
+    with_server(scenario, dp=2, restarts=1)

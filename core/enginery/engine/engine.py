@@ -65,7 +65,7 @@ class _InFlight(NamedTuple):
 class _Failure(NamedTuple):
     """What a step raised, and the requests that were given up for it."""
 
-    error: BaseException
+    error: BaseException | None
     request_ids: list[str]
 
 
@@ -91,7 +91,7 @@ class Engine:
         self._made = MadeDrafts(choice.draft_siblings)
         self._drafting = _drafting_of(asked, parts, registry, self._made)
         alone = self._drafting if asked.num_ranks == 1 else None  # other ranks would not take part in captures in idle moments
-        self._num_guesses = None if alone is None else alone.lengths.found
+        self._num_guesses = (lambda _: 0) if alone is None else alone.lengths.found
         self._scheduling = scheduling_of(asked, parts, registry, watcher_of=self._kv_events.watcher, drafting=self._drafting)
         self._scheduler = self._scheduling.scheduler
         folder = choice.checkpoint.tokenizer_folder
@@ -113,7 +113,7 @@ class Engine:
         self._recorder = recorder_of(
             asked, self.facts, max_batch_requests=settings.max_batch_requests, max_batch_tokens=settings.max_batch_tokens
         )
-        self._failure: _Failure | None = None
+        self._failure = _Failure(None, [])
         self._told: list[RequestOutput] = []
         self._sent: deque[_Sent] = deque()
         self._ahead = asked.pp - 1
@@ -199,11 +199,11 @@ class Engine:
     def recover(self, error: Exception) -> list[RequestOutput]:
         """After `step` raised `error`: what it would have returned, and what the requests that it gave up are told.
 
-        Raises it again where nothing can go on: outside of a step's computation, when the device is lost, and when
-        `MAX_FAILED_STEPS` were given up one after the other for anything but memory.
+        Raises it again where nothing can go on: outside of a step's computation, when the device is lost, where there are other
+        ranks, and when `MAX_FAILED_STEPS` were given up one after the other for anything but memory.
         """
-        failure, self._failure = self._failure, None
-        if failure is None or failure.error is not error or isinstance(error, torch.AcceleratorError):
+        failure, self._failure = self._failure, _Failure(None, [])
+        if failure.error is not error or self._ranks is not NO_RANKS or isinstance(error, torch.AcceleratorError):
             raise error
         if self.meter.failed() >= MAX_FAILED_STEPS and not isinstance(error, torch.OutOfMemoryError):
             raise error
@@ -307,7 +307,7 @@ class Engine:
             steps = list(dict.fromkeys([*(lost.step for lost in self._in_flight), *(lost.step for lost in self._sent)]))
             self._in_flight.clear()
             self._sent.clear()
-            given_up = [] if self._failure is None or self._failure.error is not error else self._failure.request_ids
+            given_up = self._failure.request_ids if self._failure.error is error else []
             given_up += [request.request_id for lost in steps for request in self._scheduler.fail(lost)]
             self._runner.tables.next_number = self._scheduler.next_number  # what has not come is given up
             self._failure = _Failure(error, given_up)

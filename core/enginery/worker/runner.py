@@ -87,11 +87,11 @@ class Runner:
             return RunSizes(pieces=pieces)
         return RunSizes(graphs.sizes, pieces, graphs.verified_rows, combs=graphs.buffers.siblings > 0, followed=graphs.follows)
 
-    def prepare(self, num_guesses: NumGuesses | None) -> bool:
-        """Capture one more of the graphs that loads begin with; False: all are there, or memory did not do. No guesses: None."""
+    def prepare(self, num_guesses: NumGuesses) -> bool:
+        """Capture one more of the graphs that loads begin with; False: all are there, or memory did not do."""
         graphs, pieces, drafts = Captured() if self._is_full else (self.graphs, self.pieces, self._draft_graphs)
         try:
-            if graphs is not None and num_guesses is not None and drafts is not None and drafts.prepare(graphs, num_guesses):
+            if graphs is not None and drafts is not None and drafts.prepare(graphs, num_guesses):
                 return True
             if graphs is not None and (keys := graphs.waiting(num_guesses)):
                 graphs.provide(keys[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Final
@@ -18,7 +19,7 @@ from enginery.engine.build import Place
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.watch import Watch
 from enginery.engine.ranks.wires import Wires
-from enginery.errors import EnginError
+from enginery.errors import EngineDied
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import Choice
 from enginery.worker.device import torch_device
@@ -56,6 +57,7 @@ class RankProcesses:
         self._links: list[zmq.Socket[bytes]] = []
         self._addresses: list[str] = []
         self._newest = -1
+        self._broke: EngineDied | None = None
         others, deadline_s = self._parallel.num_ranks - 1, asked.step_deadline
         try:
             for rank in range(1, others + 1):
@@ -110,18 +112,15 @@ class RankProcesses:
             self._watch.busy(None)
 
     def check(self) -> None:
-        if (cause := self._watch.cause) is not None:
+        if (cause := self._watch.cause or self._broke) is not None:
             raise cause
 
     def failed(self, error: BaseException) -> None:
-        cause: EnginError | None
-        if isinstance(error, LostRank):
-            cause = self._watch.explained(error)
-        else:
-            cause = self._watch.cause
+        cause = self._watch.explained(error) if isinstance(error, LostRank) else self._watch.cause or self._broke
         self._end()
         if cause is not None:
             raise cause from error
+        self._broke = EngineDied(f"rank 0 (process {os.getpid()}) broke: {type(error).__name__}: {error}")
 
     def end(self) -> None:
         for link in self._links:

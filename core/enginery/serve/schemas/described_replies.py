@@ -42,7 +42,10 @@ class AnthropicError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """replicas: the states of several engines."""
+
     status: str
+    replicas: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Kernels(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,14 +65,17 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the engine completes steps. stalled_s: since the last step, while there is work. attention_backend: those in use."""
+class Progress(Status, frozen=True, kw_only=True):
+    """Whether steps complete; while it loads, status, phase and bytes alone. stalled_s: since the last, while there is work."""
 
-    status: Literal["stuck", "moving", "idle"]
-    stalled_s: float
-    attention_backend: str
-    kernels: Kernels
-    speculation: Speculation
+    status: Literal["loading", "restarting", "stuck", "moving", "idle"]
+    phase: str | msgspec.UnsetType = msgspec.UNSET
+    done_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    total_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    stalled_s: float | msgspec.UnsetType = msgspec.UNSET
+    attention_backend: str | msgspec.UnsetType = msgspec.UNSET
+    kernels: Kernels | msgspec.UnsetType = msgspec.UNSET
+    speculation: Speculation | msgspec.UnsetType = msgspec.UNSET
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):

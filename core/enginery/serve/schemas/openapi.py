@@ -72,9 +72,8 @@ def add_answers(document: dict[str, Any]) -> None:
 
     Paths of plugins stay as they are, but for the error of a wrong query, which is 400 here.
     """
-    kinds: list[object] = [told.OpenAIError, told.AnthropicError]
-    for answers in ANSWERS.values():
-        kinds += [kind for kind in (answers.ok, answers.fault) if kind is not None]
+    found = (kind for answers in ANSWERS.values() for kind in (answers.ok, answers.fault) if kind is not None)
+    kinds: list[object] = [told.OpenAIError, told.AnthropicError, *found]
     schemas, components = json_schemas(kinds, refs="#/components/schemas/{name}")
     document.setdefault("components", {})["schemas"] = components
     refs = dict(zip(kinds, schemas, strict=True))
@@ -87,15 +86,11 @@ def add_answers(document: dict[str, Any]) -> None:
 
 def _responses(path: str, answers: _Answers, refs: Mapping[object, JsonObject]) -> Iterator[tuple[str, JsonObject]]:
     """The responses of one path by status. Keys are asked for in OpenAI's shape on every path."""
-    error = refs[told.AnthropicError if path.startswith(ANTHROPIC_PATHS) else told.OpenAIError]
-    content = {"text/plain": _TEXT}
-    if answers.ok is not None:
-        content = {"application/json": {"schema": refs[answers.ok]}}
+    error = told.AnthropicError if path.startswith(ANTHROPIC_PATHS) else told.OpenAIError
+    content: JsonObject = {"text/plain": _TEXT} if answers.ok is None else {"application/json": {"schema": refs[answers.ok]}}
     if answers.streams:
         content["text/event-stream"] = _TEXT
     yield "200", {"description": _WHY[200], "content": content}
     for status in sorted({*answers.faults, *([] if path in PUBLIC else [401])}):
-        schema = refs[told.OpenAIError] if status == 401 else error
-        if status == 503 and answers.fault is not None:
-            schema = refs[answers.fault]
-        yield str(status), {"description": _WHY[status], "content": {"application/json": {"schema": schema}}}
+        kind = told.OpenAIError if status == 401 else (status == 503 and answers.fault) or error
+        yield str(status), {"description": _WHY[status], "content": {"application/json": {"schema": refs[kind]}}}

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 
 from enginery.checkpoint.files import scan_checkpoint, unstack
-from enginery.checkpoint.folder import read_config
+from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.schema import Decision, EngineOptions
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.model import ModelFacts
@@ -22,8 +22,6 @@ from enginery.worker.weights.needed_weights import needed_weights
 
 USUAL_DRAFTS: Final = 4
 MOST_BY_A_MODEL: Final = 7  # measured while the engine runs, see `enginery.speculate.length`
-
-
 STANDALONE: Final = "standalone"  # the core's own, for models of any family
 
 
@@ -51,18 +49,18 @@ def choose_drafter(
     """What guesses next tokens, and how many of a request in one step.
 
     shipped: draft models that come with the target, by drafter, the best first. config, folder: the target's.
-    Raises `ConfigError` for a drafter that is no part of this target, or for more than a drafter is good for.
+    Raises `ConfigError` for a drafter that is no part of this target, more than it is good for, or a model that it does not run.
     """
     if asked.drafter == "off":
         return ChosenDrafter(None, 0, "")
     every = _beside(registry, config)
     if asked.drafter == "auto":
         come = (*shipped, *(name for name, offer in every.items() if _is_stored(offer.spec, config, folder)))
-        offer, why = _best(every, come=come, given=asked.draft_model)
+        offer, why = _best(every, registry, come=come, given=asked.draft_model)
         if offer is None:
             return ChosenDrafter(None, 0, why)
     else:
-        offer, why = _named(asked.drafter, every, registry), "asked for"
+        offer, why = _named(asked.drafter, every, registry, given=asked.draft_model), "asked for"
     length = _length(asked, offer, config)
     options = registry.options_for(offer.name)
     siblings = siblings_of(offer, options) if length else 0
@@ -76,9 +74,13 @@ def _beside(registry: Registry, config: Mapping[str, object]) -> dict[str, Offer
     return {offer.name: offer for offer in registry.offers(DrafterSpec) if _suits(offer, config)}
 
 
-def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry) -> Offer[DrafterSpec]:
-    if name in every:
-        return every[name]
+def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registry, *, given: str | None) -> Offer[DrafterSpec]:
+    if (offer := every.get(name)) is not None:
+        is_part = offer.spec.suits is not None
+        if given is not None and (is_part or not offer.spec.is_model):
+            what = "a part of the model's own checkpoint" if is_part else "which runs no model"
+            raise ConfigError(f"--drafter is {name}, {what}; leave --draft-model out")
+        return offer
     if any(offer.name == name for offer in registry.offers(DrafterSpec)):
         raise ConfigError(
             f"--drafter is {name}, which is a part of some models' own checkpoints, and config.json of this one does not say that "
@@ -113,11 +115,11 @@ def _is_stored(spec: DrafterSpec, config: Mapping[str, object], folder: Path) ->
 
 
 def _best(
-    every: Mapping[str, Offer[DrafterSpec]], *, come: Sequence[str], given: str | None
+    every: Mapping[str, Offer[DrafterSpec]], registry: Registry, *, come: Sequence[str], given: str | None
 ) -> tuple[Offer[DrafterSpec] | None, str]:
     """The one to take if none is named, and why. come: those whose models come with the target, the best first."""
     if given is not None:
-        return _running(every, Path(given).expanduser()), "auto: runs the draft model that is given"
+        return _running(every, find_folder(given, registry)), "auto: runs the draft model that is given"
     for name in come:
         if name in every:
             return every[name], "auto: its draft model comes with this model"
@@ -126,7 +128,7 @@ def _best(
 
 def _running(every: Mapping[str, Offer[DrafterSpec]], folder: Path) -> Offer[DrafterSpec]:
     """What runs the draft model in a folder: a drafter for its architecture, or else any family."""
-    architectures = set(read_config(folder)["architectures"]) if folder.is_dir() else set()
+    architectures = set(read_config(folder)["architectures"])
     models = ((offer, offer.spec.model) for offer in every.values() if offer.spec.suits is None)
     fitting = (offer for offer, model in models if model is not None and architectures & set(model.architectures))
     return next(fitting, every[STANDALONE])

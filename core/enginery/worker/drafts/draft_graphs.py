@@ -118,7 +118,7 @@ class DraftGraphs:
             if not of.followed or not (count := num_guesses(size)):
                 continue
             if of not in self._follows:
-                renewed(of.batch, views={FULL: of.batch.views[FULL]}).pages.slots.fill_(scratch)  # it ran where prefixes are kept
+                renewed(of.batch, views={FULL: of.batch.views[FULL]}).pages.slots.fill_(scratch)  # it ran where prefixes are
                 self._follows[of] = self._capture_follow(of, graphs.features)
                 return True
             num_steps = count - self._model.takes_features

@@ -74,8 +74,6 @@ def find_draft_folder(asked: EngineOptions, registry: Registry, target: Choice) 
     if offer is None or not offer.spec.is_model:
         return None
     if offer.spec.suits is not None:
-        if asked.draft_model is not None:
-            raise ConfigError(f"--drafter is {offer.name}, a part of the model's own checkpoint; leave --draft-model out")
         return target.checkpoint.folder
     shipped = shipped_drafters(target.checkpoint, registry)
     if asked.draft_model is not None:

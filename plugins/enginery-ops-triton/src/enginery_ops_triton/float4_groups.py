@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from enginery.api import StoredWeight
+from enginery_ops_triton.kernels.launch import rounded_up
 
 GROUP: Final = 128
 LANES: Final = 32  # a scale's columns, and a group's words of 16 bits
@@ -38,8 +39,8 @@ class Float4Groups:
         exponents = stored.scales.view(torch.uint8)
         narrow = bool((exponents <= LARGEST_NARROW).all())
         count, rows = stored.values.shape[:2]
-        rows = 2 * _whole(rows // 2, ROWS_PAIRED) if gate_up else rows
-        groups = _whole(2 * stored.values.shape[2], GROUP) // GROUP
+        rows = 2 * rounded_up(rows // 2, ROWS_PAIRED) if gate_up else rows
+        groups = rounded_up(2 * stored.values.shape[2], GROUP) // GROUP
         device = stored.values.device
         made = cls(
             torch.empty((count, groups, rows, LANES), dtype=torch.int16, device=device),
@@ -56,14 +57,10 @@ class Float4Groups:
         return made
 
 
-def _whole(size: int, block: int) -> int:
-    return -(-size // block) * block
-
-
 def _by_turns(of_rows: torch.Tensor) -> torch.Tensor:
     """[E, 2I, ..] gates before ups -> [E, 2I or a few more, ..], eight of each in turn."""
     count, rows, size = of_rows.shape
-    whole = _whole(rows // 2, ROWS_PAIRED)
+    whole = rounded_up(rows // 2, ROWS_PAIRED)
     halves = F.pad(of_rows.reshape(count, 2, rows // 2, size), (0, 0, 0, whole - rows // 2))  # [E, 2, I, ..]
     return halves.view(count, 2, -1, ROWS_PAIRED, size).transpose(1, 2).reshape(count, 2 * whole, size)
 

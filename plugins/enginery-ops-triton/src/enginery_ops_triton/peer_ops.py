@@ -14,13 +14,12 @@ import torch
 from enginery.api import LinearFn, PeerMemory
 from enginery_ops_triton import sent_rows
 from enginery_ops_triton.kernels import best_of_ranks, sums
-from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.kernels.launch import next_power_of_2, rounded_up
 from enginery_ops_triton.sampling import best_of_each_block
-from enginery_ops_triton.sent_rows import EarlyProduct, SentRows
+from enginery_ops_triton.sent_rows import MOST_ROW_BYTES, EarlyProduct, SentRows
 from enginery_ops_triton.small_linear import Product
 
 MOST_RANKS: Final = 16
-MOST_ROW_BYTES: Final = 32 << 10
 FEW_BYTES: Final = 512 << 10  # of rows that each of more ranks sends to all, each word with its turn; docs/benchmarks/gpu_ranks.py
 FEW_ROW_BYTES: Final = 16 << 10
 FEW_SLOTS: Final = 64  # programs times ranks
@@ -137,7 +136,7 @@ class TritonPeerOps:
             )
             return out
         blocks = self._blocks
-        share = _rounded(-(-columns // num_ranks), 16 // size)  # of a row; the last rank's may be smaller
+        share = rounded_up(-(-columns // num_ranks), 16 // size)  # of a row; the last rank's may be smaller
         widest = max(columns, (num_ranks - 1) * share) * size
         each = min(next_power_of_2(-(-num_rows // blocks.most_programs)), _power_of_2_within(blocks.size // widest))
         num_blocks, room = -(-num_rows // each), blocks.part_bytes - _BLOCKS
@@ -225,8 +224,3 @@ def _warps(count: int, most: int) -> int:
 def _power_of_2_within(count: int) -> int:
     """The largest that is not larger; of 0 it is 1."""
     return 1 << max(count, 1).bit_length() - 1
-
-
-def _rounded(count: int, unit: int) -> int:
-    """Up to a multiple of the unit."""
-    return -(-count // unit) * unit

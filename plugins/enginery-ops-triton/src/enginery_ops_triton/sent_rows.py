@@ -20,14 +20,14 @@ import torch
 
 from enginery.api import PeerMemory
 from enginery_ops_triton.kernels import sums
-from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.kernels.launch import next_power_of_2, rounded_up
 from enginery_ops_triton.small_linear import Product
 
 FLAG: Final = 1  # a word of a part
 PIECES: Final = 4
 LEAST_BYTES: Final = 64 << 20  # of a sum; smaller ones were not measured
 MOST_BYTES: Final = 128 << 20
-MOST_ROW_BYTES: Final = 32 << 10
+MOST_ROW_BYTES: Final = 32 << 10  # of all sums, these and others
 PART_BYTES: Final = 2 * MOST_BYTES
 _PIECE_ROWS: Final = 128  # multiples of it, as products have tiles
 _BLOCK: Final = 8192  # numbers of a program
@@ -81,9 +81,9 @@ class SentRows:
             return None
         if self._sent is not None:
             self._sent.product.is_taken = False
-            self._await(self._turn)
+            self._await()
         out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
-        place, first_turn, piece_rows = self._num_sums % 2, self._turn + 1, _rounded(-(-num_rows // PIECES), _PIECE_ROWS)
+        place, first_turn, piece_rows = self._num_sums % 2, self._turn + 1, rounded_up(-(-num_rows // PIECES), _PIECE_ROWS)
         there = self._leaving[place][: out.nbytes].view(out.dtype).view(out.shape)
         for piece, first in enumerate(range(0, num_rows, piece_rows)):
             rows = slice(first, first + piece_rows)
@@ -122,7 +122,7 @@ class SentRows:
             EACH=each,
             FLAG=FLAG,
             CHAINED=self._dependent_launch,
-            num_warps=min(max(each * block // 1024, 1), 8),
+            num_warps=8,
             launch_pdl=self._dependent_launch,
         )
         if self._beside is not None:  # `partial` may be gone then
@@ -143,10 +143,11 @@ class SentRows:
             torch.ops.symm_mem.stream_write_value32_(self._flag, FLAG, self._turn % 2**32)  # behind a fence
             self._computed[PIECES].record()
 
-    def _await(self, turn: int) -> None:
+    def _await(self) -> None:
+        """All that the other rank sends up to the turn that was counted last."""
         sums.await_sent[(1,)](
             self._own,
-            _signed(turn),
+            _signed(self._turn),
             FLAG=FLAG,
             CHAINED=self._dependent_launch,
             num_warps=1,
@@ -174,7 +175,3 @@ class EarlyProduct:
 def _signed(turn: int) -> int:
     """As an int32, which overflows as the flag does."""
     return (turn + 2**31) % 2**32 - 2**31
-
-
-def _rounded(count: int, unit: int) -> int:
-    return -(-count // unit) * unit

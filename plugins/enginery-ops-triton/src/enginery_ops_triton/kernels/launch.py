@@ -37,6 +37,11 @@ def next_power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def rounded_up(count: int, unit: int) -> int:
+    """To a multiple of the unit."""
+    return -(-count // unit) * unit
+
+
 @kernel
 def release_successor(CHAINED: tl.constexpr) -> None:
     """Lets the next kernel start."""

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ MODULES = ["", ".api", ".cli.main", ".config", ".contracts", ".errors", ".plugin
 COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], ["plugins"], ["test-backend", "--help"]]
 
 
-def loaded_by(code: str) -> set[str]:
+def loaded_by(code: str, heavy: Collection[str] = HEAVY) -> set[str]:
     """The heavy packages that a fresh interpreter has loaded after running `code`. Raises with its stderr if it fails."""
-    report = f"import json, sys; print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
+    report = f"import json, sys; print(json.dumps(sorted({set(heavy)!r} & sys.modules.keys())))"
     done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
@@ -52,6 +53,21 @@ def test_importing_all_plugins_loads_nothing_heavy() -> None:
     assert loaded_by("import " + ", ".join(["enginery", *PLUGIN_PACKAGES])) == set()
 
 
+def test_norms_that_have_no_memory_yet_do_not_load_torchs_compiler() -> None:
+    """At each start a model is built of such first; the import takes seconds."""
+    code = """
+import torch
+from enginery.nn.norm import take_norm
+
+class Weights:
+    def take(self, name, shape):
+        return torch.empty(shape, device="meta")
+
+take_norm(Weights(), "norm", 4, offset=1.0)
+"""
+    assert loaded_by(code, {"torch", "torch._dynamo"}) == {"torch"}
+
+
 @pytest.mark.parametrize("kit", ["conformance", "kits.ops", "kits.models"])
 def test_the_kits_commands_need_no_pytest(kit: str) -> None:
     """Who installs the engine alone has none: `engine test-backend`, `test-op` and `test-model` run there too."""
@@ -60,3 +76,14 @@ def test_the_kits_commands_need_no_pytest(kit: str) -> None:
 
 def test_a_heavy_import_is_noticed() -> None:
     assert loaded_by("import sys; sys.modules['torch'] = sys") == {"torch"}
+
+
+def test_a_model_with_norms_of_heads_starts_without_torchs_compiler(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from enginery.testing.fixtures import TINY_CONFIG, open_tiny_llm, write_tiny_checkpoint
+
+config = TINY_CONFIG | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+open_tiny_llm(write_tiny_checkpoint(Path({str(tmp_path)!r}), config), load_format="dummy").close()
+"""
+    assert loaded_by(code, {"torch", "torch._dynamo"}) == {"torch"}

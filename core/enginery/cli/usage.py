@@ -16,7 +16,7 @@ _EVENLY: Final = "--tp N divides every layer evenly, --pp-layers N,N the layers 
 _HOSTS: Final = "--executor join waits for ranks of other hosts, which `engine rank` starts there"
 _ONE_PROCESS: Final = "one process serves HTTP; --dp N runs several engines behind it"
 _QUANTIZED: Final = (
-    "float8 in blocks is known by a checkpoint's config.json; other methods, and quantising at the start, are not there yet"
+    "float8 in blocks and mxfp4 are known by config.json; other methods, and quantising at the start, are not there yet"
 )
 _DRAFTER: Final = "--drafter NAME, with --draft-model and --draft-length"
 _NO_ADAPTERS: Final = "LoRA adapters are not there yet; merge one into its model (peft: merge_and_unload) and serve that"

@@ -60,8 +60,8 @@ class SelfAttention:
         self.num_heads, self.num_rotated = heads, heads + kv_heads
         self.norm_weight: torch.Tensor | None = None
         if qk_norm_eps is not None:
-            q_norm, k_norm = (take_norm(weights, f"{name}_norm", dim, offset=norm_offset) for name in ("q", "k"))
-            norms = torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)))  # [H + K, D]
+            norms = torch.empty(self.num_rotated, dim, dtype=context.dtype, device=context.device)  # [H + K, D]
+            norms[:heads], norms[heads:] = (take_norm(weights, f"{name}_norm", dim, offset=norm_offset) for name in ("q", "k"))
             self.norm_weight = norms[:, list(order.places)] if neighbours else norms
         self.norm_eps = qk_norm_eps or 0.0
         self.qk_norm_rotary, self.qk_norm_rotary_write = ops.qk_norm_rotary, ops.qk_norm_rotary_write

@@ -49,9 +49,9 @@ class GatedSelfAttention:
         heads, kv_heads = spec.facts.num_heads, spec.facts.num_kv_heads
         self.qkv = weights.linear(_qkv_shape(of, context.facts.hidden_size, heads=heads, bias=bias))
         self.out = take_out(weights, "o_proj", hidden=context.facts.hidden_size, heads=of.num_heads, dim=dim, bias=bias)
-        q_norm, k_norm = (take_norm(weights, f"{name}_norm", dim, offset=norm_offset) for name in ("q", "k"))
-        self.norm_weight = torch.cat((q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)))  # [H + K, D]
-        self.spec, self.norm_eps, self.num_heads, self.num_rotated = spec, norm_eps, heads, heads + kv_heads
+        norms = torch.empty(heads + kv_heads, dim, dtype=context.dtype, device=context.device)
+        norms[:heads], norms[heads:] = (take_norm(weights, f"{name}_norm", dim, offset=norm_offset) for name in ("q", "k"))
+        self.spec, self.norm_weight, self.norm_eps, self.num_heads, self.num_rotated = spec, norms, norm_eps, heads, len(norms)
         self.qk_norm_rotary_write = context.ops.qk_norm_rotary_write
         self.attend, self.gated_sigmoid = context.attend, context.ops.gated_sigmoid
         self.memory = context.pool.by_slot(spec.local_id)

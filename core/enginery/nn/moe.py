@@ -160,10 +160,10 @@ def _take_router(
     """The product that gives logits; with_gate: and the shared expert's gate behind them."""
     names, shape = experts.names, (experts.num_experts, context.facts.hidden_size)
     if with_gate:
-        taken = torch.cat(
-            (weights.take(f"{names.router}.weight", shape), weights.take(f"{names.shared}_gate.weight", (1, shape[1])))
-        )
-        return context.ops.bind_linear(F.pad(taken, (0, 0, 0, -len(taken) % 8)), None)  # rows of a whole number of 16 bytes
+        taken = torch.zeros(shape[0] // 8 * 8 + 8, shape[1], dtype=context.dtype, device=context.device)  # logits fill 16 bytes
+        taken[: shape[0]] = weights.take(f"{names.router}.weight", shape)
+        taken[shape[0]] = weights.take(f"{names.shared}_gate.weight", (1, shape[1]))[0]
+        return context.ops.bind_linear(taken, None)
     if experts.wide_router:  # x W^T in float32
         wide = weights.take(f"{names.router}.weight", shape, dtype=torch.float32)
         narrow = wide.to(context.dtype)

@@ -13,7 +13,7 @@ from enginery.contracts.parallel import Cut
 def take_norm(weights: WeightSource, name: str, size: int, *, offset: float = 0.0) -> torch.Tensor:
     """`name`.weight, [size]. offset: added to it; 1 for checkpoints that store w of a norm that multiplies by 1 + w."""
     weight = weights.take(f"{name}.weight", (size,))
-    return weight + offset if offset else weight
+    return weight + offset if offset and not weight.is_meta else weight  # that sum imports torch._dynamo, for seconds
 
 
 class GroupedNorm:

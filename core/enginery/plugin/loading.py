@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -89,10 +90,10 @@ def settle_conflicts(plugins: Sequence[Plugin]) -> list[Plugin]:
 
 
 def explain(error: BaseException) -> str:
-    """An exception of a plugin in one line, with the last file and line it passed."""
+    """An exception of a plugin in one line, with the last file and line it passed that is none of torch's."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not re.search("^<frozen|-packages/torch/", one.filename)]
     return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno})"
 
 
@@ -103,7 +104,7 @@ def _import(found: Found) -> Plugin:
     try:
         module = found.entry_point.load()
     except FAULTS as error:  # the plugin's code: its failure is a row, not ours
-        return plugin.failed(Status.BROKEN, explain(error))
+        return plugin.failed(Status.BROKEN, f"{explain(error)}; its entry point is {found.entry_point.value}")
     if not isinstance(module, ModuleType):
         return plugin.failed(Status.BROKEN, f"its entry point is {found.entry_point.value}, but must name the package alone")
     return _collect(replace(plugin, module=module, record=replace(found.record, status=Status.LOADED)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Literal
@@ -14,7 +13,7 @@ from enginery.testing.check_claims import CLAIMS, hooks
 from enginery.testing.check_numbers import NUMBERS
 from enginery.testing.check_plans import PLANS
 from enginery.testing.check_trees import TREES
-from enginery.testing.rules import BrokenRule, Rule, SkippedCheck, fault_of
+from enginery.testing.rules import BrokenRule, Rule, SkippedCheck, fault_of, told
 from enginery.testing.subject import Subject
 
 RULES: Final = (hooks, *CLAIMS, *NUMBERS, *TREES, *PLANS)
@@ -93,9 +92,7 @@ class Check:
         except BrokenRule as broken:
             seen, fault = str(broken), broken.fault
         except Exception as error:  # a backend's code
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            seen = f"{type(error).__name__} at {where.filename}:{where.lineno}: {error}"
-            fault = fault_of(error)
+            seen, fault = told(error), fault_of(error)
         where_said = f" ({self.case})" if self.case else ""
         return "failed", f"{self.rule.name}: {self.rule.statement}{where_said} Seen: {seen}. {self.rule.advice}", fault
 

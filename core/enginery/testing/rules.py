@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +22,8 @@ TOLERANCES: Final = {
     name: factor * torch.finfo(dtype).eps
     for name, dtype, factor in (("float32", torch.float32, 128), ("float16", torch.float16, 4), ("bfloat16", torch.bfloat16, 4))
 }
+
+_CORE: Final = __file__.removesuffix("testing/rules.py")
 
 
 class Fault(StrEnum):
@@ -73,6 +76,13 @@ def rule(scope: Scope, advice: str) -> Callable[[CheckFn], Rule]:
     return make
 
 
+def told(error: Exception) -> str:
+    """What a plugin's code raised, with the last line that it passed there, and not in torch or the engine, if one is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if "-packages/torch/" not in each.filename and not each.filename.startswith(_CORE)]
+    return f"{type(error).__name__} at {(own or frames)[-1].filename}:{(own or frames)[-1].lineno}: {error}"
+
+
 def fault_of(error: Exception) -> Fault:
     """Of an exception that a plugin's code raised: torch has no type of its own for operands whose dtypes do not fit."""
     text = str(error).lower()
@@ -86,9 +96,8 @@ def compare(out: Iterable[torch.Tensor], expected: Sequence[torch.Tensor], *, dt
     allowed = TOLERANCES[dtype] * leeway
     for index, (got, wanted) in enumerate(zip(out, expected, strict=True)):
         if got.shape != wanted.shape:
-            raise BrokenRule(
-                f"{what}: request {index} has shape {tuple(got.shape)} instead of {tuple(wanted.shape)}", Fault.NUMBERS
-            )
+            said = f"{what}: request {index} has shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
+            raise BrokenRule(said, Fault.NUMBERS)
         if not wanted.numel():
             continue
         _check_written(got, f"{what}: request {index} of {len(expected)}")

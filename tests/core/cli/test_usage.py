@@ -47,7 +47,10 @@ def test_no_foreign_flag_is_one_of_ours_and_what_is_advised_exists() -> None:
         (("--max-num-seqs", "9"), "here it is --max-batch-requests"),
         (("--speculative-config", "{}"), "--drafter NAME, with --draft-model and --draft-length"),
         (("--model-draft", "x"), "--draft-model, with --drafter standalone or eagle"),
-        (("--quantization", "awq"), "other methods, and quantising at the start, are not there yet"),
+        (
+            ("--quantization", "awq"),
+            "float8 in blocks and mxfp4 are known by config.json; other methods, and quantising at the start, are not there yet",
+        ),
         (("--context-length", "9"), "here it is --max-model-len"),
         (("--page_sise", "9"), "no option --page_sise; did you mean --page-size?"),
         (("--nothing-like-it",), "no option --nothing-like-it\n"),

@@ -269,6 +269,17 @@ def test_an_entry_point_to_something_other_than_a_package_is_broken(site) -> Non
     assert "must name the package alone" in record_of(load(), "fa").reason
 
 
+@pytest.mark.parametrize("value", ["not_there", "fa:plugin"])
+def test_an_entry_point_to_nothing_says_what_it_names(site, value: str) -> None:
+    site.install("fa", site.backend("fa"), value=value)
+    assert record_of(load(), "fa").reason.endswith(f"; its entry point is {value}")
+
+
+def test_what_a_plugin_asks_of_torch_wrongly_is_told_with_the_plugins_line(site) -> None:
+    site.install("fa", "import torch\n\ntorch.no_such_thing\n")
+    assert "fa/__init__.py, line 3" in record_of(load(), "fa").reason
+
+
 def test_stale_metadata_of_a_distribution_is_a_row_of_its_own(site) -> None:
     site.install("fa", site.backend("fa"), version="0.9")
     site.install("fa", site.backend("fa"), version="0.10")

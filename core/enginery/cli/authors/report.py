@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ OnlyFlag = Annotated[
 StopFlag = Annotated[bool, typer.Option("-x", "--stop-first", help="End at the first failure.", rich_help_panel=_KIT)]
 ReportFlag = Annotated[bool, typer.Option("--json", help="Print the report as JSON.", rich_help_panel=_KIT)]
 _COLOURS: Final = {"passed": "green", "failed": "red", "skipped": "yellow"}
+_SHOWN: Final = 3  # failures of one kind
 
 
 class KitRow(Protocol):
@@ -69,13 +71,32 @@ def finish(console: Console, report: KitReport, name: str, *, as_json: bool) -> 
 
 def _show(console: Console, report: KitReport, name: str) -> None:
     console.print(_counts(report))
-    said = dict.fromkeys((row.rule, row.outcome, row.fault, row.message) for row in report.rows if row.message)
-    for rule, outcome, fault, message in said:
-        text = f"[{fault}] {message}" if outcome == "failed" else f"{rule} {outcome}: {message}"
+    for outcome, text in (*_remarks(report), *_failures(report)):
         console.print(f"\n{text}", style=_COLOURS[outcome], markup=False, soft_wrap=True)
     for advice in report.advice():
         console.print(f"\n{advice}", style="bold", markup=False, soft_wrap=True)
     console.print(f"\n{name}: {_totals(report) if report.rows else 'no check has these words'}", markup=False, soft_wrap=True)
+
+
+def _remarks(report: KitReport) -> Iterator[tuple[str, str]]:
+    """The outcome of what did not fail, and what was said of it: once for all rules of which the same is said."""
+    rules: dict[tuple[str, str], dict[str, None]] = {}
+    for row in report.rows:
+        if row.message and row.outcome != "failed":
+            rules.setdefault((row.outcome, row.message), {})[row.rule] = None
+    return ((outcome, f"{', '.join(names)} {outcome}: {message}") for (outcome, message), names in rules.items())
+
+
+def _failures(report: KitReport) -> Iterator[tuple[str, str]]:
+    """The first few of each rule and fault, and how many more there are."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for row in report.rows:
+        if row.outcome == "failed":
+            found.setdefault((row.rule, row.fault), {})[row.message] = None
+    for (rule, fault), messages in found.items():
+        yield from (("failed", f"[{fault}] {message}") for message in itertools.islice(messages, _SHOWN))
+        if len(messages) > _SHOWN:
+            yield "failed", f"[{fault}] {rule}: {len(messages) - _SHOWN} failures more, which --json tells"
 
 
 def _totals(report: KitReport) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from enginery.testing.advice import advice_of
 from enginery.testing.conformance import Outcome, Row, has_words
-from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of
+from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of, told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +44,8 @@ class KitCheck:
         except BrokenRule as broken:
             return "failed", f"{self}: {broken}", broken.fault
         except Exception as error:  # a plugin's code
-            where = traceback.extract_tb(error.__traceback__)[-1]
             end = "\nThe other checks need this one, and were not run." if self.needed else ""
-            return "failed", f"{self}: {type(error).__name__} at {where.filename}:{where.lineno}: {error}{end}", fault_of(error)
+            return "failed", f"{self}: {told(error)}{end}", fault_of(error)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class KindsDevice:
         batch = lay_out(step.value, self.tables)
         full, window = batch.views[FULL], batch.views.get(WINDOW)
         row = 0
-        known = []
+        known, shared = [], {*self.cache.pages()}
         for item in step.items:
             tokens = self.tokens.setdefault(item.request, list(item.request.token_ids))
             known.append(self.values(item.request, tokens[: item.start + item.num_tokens]))
@@ -84,7 +84,9 @@ class KindsDevice:
             for position, full_slot in zip(
                 range(item.start, rows.stop - rows.start + item.start), full.slots[rows].tolist(), strict=True
             ):
+                assert full_slot // self.page_size not in shared, "a page is written that the prefix tree has"
                 self.full[full_slot] = known[index][position]
+                self.seen["a shared page was read and not written"] += position < item.request.kv.num_shared
             if window is not None:
                 self.window.update(zip(window.slots[rows].tolist(), known[index][item.start :], strict=True))
         for index, item in enumerate(step.items):

@@ -13,7 +13,7 @@ from enginery.errors import QueueFull, RequestError
 from enginery.kv.kinds import most_window_pages, reach_of
 from enginery.schedule import planner
 
-from .device import EOS, asked_of, settings_of
+from .device import EOS, asked_of, settings_of, shape
 from .kinds_device import KindsDevice, RandomGuesses, scheduler_of_kinds
 
 SEEN = Counter()
@@ -203,3 +203,19 @@ def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, stages,
         if all(SEEN[what] for what in seldom):
             return
     pytest.fail(f"not all of {seldom} came about: {SEEN}")
+
+
+def test_who_finds_too_few_window_pages_for_its_prompt_waits_however_many_full_pages_there_are(monkeypatch):
+    """Of two prompts of 4 pages each, and 6 of windows. Nobody is let in only to be preempted."""
+    monkeypatch.setattr(planner, "HEADROOM_TOKENS", 0)
+    limits = settings_of(max_batch_tokens=32)
+    scheduler = scheduler_of_kinds(limits, window=8, window_pages=6)
+    device, steps = KindsDevice(scheduler, limits, window=8), []
+    for name in "ab":
+        scheduler.submit(asked_of(name, range(16), max_tokens=3, salt=name))
+    while scheduler.has_work:
+        steps.append(scheduler.next_step())
+        scheduler.complete(steps[-1], device.launch(steps[-1], lambda: 0))
+    prompt, token = 16, 1
+    assert [shape(step) for step in steps] == [[(name, count)] for name in "ab" for count in (prompt, token, token)]
+    assert not any(step.preempted for step in steps)

@@ -225,6 +225,20 @@ def test_a_stage_may_have_no_layer_of_a_kind_of_memory(
         assert engine.meter.stats().pages[kind].cached > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh", "is_said"),
+    [(MLA, {"tensor_size": 2}, True), (MLA, {"num_lanes": 2}, False), (MLA, {}, False), (MOE, {"tensor_size": 2}, False)],
+    ids=str,
+)
+def test_where_each_rank_keeps_whole_latents_the_start_says_what_would_hold_more_tokens(
+    name: str, mesh: dict[str, int], is_said: bool, tmp_path: Path, registry: Registry
+) -> None:
+    choice = choose(options(model=folder_of(tmp_path, name)), registry, parallel=ParallelFacts(**mesh))
+    said = [decision for decision in choice.decisions if decision.setting == "latents"]
+    assert [decision.value for decision in said] == ["whole on each rank"] * is_said
+    assert all("--dp-attention 2 in place of --tp holds 2 times as many tokens" in decision.reason for decision in said)
+
+
 def test_a_stage_without_any_memory_is_refused_by_name(tmp_path: Path, registry: Registry) -> None:
     asked = options(model=folder_of(tmp_path, "nemotron_h_moe"), pp=2)
     parallel = ParallelFacts(stage=1, num_stages=2, layers_by_stage=(4, 1))

@@ -146,7 +146,7 @@ class Drafting:
         return min(num_verified(self.lengths.most, self._siblings), request.limit - len(request.token_ids) - 1)
 
     def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Up to the first that is no token. Raises TypeError for what is no integer, and for a tree that the drafter has not said."""
+        """Up to the first that is no token. Raises TypeError for what is no integer, and for a tree that was not promised."""
         found = list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, tokens)))
         if not isinstance(tokens, DraftTree):
             return found

@@ -128,7 +128,8 @@ class KindsDevice:
         slots = [] if window is None else window.slots.tolist()
         self.written[step.value.number] = slots, [*batch.states.writes_cpu.tolist(), *self.checkpoints(batch.states)]
         told = [
-            (*drafts.get(index, ())[: right.get(index, 0)], choose()) if item.samples else () for index, item in enumerate(step.items)
+            (*drafts.get(index, ())[: right.get(index, 0)], choose()) if item.samples else ()
+            for index, item in enumerate(step.items)
         ]
         for item, tokens in zip(step.items, told, strict=True):
             self.tokens[item.request] += tokens

@@ -45,7 +45,9 @@ def test_nobody_is_preempted_for_a_guess(monkeypatch):
     assert not any(step.preempted for step, _ in steps)
 
 
-@pytest.mark.parametrize(("limits", "drafts"), [({"max_batch_requests": 9}, 2), ({"max_batch_tokens": 9}, 2), ({"max_batch_requests": 18}, 5)])
+@pytest.mark.parametrize(
+    ("limits", "drafts"), [({"max_batch_requests": 9}, 2), ({"max_batch_tokens": 9}, 2), ({"max_batch_requests": 18}, 5)]
+)
 def test_rows_are_as_many_as_are_sampled_and_computed_at_most(limits, drafts):
     """Of three requests, each with rows of its own."""
     step, found = run(decoding(3, 2, guesses=5, **limits))
@@ -62,7 +64,7 @@ def test_a_prompt_has_what_rows_of_guesses_leave_of_a_step():
 
 
 def test_behind_wrong_guesses_that_led_over_a_page_s_end_plain_decoding_can_be_resumed_there():
-    """Pages of 4. Behind its 7th token guesses lead up to the 11th, and are wrong; it passes the 8th alone, and ends with the 12th."""
+    """Pages of 4. Behind its 7th token guesses lead to the 11th, and are wrong; it passes the 8th alone, and ends with the 12th."""
     guesses = SameGuesses(4)
     scheduler = scheduler_of_kinds(settings_of(), state_pages=12, drafting=guesses)
     scheduler.submit(asked_of("a", range(10, 16), max_tokens=6, ignore_eos=True))

@@ -126,7 +126,9 @@ class RandomKinds:
             SEEN["resumed"] += 0 < item.start == item.request.num_cached_tokens and not item.request.num_preemptions
         if step.items:
             sampled = self.device.launch(
-                step, lambda: self.random.choice(self.sampled), lambda count: self.random.choice([count, self.random.randint(0, count)])
+                step,
+                lambda: self.random.choice(self.sampled),
+                lambda count: self.random.choice([count, self.random.randint(0, count)]),
             )
             self.launched.append((step, sampled))
 

@@ -279,6 +279,22 @@ def test_where_all_end_with_a_step_none_follows_and_nothing_is_kept(
 
 
 @pytest.mark.parametrize("how", ["eager", "captured"])
+def test_where_pages_run_out_nothing_is_scheduled_ahead(
+    settled: list[StepInput], registry: Registry, monkeypatch: pytest.MonkeyPatch, *, how: str
+) -> None:
+    """Of two requests that go on until there is none for both."""
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    both = [asking(f"{place}", prompt_of(SAID[place]), max_tokens=26) for place in (1, 3)]
+    num_pages = 4 + sum(len(each.prompt_token_ids) // 4 for each in both)
+    asked = dataclasses.replace(embedded(**ASKED), num_pages=num_pages, page_size=4)
+    engine = overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
+    assert_told(answers_of(engine, both), answers_of(Engine.build(embedded(), registry), both))
+    assert settled
+    assert engine.meter.stats().num_preempted > 0
+    assert_whole(engine)
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
 def test_who_comes_later_waits_for_no_answer(settled: list[StepInput], registry: Registry, *, how: str) -> None:
     """Steps are scheduled ahead of those that run alone."""
     engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])

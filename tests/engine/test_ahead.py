@@ -228,12 +228,15 @@ def test_requests_come_and_go_and_every_page_has_one_owner(
     registry: Registry,
     requests: list[GenerationRequest],
     plainly: dict[str, Told],
+    monkeypatch: pytest.MonkeyPatch,
     *,
     seed: int,
     how: str,
 ) -> None:
     """Few pages, requests that come later, aborts; those that are not aborted are told what they would be alone."""
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
     draw, asked = random.Random(seed), dataclasses.replace(embedded(**ASKED), num_pages=24, max_batch_requests=4)
+    asked = dataclasses.replace(asked, page_size=asked.page_size if seed % 2 else 4)
     engine = overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
     waiting, aborted = draw.sample(requests, len(requests)), set[str]()
     told = {request.request_id: Told() for request in requests}
@@ -251,6 +254,57 @@ def test_requests_come_and_go_and_every_page_has_one_owner(
     kept = told.keys() - aborted
     assert_told({each: told[each] for each in kept}, {each: plainly[each] for each in kept})
     assert settled
+    assert_whole(engine)
+    assert seed or engine.meter.stats().num_preempted > 0
+
+
+def assert_whole(engine: Engine) -> None:
+    """Nothing runs, and all pages and seats are there for others."""
+    scheduler, pages = engine._scheduler, engine.meter.stats().pages["full"]
+    assert not scheduler.table.leaving
+    assert pages.free + pages.cached == pages.total
+    assert sorted(scheduler._kv.free_seats) == list(scheduler._kv.seats)
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_where_all_end_with_a_step_none_follows_and_nothing_is_kept(
+    settled: list[StepInput], registry: Registry, *, how: str
+) -> None:
+    """What was scheduled behind it is in no step that runs."""
+    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
+    for place in range(3):
+        answers_of(engine, [asking(f"{place}", prompt_of(SAID[place]), max_tokens=9 + place)])
+        assert_whole(engine)
+    assert settled
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_where_pages_run_out_nothing_is_scheduled_ahead(
+    settled: list[StepInput], registry: Registry, monkeypatch: pytest.MonkeyPatch, *, how: str
+) -> None:
+    """Of two requests that go on until there is none for both."""
+    monkeypatch.setattr("enginery.schedule.planner.HEADROOM_TOKENS", 0)
+    both = [asking(f"{place}", prompt_of(SAID[place]), max_tokens=26) for place in (1, 3)]
+    num_pages = 4 + sum(len(each.prompt_token_ids) // 4 for each in both)
+    asked = dataclasses.replace(embedded(**ASKED), num_pages=num_pages, page_size=4)
+    engine = overlapping(Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0])
+    assert_told(answers_of(engine, both), answers_of(Engine.build(embedded(), registry), both))
+    assert settled
+    assert engine.meter.stats().num_preempted > 0
+    assert_whole(engine)
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_who_comes_later_waits_for_no_answer(settled: list[StepInput], registry: Registry, *, how: str) -> None:
+    """Steps are scheduled ahead of those that run alone."""
+    engine = overlapping(Engine.build(embedded(**ASKED), registry) if how == "eager" else captured(embedded(**ASKED), registry)[0])
+    engine.submit(asking("first", prompt_of(SAID[1]), max_tokens=100))
+    while not settled:
+        engine.step()
+    engine.submit(asking("second", prompt_of(SAID[0]), max_tokens=8))
+    told = [output.request_id for _ in range(4) for output in engine.step()]
+    assert "second" in told
+    assert engine._scheduler.num_running == 2
 
 
 class Lost:

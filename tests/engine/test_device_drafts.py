@@ -239,6 +239,30 @@ def test_steps_without_guesses_overlap(
     assert 0.3 < sum(overlaps for overlaps, _ in ahead) / len(ahead) < 0.7
 
 
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_what_a_step_tells_can_be_read_before_anything_is_guessed(
+    unread: None, registry: Registry, monkeypatch: pytest.MonkeyPatch, *, how: str
+) -> None:
+    """The host goes on with it while the device guesses."""
+    asked = embedded(drafter="eagle", draft_length="2", attention_backend="torch", num_pages=120, max_batch_requests=16)
+    engine = Engine.build(asked, registry) if how == "eager" else captured(asked, registry)[0]
+    noted, draft = list[str](), engine._runner.draft
+    monkeypatch.setattr("enginery.worker.runner.recorded", lambda *, is_cuda: noted.append("told") or Passed())
+
+    def drafting(*given: object) -> object:
+        noted.append("guessed from here on")
+        return draft(*given)
+
+    monkeypatch.setattr(engine._runner, "draft", drafting)
+    answers_of(engine, requests_of([prompt_of("The cat")]))
+    assert engine.meter.stats().drafts.accepted > 0
+    told, guesses = noted[::3], noted[1::3]
+    assert len(told) > 3
+    assert {*told} == {"told"}
+    assert {*guesses} == {"guessed from here on"}
+    assert {*noted[2::3]} == {"told"}, "and guesses have an event of their own"
+
+
 def test_best_tokens_are_accepted_within_the_graph(
     unread: None, write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,43 @@ def test_what_stages_cannot_do_is_refused(changes: dict[str, object], why: str, 
         pass
 
 
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_next", "state"), ("gpt-oss", "window")])
+def test_a_stage_may_have_no_layer_of_a_kind_of_memory(
+    name: str, kind: str, tmp_path: Path, registry: Registry, kept: KeptRanks
+) -> None:
+    """The last one has full attention alone: it has room for any number of other pages, and does not say how many there are."""
+    changes = {"num_pages": None, "kv_memory_gib": 0.02, "max_model_len": 256, "page_size": 4, "max_batch_tokens": 32}
+    asked = options(model=folder_of(tmp_path, name), **changes)
+    requests = [request(str(index), prompt, logprobs=1) for index, prompt in enumerate(PROMPTS)]
+    with running(asked, registry, kept) as engine:
+        one = serve(engine, requests)
+    with running(dataclasses.replace(asked, pp=2, pp_layers="3,1"), registry, kept) as engine:
+        assert_equal(serve(engine, requests), one)
+        assert_equal(serve(engine, requests), one)
+        assert engine.meter.stats().pages[kind].cached > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "is_said"),
+    [(MLA, {"tensor_size": 2}, True), (MLA, {"num_lanes": 2}, False), (MLA, {}, False), (MOE, {"tensor_size": 2}, False)],
+    ids=str,
+)
+def test_where_each_rank_keeps_whole_latents_the_start_says_what_would_hold_more_tokens(
+    name: str, mesh: dict[str, int], is_said: bool, tmp_path: Path, registry: Registry
+) -> None:
+    choice = choose(options(model=folder_of(tmp_path, name)), registry, parallel=ParallelFacts(**mesh))
+    said = [decision for decision in choice.decisions if decision.setting == "latents"]
+    assert [decision.value for decision in said] == ["whole on each rank"] * is_said
+    assert all("--dp-attention 2 in place of --tp holds 2 times as many tokens" in decision.reason for decision in said)
+
+
+def test_a_stage_without_any_memory_is_refused_by_name(tmp_path: Path, registry: Registry) -> None:
+    asked = options(model=folder_of(tmp_path, "nemotron_h_moe"), pp=2)
+    parallel = ParallelFacts(stage=1, num_stages=2, layers_by_stage=(4, 1))
+    with pytest.raises(Unsupported, match="stage 1 has no layer with attention or a state; divide the layers otherwise, by --pp"):
+        refuse_for_ranks(choose(asked, registry, parallel=parallel))
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3_next"])
 def test_requests_come_and_go_while_steps_are_on_their_way(name: str, tmp_path: Path, registry: Registry, kept: KeptRanks) -> None:
     """Preempted, aborted, with cached beginnings; of every kind of memory."""

@@ -111,6 +111,28 @@ def test_what_is_run_over_again_is_forgotten_with_a_step_that_is_not_followed(re
     assert not kept
 
 
+def test_rows_of_who_had_the_seat_before_are_not_run_over_again_where_another_goes_on_from_the_same_place(
+    registry: Registry, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other finds its first page in the prefix cache; a row in front of its own would be written there."""
+    engine = Engine.build(embedded(drafter="eagle", max_batch_tokens=16, max_batch_requests=1), registry)
+    lengths.append(3)
+    known, other = prompt_of(LONG), prompt_of("Name three colours, and then some more that are like them.")
+    assert known[:16] != other[:16]
+    answers_of(engine, [asking("known", known[:20])])
+    engine.submit(asking("first", other))
+    engine.step()
+    assert engine._runner.draft_model is not None
+    (kept,) = engine._runner.draft_model._tails._by_seat.values()
+    assert kept.ends == (16, 16)
+    engine.abort("first")
+    rows = count_forwards(engine, monkeypatch)
+    engine.submit(asking("second", (*known[:16], 99, 98, 97)))
+    engine.step()
+    assert engine.meter.stats().pages["full"].held == 2
+    assert rows[0] == 3, "its own rows behind the cached page"
+
+
 def test_prompts_that_are_not_followed_get_no_more_rows_than_without_a_draft_model(
     registry: Registry, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

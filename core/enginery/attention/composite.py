@@ -42,11 +42,9 @@ class Part:
     requests: slice | None = None
     plan: ForwardPlan | None = None
 
-    def __init__(
-        self, *, child: int, rows: slice | None, batch: ForwardBatch, requests: slice | None = None, plan: ForwardPlan | None = None
-    ) -> None:
-        """A step has a dozen parts, so the fields are set at once."""
-        vars(self).update(child=child, rows=rows, batch=batch, requests=requests, plan=plan)
+    def __init__(self, *, child: int, rows: slice | None, batch: ForwardBatch, requests: slice | None = None) -> None:
+        """Unplanned. A step has a dozen parts, so the fields are set at once."""
+        vars(self).update(child=child, rows=rows, batch=batch, requests=requests, plan=None)
 
     @property
     def has_trees(self) -> bool:

@@ -11,8 +11,7 @@ from enginery.attention.relay import BackendRelay
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.plugin.hookspecs import hookimpl
 
-_PREFILL: Final = 0
-_DECODE: Final = 1
+_DECODE: Final = 1  # the first child that decodes
 
 
 class PhaseSplit(Composite):

@@ -265,6 +265,10 @@ class PeerOpsSpec:
     bind: Callable[[PeerMemory], PeerOps]
     more_of_two: int = 0
 
+    def bytes_of_each(self, num_ranks: int) -> int:
+        """The memory of each of so many ranks of a stage."""
+        return self.num_bytes + (self.more_of_two if num_ranks == 2 else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpNeeds:

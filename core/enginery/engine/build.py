@@ -294,8 +294,8 @@ def exchange_bytes(choice: Choice) -> int:
     """What exchanges with other ranks take on a GPU: NCCL's buffers, and memory that ranks reach of each other."""
     if choice.parallel.num_ranks == 1:
         return 0
-    offered, is_of_two = [offer.spec.peer_ops for offer in choice.ops], choice.parallel.tensor_size == 2
-    return NCCL_BYTES + max((each.num_bytes + each.more_of_two * is_of_two for each in offered if each is not None), default=0)
+    offered, num_ranks = [offer.spec.peer_ops for offer in choice.ops], choice.parallel.tensor_size
+    return NCCL_BYTES + max((spec.bytes_of_each(num_ranks) for spec in offered if spec is not None), default=0)
 
 
 def fit_context(choice: Choice, memory: MemoryPlan) -> Choice:

@@ -91,10 +91,10 @@ class FiniteMemory:
             window = self.window.most(num_tokens, self._largest_chunk) - len(kv.window.pages)
         return Demand(0, window, int(self.states is not None and kv.states.spare == NO_STATE and kv.states.read == NO_STATE))
 
-    def room(self, kv: SequenceKV) -> int | None:
-        """Tokens that it could hold in all without preempting another one; None: any number."""
+    def room(self, kv: SequenceKV) -> int:
+        """Tokens that it could hold in all without preempting another one; without windows any number."""
         if self.window is None:
-            return None
+            return sys.maxsize
         return (kv.window.stop + self.window.allocator.available) * self.page_size
 
     def forget(self, kv: SequenceKV, start: int) -> None:

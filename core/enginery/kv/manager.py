@@ -87,9 +87,7 @@ class KVCacheManager:
 
     def room(self, kv: SequenceKV) -> int:
         """Tokens it could hold in all without preempting another sequence."""
-        full = (self.num_available + len(kv.pages)) * self.page_size
-        finite = self.finite.room(kv)
-        return full if finite is None else min(full, finite)
+        return min((self.num_available + len(kv.pages)) * self.page_size, self.finite.room(kv))
 
     def missing(self, kv: SequenceKV, start: int, stop: int) -> Demand:
         """Pages of each kind that its next item, `start` to `stop`, lacks, after what is out of its reach has been given back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 from itertools import takewhile
+from operator import index
 from typing import Final, NamedTuple
 
 from enginery.contracts.drafting import DraftAsk, DraftContext, DrafterSpec, DraftTree, HostDrafter
@@ -145,13 +146,13 @@ class Drafting:
         return min(num_verified(self.lengths.most, self._siblings), request.limit - len(request.token_ids) - 1)
 
     def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Up to the first that is no token. Raises TypeError for a tree of a drafter that does not say that it gives any."""
-        found = list(takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
+        """Up to the first that is no token. Raises TypeError for what is no integer, and for a tree that was not promised."""
+        found = list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, tokens)))
         if not isinstance(tokens, DraftTree):
             return found
         if not self._gives_trees:
             raise TypeError("it gives a DraftTree, and `trees` of its DrafterSpec does not say so")
-        tree = tokens[: len(found)]
+        tree = DraftTree(tuple(found), tokens.parents[: len(found)])
         return found if tree.is_chain else tree
 
     def _forget_ended(self, table: RequestTable) -> None:

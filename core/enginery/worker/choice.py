@@ -167,7 +167,7 @@ def choose(
             Decision(setting="family", value=family.name, reason=f"{family_reason}, from {family.source}", source=family.source),
             *settings.decisions,
             *staged,
-            *_lane_decisions(parallel),
+            *_rank_decisions(parallel, family, facts),
             *attention_decisions,
             *first_decisions,
             *format_decisions,
@@ -187,9 +187,12 @@ def _drafter_beside(checkpoint: Checkpoint, asked: EngineOptions, registry: Regi
     return unless_attention_changes(drafter, asked, registry, needs)
 
 
-def _lane_decisions(parallel: ParallelFacts) -> tuple[Decision, ...]:
+def _rank_decisions(parallel: ParallelFacts, family: Offer[ModelSpec], facts: ModelFacts) -> tuple[Decision, ...]:
     if parallel.num_lanes == 1:
-        return ()
+        ranks, has_latents = parallel.tensor_size, any(layer.latent is not None for layer in facts.layers)
+        reason = f"each head reads all of them; --dp-attention {ranks} in place of --tp holds {ranks} times as many tokens"
+        whole = Decision(setting="latents", value="whole on each rank", reason=reason)
+        return (whole,) if ranks > 1 and has_latents and family.spec.lanes else ()
     experts = "some of the experts each" if parallel.cuts_experts else "a part of every expert each"
     reason = f"each with requests and KV memory of its own; feed-forwards are of all {parallel.num_ranks} ranks, with {experts}"
     return (Decision(setting="lanes", value=str(parallel.num_lanes), reason=reason),)
@@ -258,14 +261,13 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
     folder = find_folder(model, registry, revision=asked.revision)
     offer, config = registry.checkpoint(model), read_config(folder)
     tokenizer_folder = find_tokenizer_folder(asked, registry, folder)
-    shipped = offer.spec if offer and offer.spec.folder == folder else None
     return Checkpoint(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         names=served_names(asked, model),
         config=config,
         eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
-        note=shipped.note if shipped else "",
+        note=offer.spec.note if offer and offer.spec.folder == folder else "",
         random=asked.load_format == "dummy",
     )
 

@@ -122,11 +122,15 @@ class WatchedScheduler(Scheduler):
         return super().fail(failed.value if isinstance(failed, Scheduled) else failed)
 
 
+class Told(list):
+    """Of each item what it is told: a tuple of tokens, several where guesses were right."""
+
+
 def output_of(step, sampled):
-    """What a worker would say that has sampled these tokens; None where an item samples none."""
+    """What a worker would say that has sampled these tokens; None where an item samples none. Or that has `Told` these."""
     return StepOutput(
         number=step.number,
-        token_ids=[() if token is None else (token,) for token in sampled],
+        token_ids=sampled if isinstance(sampled, Told) else [() if token is None else (token,) for token in sampled],
         logprobs={},
         prompt_logprobs={},
         embeddings={},

@@ -13,16 +13,17 @@ from enginery.kv.kinds import WindowKind
 from enginery.kv.pages import PageAllocator
 from enginery.kv.prefix import NoPrefixCache, RadixPrefixCache
 from enginery.kv.resume import ResumePoints
-from enginery.worker.layout import lay_out
+from enginery.worker.layout import drafts_of_items, lay_out
 from enginery.worker.page_tables import PageTables
 
-from .device import EOS, FCFS, WatchedScheduler
+from .device import EOS, FCFS, Told, WatchedScheduler
 
 
 def scheduler_of_kinds(
-    settings: ScheduleSettings, *, window=None, window_pages=0, state_pages=None, within_items=False, policy=FCFS
+    settings: ScheduleSettings, *, window=None, window_pages=0, state_pages=None, within_items=False, policy=FCFS, drafting=None
 ):
-    """A scheduler over memory of these kinds. window: in tokens. within_items: states of prompts are kept amid them."""
+    """A scheduler over memory of these kinds. window: in tokens. within_items: states of prompts are kept amid them. drafting: who
+    is asked for guesses."""
     allocator, allocators = PageAllocator(settings.num_pages), {}
     kind = None
     if window is not None:
@@ -42,8 +43,35 @@ def scheduler_of_kinds(
         within_items=within_items,
     )
     return WatchedScheduler(
-        settings, policy, cache=cache, allocator=allocator, finite=finite, eos_token_ids=frozenset({EOS}), clock=lambda: 0.0
+        settings,
+        policy,
+        cache=cache,
+        allocator=allocator,
+        finite=finite,
+        eos_token_ids=frozenset({EOS}),
+        clock=lambda: 0.0,
+        drafting=drafting,
     )
+
+
+class RandomGuesses:
+    """Guesses at random for some of the requests that decode, up to `most` of each."""
+
+    def __init__(self, random, most):
+        self.random, self.most = random, most
+
+    def propose(self, table):
+        decoding = [request for request in table.running if request.num_expected - request.num_computed == 1]
+        return {request.request_id: drafts for request in decoding if (drafts := self.some())}
+
+    def some(self):
+        return [self.random.choice([3, 3, 3, 4, 4, EOS]) for _ in range(self.random.randint(0, self.most))]
+
+    def length(self, requests, num_coming, num_tokens):
+        return 0  # nothing is guessed on the device
+
+    def coming(self, requests, num_made):
+        return None
 
 
 class KindsDevice:
@@ -68,38 +96,47 @@ class KindsDevice:
             values.append(value)
         return values
 
-    def launch(self, step, choose):
-        """Run it. Returns what it samples."""
+    def launch(self, step, choose, choose_right=lambda count: count):
+        """Run it. Returns what it samples. choose_right: of so many guesses, how many are what it draws."""
         self.tables.take(step.value)
         batch = lay_out(step.value, self.tables)
         full, window = batch.views[FULL], batch.views.get(WINDOW)
         row = 0
-        known = []
-        for item in step.items:
-            tokens = self.tokens.setdefault(item.request, list(item.request.token_ids))
-            known.append(self.values(item.request, tokens[: item.start + item.num_tokens]))
+        known, shared, drafts = [], {*self.cache.pages()}, drafts_of_items(step.value)
+        right = {index: choose_right(len(guessed)) for index, guessed in drafts.items()}
         for index, item in enumerate(step.items):
-            rows = slice(row, row + item.num_tokens)
-            row += item.num_tokens
-            for position, full_slot in zip(
-                range(item.start, rows.stop - rows.start + item.start), full.slots[rows].tolist(), strict=True
+            tokens = self.tokens.setdefault(item.request, list(item.request.token_ids))
+            tokens = [*tokens, *drafts.get(index, ())]
+            known.append(self.values(item.request, tokens[: item.start + item.num_tokens]))
+        for index, (item, count) in enumerate(zip(step.items, step.value.rows.tolist(), strict=True)):
+            rows, values = slice(row, row + count), [*known[index][item.start :], *["padding"] * (count - item.num_tokens)]
+            row += count
+            for position, full_slot, value in zip(
+                range(item.start, item.start + count), full.slots[rows].tolist(), values, strict=True
             ):
-                self.full[full_slot] = known[index][position]
+                assert full_slot // self.page_size not in shared, "a page is written that the prefix tree has"
+                self.full[full_slot] = value
+                self.seen["a shared page was read and not written"] += position < item.request.kv.num_shared
             if window is not None:
-                self.window.update(zip(window.slots[rows].tolist(), known[index][item.start :], strict=True))
+                self.window.update(zip(window.slots[rows].tolist(), values, strict=True))
         for index, item in enumerate(step.items):
             self.check_rows(item, full.page_table_cpu[index].tolist(), known[index])
             if window is not None:
                 self.check_window(item, window.page_table_cpu[index].tolist(), int(window.starts_cpu[index]), known[index])
         if self.finite.states is not None:
-            self.advance(step, batch.states, known)
+            self.advance(step, batch.states, known, right)
         slots = [] if window is None else window.slots.tolist()
         self.written[step.value.number] = slots, [*batch.states.writes_cpu.tolist(), *self.checkpoints(batch.states)]
-        sampled = [choose() if item.samples else None for item in step.items]
-        for item, token in zip(step.items, sampled, strict=True):
-            if token is not None:
-                self.tokens[item.request].append(token)
-        return sampled
+        told = [
+            (*drafts.get(index, ())[: right.get(index, 0)], choose()) if item.samples else ()
+            for index, item in enumerate(step.items)
+        ]
+        for item, tokens in zip(step.items, told, strict=True):
+            self.tokens[item.request] += tokens
+        self.seen["right guesses"] += sum(right.values())
+        self.seen["an end amid right guesses"] += sum(EOS in tokens[:-1] for tokens in told)
+        self.seen["wrong guesses"] += sum(map(len, drafts.values())) - sum(right.values())
+        return Told(told)
 
     def spoil(self, step):
         """What a step wrote of windows and states was wrong."""
@@ -128,7 +165,8 @@ class KindsDevice:
         rows = view.checkpoint_rows_cpu.tolist()
         return {page: (index, rows[index]) for index, page in enumerate(view.checkpoints_cpu.tolist()) if rows[index]}
 
-    def advance(self, step, view, known):
+    def advance(self, step, view, known, right):
+        """right: by item, how many of its guesses are; its state goes no further."""
         reads, writes, checkpoints = view.reads_cpu.tolist(), view.writes_cpu.tolist(), self.checkpoints(view)
         every = [*writes, *checkpoints]
         assert len(set(every)) == len(every), "two rows write one state page"
@@ -140,14 +178,15 @@ class KindsDevice:
                 assert read == self.finite.zero_page
             else:
                 assert self.states.get(read) == values[item.start - 1], f"{item.request.request_id} reads another's state"
-        for write, values, read in zip(writes, known, reads, strict=True):
-            self.states[write] = values[-1]
+        stands = [item.start + 1 + right[index] if index in right else len(known[index]) for index, item in enumerate(step.items)]
+        for write, values, read, stop in zip(writes, known, reads, stands, strict=True):
+            self.states[write] = values[stop - 1]
             self.seen["a state moved"] += read != write and read != self.finite.zero_page
         for page, (index, rows) in checkpoints.items():
             item = step.items[index]
             assert 0 < rows < item.num_tokens, "a state is kept amid an item"
-            self.states[page] = known[index][item.start + rows - 1]
-            self.seen["a state was kept amid an item"] += 1
+            self.states[page] = known[index][item.start + rows - 1] if item.start + rows <= stands[index] else "nothing"
+            self.seen["a state was kept amid guesses" if index in right else "a state was kept amid an item"] += 1
 
     def check_points(self):
         """What can be resumed from holds what its prefix says."""

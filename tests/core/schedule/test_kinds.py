@@ -13,17 +13,18 @@ from enginery.errors import QueueFull, RequestError
 from enginery.kv.kinds import most_window_pages, reach_of
 from enginery.schedule import planner
 
-from .device import EOS, asked_of, settings_of
-from .kinds_device import KindsDevice, scheduler_of_kinds
+from .device import EOS, asked_of, settings_of, shape
+from .kinds_device import KindsDevice, RandomGuesses, scheduler_of_kinds
 
 SEEN = Counter()
 STOP = 1
 
 
 class RandomKinds:
-    """Random use of one scheduler over random kinds. depth: steps in flight. stages: of a pipeline, then as many."""
+    """Random use of one scheduler over random kinds. depth: steps in flight. stages: of a pipeline, then as many. most_guesses: of
+    a request in a step."""
 
-    def __init__(self, seed, depth, stages=1):
+    def __init__(self, seed, depth, stages=1, most_guesses=0):
         self.random, self.depth = random.Random(seed), depth
         pick = self.random.choice
         self.page_size = pick([1, 2, 4])
@@ -47,6 +48,7 @@ class RandomKinds:
             window_pages=least + self.random.randint(0, 20),
             state_pages=self.state_pages,
             within_items=pick([True, False]),
+            drafting=RandomGuesses(self.random, most_guesses) if most_guesses else None,
         )
         self.device = KindsDevice(self.scheduler, self.settings, window=self.window)
         self.launched, self.requests, self.count = [], {}, 0
@@ -66,11 +68,15 @@ class RandomKinds:
             self.submit()
         elif self.random.random() < self.chaos / 3:
             self.evict()
-        elif len(self.launched) < self.depth and self.random.random() < 0.7:
+        elif self.may_launch() and self.random.random() < 0.7:
             self.launch()
         elif self.launched:
             self.complete()
         self.check()
+
+    def may_launch(self):
+        """How many tokens a step tells that verifies guesses is not known before."""
+        return len(self.launched) < self.depth and not any(step.value.verifies for step, _ in self.launched)
 
     def submit(self):
         pick = self.random.choice
@@ -116,9 +122,14 @@ class RandomKinds:
         SEEN["preempted with all other steps in flight"] += len(step.preempted) * (len(self.launched) == self.depth - 1)
         assert self.settings.stages == 1 or not any(item.input_pending for item in step.items), "a stage reads what is not known"
         for item in step.items:
+            assert not step.value.verifies or item.start + item.num_tokens <= item.request.limit, "a guess behind a request's limit"
             SEEN["resumed"] += 0 < item.start == item.request.num_cached_tokens and not item.request.num_preemptions
         if step.items:
-            sampled = self.device.launch(step, lambda: self.random.choice(self.sampled))
+            sampled = self.device.launch(
+                step,
+                lambda: self.random.choice(self.sampled),
+                lambda count: self.random.choice([count, self.random.randint(0, count)]),
+            )
             self.launched.append((step, sampled))
 
     def complete(self):
@@ -129,6 +140,9 @@ class RandomKinds:
         self.scheduler.check_integrity()
         if not self.launched:
             self.device.check_points()
+            for request in self.scheduler.table.running:
+                written = request.kv.num_written
+                assert all(point.position <= written for point in request.kv.points), "what wrong guesses led to is kept"
         assert self.device.held["window"] <= self.largest(10**6)
         self.check_held()
 
@@ -144,7 +158,7 @@ class RandomKinds:
 
     def finish(self):
         for _ in range(4000):
-            while len(self.launched) < self.depth:
+            while self.may_launch():
                 before = len(self.launched)
                 self.launch()
                 if len(self.launched) == before:
@@ -165,8 +179,10 @@ class RandomKinds:
         SEEN.update(self.device.seen)
 
 
-@pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2)] + [(4, 4)] * EVERYTHING)
-def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, stages, monkeypatch):
+@pytest.mark.parametrize(
+    ("depth", "stages", "most_guesses"), [(1, 1, 0), (2, 1, 0), (2, 2, 0), (1, 1, 5), (2, 1, 5)] + [(4, 4, 0)] * EVERYTHING
+)
+def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, stages, most_guesses, monkeypatch):
     SEEN.clear()
 
     @settings(max_examples=examples(80), deadline=None)
@@ -174,16 +190,34 @@ def test_whoever_comes_and_goes_reads_its_own_and_nothing_is_lost(depth, stages,
     def run(seed, headroom):
         monkeypatch.setattr(planner, "HEADROOM_TOKENS", headroom)
         monkeypatch.setattr(planner, "MIN_PREFILL_TOKENS", 2)
-        use = RandomKinds(seed, depth, stages)
+        use = RandomKinds(seed, depth, stages, most_guesses)
         for _ in range(120):
             use.act()
         use.finish()
 
     seldom = ["preempted", "resumed", "points", "a state moved", "failed", "evicted with all steps in flight"]
-    seldom += ["a state was kept amid an item"]
+    seldom += ["a state was kept amid an item", "a shared page was read and not written"]
     seldom += ["preempted with all other steps in flight"] if depth > 1 else []
+    if most_guesses:
+        seldom += ["right guesses", "wrong guesses", "an end amid right guesses", "a state was kept amid guesses"]
     for _ in range(4):  # chance may leave one of them out
         run()
         if all(SEEN[what] for what in seldom):
             return
     pytest.fail(f"not all of {seldom} came about: {SEEN}")
+
+
+def test_who_finds_too_few_window_pages_for_its_prompt_waits_however_many_full_pages_there_are(monkeypatch):
+    """Of two prompts of 4 pages each, and 6 of windows. Nobody is let in only to be preempted."""
+    monkeypatch.setattr(planner, "HEADROOM_TOKENS", 0)
+    limits = settings_of(max_batch_tokens=32)
+    scheduler = scheduler_of_kinds(limits, window=8, window_pages=6)
+    device, steps = KindsDevice(scheduler, limits, window=8), []
+    for name in "ab":
+        scheduler.submit(asked_of(name, range(16), max_tokens=3, salt=name))
+    while scheduler.has_work:
+        steps.append(scheduler.next_step())
+        scheduler.complete(steps[-1], device.launch(steps[-1], lambda: 0))
+    prompt, token = 16, 1
+    assert [shape(step) for step in steps] == [[(name, count)] for name in "ab" for count in (prompt, token, token)]
+    assert not any(step.preempted for step in steps)

@@ -235,8 +235,9 @@ def test_who_is_stopped_is_asked_no_more_until_its_name_is_new() -> None:
         (lambda asks: 1 / 0, r"could not guess tokens: ZeroDivisionError"),
         (lambda asks: [], r"propose returned \[\], and must return a sequence of tokens for each of 1 requests"),
         (lambda asks: None, r"propose returned None, and must return"),
+        (lambda asks: [[7, 3.0]], r"could not guess tokens: TypeError: 'float' object cannot be interpreted as an integer"),
     ],
-    ids=["raises", "says too little", "says nothing"],
+    ids=["raises", "says too little", "says nothing", "says what is no integer"],
 )
 def test_a_drafter_that_fails_is_named(propose: Callable[[object], object], said: str) -> None:
     drafter = Noting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import ParallelFacts
 from enginery.errors import ConfigError, Unsupported
 from enginery.worker.device import devices_of_ranks, of_one_rank, own_gpus
-from enginery.worker.ranks.gloo import Standing
+from enginery.worker.ranks.gloo import LostRank, Standing
 from enginery.worker.ranks.nccl import DeviceGroup
 
 GPU = DeviceFacts(kind="cuda", name="a GPU", available_bytes=1000, num_threads=1)
@@ -81,3 +82,24 @@ def test_a_torch_without_nccl_is_named() -> None:
     store = torch.distributed.HashStore()
     with pytest.raises(Unsupported, match=r"torch .* is built without NCCL"):
         DeviceGroup(store, "all", rank=0, size=1, standing=Standing(), device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("own", [{}, {"NCCL_NVLS_ENABLE": "1"}], ids=["usual", "asked for"])
+def test_nccl_is_started_without_multicast_unless_that_is_asked_for(own: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_GRAPH_REGISTER": "0"}
+    monkeypatch.setattr(os, "environ", own.copy())
+    found = dict[str, str]()
+
+    class Nccl:
+        class Options:
+            _timeout = None
+
+        def __init__(self, *given: object) -> None:
+            found.update(os.environ)
+            raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    with pytest.raises(LostRank, match="the ranks of all did not meet on their GPUs: nobody came"):
+        DeviceGroup(torch.distributed.HashStore(), "all", rank=0, size=1, standing=Standing(), device=torch.device("cuda", 0))
+    assert {name: found[name] for name in usual} == usual | own

@@ -126,8 +126,9 @@ async def readiness(service: Service) -> Response:
 
 
 def _apart(service: Service) -> dict[str, object]:
-    """The states of several replicas."""
-    return {"replicas": [replica.state for replica in every]} if len(every := service.engine.replicas) > 1 else {}
+    """The state of each replica; nothing where there is one, whose state is told anyway."""
+    replicas = service.engine.replicas
+    return {"replicas": [replica.state for replica in replicas]} if len(replicas) > 1 else {}
 
 
 def administration(service: Service, keys: Keys) -> APIRouter:

@@ -45,8 +45,7 @@ async def count_input_tokens(service: Service, http: Request) -> Response:
     asked = await read_request(http, InputTokensRequest)
     with naming_fields(NAMES):
         prompt = await prompt_of(service.model(), asked.as_chat())
-    reply = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
-    return json_answer(reply)
+    return json_answer({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 
 def _status(finish_reason: str | None) -> str:

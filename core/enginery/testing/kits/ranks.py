@@ -88,7 +88,7 @@ class ThreadCollectives:
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, of_all_lanes: bool = False
     ) -> torch.Tensor:
         """The sum, then the operation. Raises `BrokenRule` if what was sent on early is not what is to be summed."""
-        if self.sent and self.sent[0] is partial and not torch.equal(*self.sent):
+        if self.sent and self.sent[0] is partial and not torch.allclose(partial, self.sent[1], rtol=0, atol=0, equal_nan=True):
             raise BrokenRule("the result of a product that is summed early was changed before it was summed")
         total = self.own_rows_sum(partial) if of_all_lanes else self.sum(partial)
         return self.ops.add_rms_norm(total, residual, weight, eps)

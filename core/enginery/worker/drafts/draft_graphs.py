@@ -195,7 +195,8 @@ class DraftGraphs:
             last = found.batches[-1]
             assert last.plan is not None, "what is captured is planned"
             assert last.kv_lens is not None, "lengths are true on the device alone"
-            self._relay.refresh(last.plan, one_each(padded, OneStep(last.positions, last.pages.slots, last.kv_lens), lengths=None))
+            one = OneStep(last.positions, last.pages.slots, last.kv_lens)
+            self._relay.refresh(last.plan, one_each(padded, one, knows_lengths=False))
         found.graph.replay()
         return found.guesses
 
@@ -209,7 +210,7 @@ class DraftGraphs:
         count = num_verified(num_steps + model.takes_features, self._siblings)
         guesses = torch.zeros(size, count, dtype=torch.int64, device=device)
         steps = OneStep.of(num_steps, size, device)
-        unplanned = [one_each(ahead, one, lengths=None) for one in map(OneStep, *steps)]
+        unplanned = [one_each(ahead, one, knows_lengths=False) for one in map(OneStep, *steps)]
         batches = self._relay.plan_steps(unplanned, capture=True) if unplanned else []
         assert len(batches) == num_steps, "a backend that knows lengths of the device plans all steps"
         draws = None if kind is None else CapturedDraws(kind, size, ops=self._ops, device=device, siblings=self._siblings)

@@ -208,8 +208,7 @@ class DraftModel:
         """Of each of `count` steps, planned."""
         steps = OneStep.of(count, len(at), at.device)
         self.place(steps, at, window, right)
-        each = map(OneStep, *steps)
-        batches = [one_each(ahead, one, lengths=one.kv_lens if self.knows_lengths else None) for one in each]
+        batches = [one_each(ahead, one, knows_lengths=self.knows_lengths) for one in map(OneStep, *steps)]
         return self.relay.plan_steps(batches)
 
     def steps(
@@ -282,15 +281,10 @@ class DraftModel:
         longest = torch.from_numpy((ahead.at + most_right).astype(np.int32))
         table = torch.from_numpy(tables.full.of(ahead.seats, (int(longest.max()) - 1) // tables.page_size + 1))
         slots = torch.full_like(positions, tables.full.scratch_page * tables.page_size)
-        view, lengths, places = (
-            View(slots=slots, page_table_cpu=table),
-            positions.int(),
-            positions.clamp(max=self._max_positions - 1),
-        )
-        if self.knows_lengths:
-            return self.relay.plan(_one_row_each(ahead.seats, ids.clone(), places, lengths, view))
-        there = renewed(_one_row_each(ahead.seats, ids.clone(), places, longest, view), kv_lens=lengths)
-        return self.relay.plan_steps([there])[0]
+        one = OneStep(positions.clamp(max=self._max_positions - 1), slots, positions.int())
+        there = one_each(ahead._replace(table=table, longest=longest), one, knows_lengths=self.knows_lengths)
+        there.input_ids.copy_(ids)
+        return self.relay.plan(there) if self.knows_lengths else self.relay.plan_steps([there])[0]
 
     def _read(
         self, there: ForwardBatch, features: torch.Tensor, *, first: torch.Tensor, most: int, draws: GuessDraws
@@ -320,27 +314,19 @@ def _pages_of(seats: np.ndarray, tables: PageTables, num_columns: int, *, most: 
     return np.where(behind < 0, held, own).astype(np.int32)
 
 
-def one_each(ahead: Ahead, one: OneStep, *, lengths: torch.Tensor | None) -> ForwardBatch:
-    """A row of each request, with ids of its own. lengths: [S] int32, host; None: the device alone knows them."""
-    view = View(slots=one.slots, page_table_cpu=ahead.table)
-    ids = torch.zeros_like(one.positions)
-    if lengths is not None:
-        return _one_row_each(ahead.seats, ids, one.positions, lengths, view)
-    return renewed(_one_row_each(ahead.seats, ids, one.positions, ahead.longest, view), kv_lens=one.kv_lens)
-
-
-def _one_row_each(seats: np.ndarray, ids: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor, view: View) -> ForwardBatch:
-    """A row of each request: [S] each."""
-    ones = torch.ones(len(seats), dtype=torch.int32)
+def one_each(ahead: Ahead, one: OneStep, *, knows_lengths: bool) -> ForwardBatch:
+    """A row of each request, with ids of its own: zeros. knows_lengths: whether `one` is where the host can read it."""
+    ones = torch.ones(len(ahead.seats), dtype=torch.int32)
     return ForwardBatch(
         phase=Phase.DECODE,
-        input_ids=ids,
-        positions=positions,
+        input_ids=torch.zeros_like(one.positions),
+        positions=one.positions,
         q_lens_cpu=ones,
-        kv_lens_cpu=kv_lens,
+        kv_lens_cpu=one.kv_lens if knows_lengths else ahead.longest,
         num_logits_cpu=ones,
-        seats_cpu=torch.from_numpy(seats),
-        views={FULL: view},
+        seats_cpu=torch.from_numpy(ahead.seats),
+        views={FULL: View(slots=one.slots, page_table_cpu=ahead.table)},
+        kv_lens=None if knows_lengths else one.kv_lens,
     )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from enginery.worker.runner import Captured
 log = logging.getLogger(__name__)
 
 _Used = list[Offer[OpSpec] | Offer[AttnBackendSpec]]  # all that may be called in a step
+_SizeT = TypeVar("_SizeT")
 Phases = Callable[[Literal["graphs", "pieces"]], AbstractContextManager[None]]  # says and measures what its context holds
 
 
@@ -83,8 +84,13 @@ def _capture_on_devices(
 def _prepare(graphs: DecodeGraphs, drafts: DraftGraphs | None, choice: Choice) -> None:
     while drafts is not None and drafts.prepare(graphs, lambda _: choice.draft_length):
         pass
-    for key in reversed(graphs.waiting()) if choice.parallel.num_ranks > 1 else ():  # the smallest last: it fits into theirs
+    for key in _at_start(graphs.waiting(), choice):
         graphs.capture(key)
+
+
+def _at_start(waiting: Sequence[_SizeT], choice: Choice) -> Sequence[_SizeT]:
+    """Those that are captured here: on ranks all, the smallest last, as it fits into the memory of the others."""
+    return waiting[::-1] if choice.parallel.num_ranks > 1 else ()
 
 
 def _why_not_recorded(choice: Choice, parts: StepParts, used: _Used, *, guesses: bool) -> str | None:
@@ -154,6 +160,6 @@ def _piecewise_graphs(choice: Choice, parts: StepParts, capture: CudaCapture) ->
     shape = (choice.settings.max_piece_tokens, choice.facts.hidden_size)
     hidden = torch.empty(shape, dtype=choice.dtype, device=choice.device)
     pieces = PiecewiseGraphs(parts, hidden, capture=CudaPiecewiseCapture(capture))
-    for size in reversed(pieces.waiting) if choice.parallel.num_ranks > 1 else ():
+    for size in _at_start(pieces.waiting, choice):
         pieces.capture(size)
     return pieces

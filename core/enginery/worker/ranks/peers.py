@@ -92,7 +92,7 @@ def bind_peer_ops(ops: Sequence[Offer[OpSpec]], peers: Peers, standing: Standing
     if not peers.are_in_reach():
         log.warning("sums of ranks are NCCL's: the GPUs do not reach each other's memory; engine doctor says which")
         return None
-    memory = peers.memory(spec.num_bytes + spec.more_of_two * (peers.parallel.tensor_size == 2))
+    memory = peers.memory(spec.bytes_of_each(peers.parallel.tensor_size))
     with inside(offer, "bind peer_ops"):
         bound = spec.bind(memory)
     standing.on_sever(bound.end)

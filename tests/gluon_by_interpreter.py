@@ -87,5 +87,5 @@ def interpreted(patch: pytest.MonkeyPatch, path: Path, *, num_warps: int, **repl
     spec.loader.exec_module(module)
     nothing = SimpleNamespace(async_copy_global_to_shared=copied, commit_group=lambda: None, wait_group=lambda _: None)
     for name, value in {"gl": Language(num_warps), "mma_v2": multiplied, "async_copy": nothing, **replaced}.items():
-        patch.setattr(module, name, value, raising=name != "async_copy")  # which not every module uses
+        patch.setattr(module, name, value, raising=name not in ("mma_v2", "async_copy"))  # which not every module uses
     return module

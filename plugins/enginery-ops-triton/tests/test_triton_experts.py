@@ -68,7 +68,7 @@ def test_routing_equals_the_reference(name: str, corrected: bool, num_tokens: in
     torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("script", ["hopper_routers.py", "hopper_rows.py"])
+@pytest.mark.parametrize("script", ["hopper_routers.py", "hopper_rows.py", "hopper_stream_k.py"])
 def test_kernels_compile_for_hopper_without_a_gpu(script: str) -> None:
     """In a process of its own, where triton is imported for the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

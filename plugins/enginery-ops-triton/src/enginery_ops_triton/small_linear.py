@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Final
 
@@ -15,6 +16,7 @@ from enginery.nn import reference_ops
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear
 from enginery_ops_triton.kernels.launch import next_power_of_2
+from enginery_ops_triton.stream_k import bind_stream_k, serves
 
 MATVEC_ROWS: Final = 1
 DIRECT_ROWS: Final = 8
@@ -133,7 +135,7 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         return Product(weight, bias, {})
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or (bias is not None and bias.dtype != weight.dtype):
         return Product(weight, bias, {})
-    by_rows: dict[int, Matvec | DirectRows | FewRows] = {  # the most rows of each
+    by_rows: dict[int, LinearFn] = {  # the most rows of each
         MATVEC_ROWS: Matvec(weight, bias, matvec_shape(columns), dependent_launch=dependent_launch)
     }
     multiprocessors, is_short = _multiprocessors(weight.device), weight.dtype is not torch.float32
@@ -141,9 +143,16 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         for most in (MATVEC_ROWS, DIRECT_ROWS):
             if direct := direct_shape(outputs, columns, most, multiprocessors=multiprocessors):
                 by_rows[most] = DirectRows(weight, bias, direct, kernels=kernels, dependent_launch=True)
-    for most in (FEW_ROWS, 32, MOST_ROWS) if is_short else ():
-        if shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
+    in_shares = bind_stream_k(weight, bias, multiprocessors=multiprocessors) if is_short and dependent_launch else None
+    for most in (DIRECT_ROWS, FEW_ROWS, 32, MOST_ROWS) if is_short else ():
+        if most in by_rows:
+            continue
+        if in_shares and serves(outputs, columns, most, programs=in_shares.programs):
+            by_rows[most] = in_shares
+        elif shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
+        else:
+            by_rows[most] = partial(F.linear, weight=weight, bias=bias)
     return Product(weight, bias, by_rows)
 
 
@@ -168,11 +177,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class Product:
-    """By the kernel that is for so many rows, or by torch."""
+    """By what is for so many rows, or by torch."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, by_rows: Mapping[int, Matvec | DirectRows | FewRows]
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, by_rows: Mapping[int, LinearFn]) -> None:
         """by_rows: by the most rows of each, in order."""
         self.weight, self.bias, self.by_rows, self.most_rows = weight, bias, by_rows, max(by_rows, default=0)
 

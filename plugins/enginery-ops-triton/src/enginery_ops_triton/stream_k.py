@@ -1,0 +1,91 @@
+"""Linear layers for up to 64 rows on Hopper, whose weights all programs share evenly."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from enginery_ops_triton.gluon_kernels import gluon_kernels
+from enginery_ops_triton.kernels.launch import next_power_of_2
+
+BLOCK_N, BLOCK_K = 64, 128
+FEWEST_ROWS, MOST_ROWS = 16, 64
+LEAST_NUMBERS: Final = 1 << 24
+"""Weights of fewer are read by so many programs only if their tiles come out even."""
+SHARED_BYTES, REGISTERS = 160 << 10, 128
+"""Of a program's ring of units, and of a thread: with more, the kernels behind it find no room to start early."""
+
+
+def num_stages(rows: int) -> int:
+    """Units of a ring, with so many rows of x."""
+    return SHARED_BYTES // ((BLOCK_N + rows) * BLOCK_K * 2)
+
+
+def num_programs(multiprocessors: int) -> int:
+    """One on each of nearly all: of 132 multiprocessors, 128 read faster, and most weights come out even."""
+    return multiprocessors // 16 * 16 or multiprocessors
+
+
+def serves(outputs: int, columns: int, rows: int, *, programs: int) -> bool:
+    """Whether this is faster than others for up to so many rows, from docs/benchmarks/kernels-stream-k.json.
+
+    For up to 8 rows it is not: it fills a multiprocessor's shared memory, where direct products leave room for each other.
+    """
+    tiles = -(-outputs // BLOCK_N)
+    is_even = tiles % programs == 0 or programs % (tiles % programs) == 0  # programs share no tile, or each a part of one alone
+    if columns % 8 or columns < 2048 or not FEWEST_ROWS <= rows <= MOST_ROWS:
+        return False
+    if rows > 32:
+        return is_even and outputs * columns >= 2 * LEAST_NUMBERS
+    return outputs * columns >= LEAST_NUMBERS or (is_even and tiles * 4 >= programs)
+
+
+def bind_stream_k(weight: torch.Tensor, bias: torch.Tensor | None, *, multiprocessors: int) -> StreamK | None:
+    """None: it is not faster, or cannot be: on other devices than Hopper's, and with other versions of Triton."""
+    programs = num_programs(multiprocessors)
+    if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
+        return None
+    if weight.stride(0) % 8 or weight.data_ptr() % 16 or not serves(*weight.shape, FEWEST_ROWS, programs=programs):
+        return None
+    kernels = gluon_kernels("linear_stream_k")
+    return StreamK(weight, bias, kernels=kernels, programs=programs) if kernels else None
+
+
+class StreamK:
+    """For up to 64 rows, in bfloat16 or float16. Owns the counters of its tiles, so one stream may run it at a time."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, kernels: ModuleType, programs: int) -> None:
+        """weight [out, in]: at a multiple of 16 bytes, as its rows are. kernels: `kernels.linear_stream_k`."""
+        self.weight, self.bias, self.kernels, self.programs = weight, bias, kernels, programs
+        self.blocks = kernels.blocks_of(weight, BLOCK_N, BLOCK_K)
+        self.arrived = torch.zeros(-(-weight.shape[0] // BLOCK_N), dtype=torch.int32, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]. By torch where x does not begin, or its rows are not apart by, multiples of 16 bytes."""
+        if x.stride(0) % 8 or x.data_ptr() % 16:
+            return F.linear(x, self.weight, self.bias)
+        outputs, columns = self.weight.shape
+        rows = max(FEWEST_ROWS, next_power_of_2(x.shape[0]))
+        out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+        partial = torch.empty((self.programs, 2, rows, BLOCK_N), dtype=torch.float32, device=x.device)
+        self.kernels.linear_stream_k[(self.programs,)](
+            self.kernels.blocks_of(x, rows, BLOCK_K),
+            self.blocks,
+            self.weight if self.bias is None else self.bias,
+            out,
+            partial,
+            self.arrived,
+            x.shape[0],
+            outputs,
+            columns,
+            STAGES=num_stages(rows),
+            BIAS=self.bias is not None,
+            CHAINED=True,
+            num_warps=4,
+            maxnreg=REGISTERS,
+            launch_pdl=True,
+        )
+        return out

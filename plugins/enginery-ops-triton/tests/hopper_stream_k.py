@@ -1,0 +1,37 @@
+"""Compiles products whose weights all programs share evenly for compute capability 9.0, without a GPU: Gluon's own compiler."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
+import compile_only
+import torch
+
+from enginery_ops_triton.kernels import linear_stream_k
+from enginery_ops_triton.stream_k import REGISTERS, SHARED_BYTES, StreamK
+
+ALIGNMENT_BYTES = 4096  # barriers, and where a ring begins
+
+
+def main() -> None:
+    compile_only.install()
+    for dtype in (torch.bfloat16, torch.float16):
+        for biased in (False, True):
+            weight = torch.zeros(2880, 2880, dtype=dtype)
+            product = StreamK(weight, weight[0] if biased else None, kernels=linear_stream_k, programs=128)
+            for rows in (1, 32, 64):
+                product(torch.zeros(rows, 2880, dtype=dtype))
+    ((made, *_),) = linear_stream_k.linear_stream_k.device_caches.values()
+    assert len(made) == 12
+    for each in made.values():
+        assert each.metadata.shared <= SHARED_BYTES + ALIGNMENT_BYTES
+        assert f".maxnreg {REGISTERS}" in each.asm["ptx"]
+        assert "LDL" not in each.asm["sass"], "sums are in registers"
+        copies = ["cp.async.bulk" in part for part in each.asm["ptx"].split("griddepcontrol.wait")]
+        assert sum(copies) == 2, "weights are on their way before x is waited for"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Products whose weights all programs share evenly: what they compute, and which weights they serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gluon_by_interpreter import interpreted
+from rings_by_interpreter import stand_ins
+
+from enginery_ops_triton.gluon_kernels import gluon_kernels
+from enginery_ops_triton.kernels import linear_stream_k
+from enginery_ops_triton.kernels.precision import INTERPRETED
+from enginery_ops_triton.stream_k import BLOCK_K, BLOCK_N, StreamK, num_programs, serves
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def assert_equals_float64(product: StreamK, rows: int) -> None:
+    """x is a part of wider rows, which hold what is no number beside it. Twice: what the first left is as it was."""
+    weight = product.weight
+    columns = weight.shape[1]
+    wider = torch.full((rows, columns + 32), float("nan"), dtype=weight.dtype, device=weight.device)
+    wider[:, 16:-16] = torch.randn(rows, columns)
+    x = wider[:, 16:-16]
+    expected = x.double() @ weight.double().T + (0 if product.bias is None else product.bias.double())
+    actual = product(x)
+    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[weight.dtype], rtol=TOLERANCE[weight.dtype])
+    assert torch.equal(product(x), actual)
+    assert not product.arrived.any()
+
+
+@pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns", "biased", "programs"),
+    [
+        (2, 4 * BLOCK_N, 3 * BLOCK_K, False, 2),  # two tiles each, none shared
+        (16, 2 * BLOCK_N, 4 * BLOCK_K, True, 4),  # each tile by two programs
+        (5, 5 * BLOCK_N, 2 * BLOCK_K, False, 2),  # one tile shared, and then two each
+        (33, 3 * BLOCK_N - 8, 5 * BLOCK_K + 8, True, 4),  # shares of 4, 5, 4 and 5 units; the last tile and unit not whole
+        (3, BLOCK_N, 2 * BLOCK_K, True, 5),  # programs without a unit
+        (1, BLOCK_N, 24 * BLOCK_K, False, 1),  # rings go round
+    ],
+)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_is_computed_equals_float64(
+    rows: int, outputs: int, columns: int, biased: bool, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for copies and barriers: see rings_by_interpreter.py."""
+    torch.manual_seed(rows)
+    kernels = interpreted(monkeypatch, Path(str(linear_stream_k.__file__)), num_warps=4, **stand_ins(4))
+    weight = (torch.randn(outputs, columns) * columns**-0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    assert_equals_float64(StreamK(weight, bias, kernels=kernels, programs=programs), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("outputs", "columns", "biased"),
+    [(4096, 4096, False), (6144, 4096, True), (2880, 2880, True), (28672, 1032, False), (1000, 8192, True), (72, 14336, False)],
+)
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 64])
+def test_products_equal_float64(rows: int, outputs: int, columns: int, biased: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    kernels = gluon_kernels("linear_stream_k")
+    assert kernels is not None
+    weight = (torch.randn(outputs, columns, device="cuda") * columns**-0.5).to(dtype)
+    bias = torch.randn(outputs, device="cuda").to(dtype) if biased else None
+    assert_equals_float64(StreamK(weight, bias, kernels=kernels, programs=num_programs(132)), rows)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "rows", "expected"),
+    [
+        (4096, 4096, 32, True),
+        (6144, 4096, 32, True),
+        (6144, 4096, 64, False),  # 96 tiles: of 128 programs some share two tiles
+        (28672, 4096, 64, True),
+        (28672, 4096, 65, False),
+        (28672, 4096, 8, False),  # direct products are faster, and others beside them
+        (4096, 4096, 64, False),
+        (2048, 4096, 32, True),  # few weights, but four programs have a tile each
+        (3072, 4096, 32, False),
+        (1024, 2048, 16, False),  # eight programs would add up a tile
+        (6144, 1024, 16, False),
+        (4096, 4100, 16, False),  # rows that are apart by no multiple of 16 bytes
+    ],
+)
+def test_weights_that_are_served(outputs: int, columns: int, rows: int, expected: bool) -> None:
+    assert serves(outputs, columns, rows, programs=128) is expected
+
+
+def test_nearly_all_multiprocessors_have_a_program() -> None:
+    assert [num_programs(each) for each in (132, 114, 78, 14)] == [128, 112, 64, 14]

@@ -45,10 +45,11 @@ def serves(outputs: int, columns: int, rows: int, *, programs: int) -> bool:
 
 def bind_stream_k(weight: torch.Tensor, bias: torch.Tensor | None, *, multiprocessors: int) -> StreamK | None:
     """None: it is not faster, or cannot be: on other devices than Hopper's, and with other versions of Triton."""
+    outputs, columns = weight.shape
     programs = num_programs(multiprocessors)
     if weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return None
-    if weight.stride(0) % 8 or weight.data_ptr() % 16 or not serves(*weight.shape, FEWEST_ROWS, programs=programs):
+    if weight.stride(0) % 8 or weight.data_ptr() % 16 or not serves(outputs, columns, FEWEST_ROWS, programs=programs):
         return None
     kernels = gluon_kernels("linear_stream_k")
     return StreamK(weight, bias, kernels=kernels, programs=programs) if kernels else None

@@ -1,7 +1,8 @@
 """What kernels in Gluon use of Hopper's memory copies and barriers, for `gluon_by_interpreter`: a ring between two groups of warps.
 
-The groups are threads here, of which one runs until it must wait at a barrier. Barriers count arrivals, expected bytes and phases
-as the hardware does, so a kernel that waits for the wrong phase, or overwrites what is still read, ends wrong or not at all.
+The groups are threads here, of which one runs until it must wait at a barrier, or lets another go on by `arrive`. Barriers count
+arrivals, expected bytes and phases as the hardware does. So a kernel that waits for the wrong phase, or gives up a slot that it
+still reads, ends wrong or not at all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from gluon_by_interpreter import Language, as_float32, multiplied
 
 PATIENCE_S = 30
 TURN = threading.Condition()
+WAITING: list[Callable[[], bool]] = []
+"""Of each group at a barrier, whether it may go on."""
 
 
 def as_number(value: Any) -> int:
@@ -80,14 +83,23 @@ class Barriers:
 
     def expect(self, barrier: Barrier, num_bytes: int) -> None:
         barrier.bytes += num_bytes
-        self.arrive(barrier, count=1)
+        barrier.arrived += 1  # the bytes are not there yet
 
     def arrive(self, barrier: Barrier, count: int) -> None:
         barrier.arrived += count
         barrier.step()
+        TURN.wait_for(lambda: not any(may_go_on() for may_go_on in WAITING))
 
     def wait(self, barrier: Barrier, phase: int) -> None:
-        assert TURN.wait_for(lambda: barrier.phase != phase, PATIENCE_S), "nobody arrives"
+        def is_over() -> bool:
+            return barrier.phase != phase
+
+        WAITING.append(is_over)
+        TURN.notify_all()
+        try:
+            assert TURN.wait_for(is_over, PATIENCE_S), "nobody arrives"
+        finally:
+            WAITING.remove(is_over)
 
 
 def copied(blocks: Blocks, at: Sequence[Any], barrier: Barrier, into: Slot) -> None:
@@ -112,6 +124,7 @@ class HopperLanguage(Language):
                     function(*args)
                 except BaseException as error:
                     failed.append(error)
+                TURN.notify_all()
 
         threads = [threading.Thread(target=run, args=group) for group in groups]
         for each in threads:

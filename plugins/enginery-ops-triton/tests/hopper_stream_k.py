@@ -29,8 +29,10 @@ def main() -> None:
         assert each.metadata.shared <= SHARED_BYTES + ALIGNMENT_BYTES
         assert f".maxnreg {REGISTERS}" in each.asm["ptx"]
         assert "LDL" not in each.asm["sass"], "sums are in registers"
-        copies = ["cp.async.bulk" in part for part in each.asm["ptx"].split("griddepcontrol.wait")]
-        assert sum(copies) == 2, "weights are on their way before x is waited for"
+        first, *others = each.asm["ptx"].split("griddepcontrol.wait")  # of those who multiply, and then of the warp that copies
+        assert "st.global" not in first, "nothing is written before earlier kernels have ended"
+        copies = [part.count("cp.async.bulk.tensor") for part in others]
+        assert copies == [2, 2 + 4, 0], "a unit of W, in two copies, is on its way before x is waited for, and none of x"
 
 
 if __name__ == "__main__":

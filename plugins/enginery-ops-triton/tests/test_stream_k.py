@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from cuda_simulated import simulated
 from gluon_by_interpreter import interpreted
 from rings_by_interpreter import stand_ins
 
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_stream_k
 from enginery_ops_triton.kernels.precision import INTERPRETED
-from enginery_ops_triton.stream_k import BLOCK_K, BLOCK_N, StreamK, num_programs, serves
+from enginery_ops_triton.small_linear import DirectRows, FewRows, Matvec, Product, bind_small_linear
+from enginery_ops_triton.stream_k import BLOCK_K, BLOCK_N, StreamK, bind_stream_k, num_programs, serves
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -39,6 +45,7 @@ def assert_equals_float64(product: StreamK, rows: int) -> None:
         (16, 2 * BLOCK_N, 4 * BLOCK_K, True, 4),  # each tile by two programs
         (5, 5 * BLOCK_N, 2 * BLOCK_K, False, 2),  # one tile shared, and then two each
         (33, 3 * BLOCK_N - 8, 5 * BLOCK_K + 8, True, 4),  # shares of 4, 5, 4 and 5 units; the last tile and unit not whole
+        (4, 2 * BLOCK_N, 4 * BLOCK_K, True, 5),  # shares of 1, 2, 1, 2 and 2: three programs have the first tile, two the other
         (3, BLOCK_N, 2 * BLOCK_K, True, 5),  # programs without a unit
         (1, BLOCK_N, 24 * BLOCK_K, False, 1),  # rings go round
     ],
@@ -53,6 +60,13 @@ def test_what_is_computed_equals_float64(
     weight = (torch.randn(outputs, columns) * columns**-0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     assert_equals_float64(StreamK(weight, bias, kernels=kernels, programs=programs), rows)
+
+
+@pytest.mark.parametrize(("first", "stride"), [(1, 2 * BLOCK_K), (0, BLOCK_K + 4)], ids=["beginning", "rows"])
+def test_of_x_at_no_multiple_of_16_bytes_torch_makes_the_product(first: int, stride: int) -> None:
+    weight, x = torch.randn(BLOCK_N, BLOCK_K).bfloat16(), torch.randn(3, stride).bfloat16()[:, first : first + BLOCK_K]
+    product = StreamK(weight, None, kernels=SimpleNamespace(blocks_of=lambda *_: None), programs=1)
+    assert torch.equal(product(x), F.linear(x, weight))
 
 
 @pytest.mark.gpu
@@ -90,6 +104,49 @@ def test_products_equal_float64(rows: int, outputs: int, columns: int, biased: b
 )
 def test_weights_that_are_served(outputs: int, columns: int, rows: int, expected: bool) -> None:
     assert serves(outputs, columns, rows, programs=128) is expected
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A simulated device of 132 multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    with simulated():
+        yield
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("outputs", "columns", "dtype", "expected"),
+    [
+        (4096, 4096, torch.bfloat16, [DirectRows, DirectRows, StreamK, StreamK, FewRows]),
+        (28672, 4096, torch.float16, [Matvec, partial, StreamK, StreamK, StreamK]),
+        (2880, 4096, torch.bfloat16, [DirectRows, DirectRows, FewRows, FewRows, partial]),
+        (4096, 4096, torch.float32, [Matvec]),
+    ],
+)
+def test_a_weight_is_bound_to_what_is_fastest_for_each_number_of_rows(
+    outputs: int, columns: int, dtype: torch.dtype, expected: list[type]
+) -> None:
+    product = bind_small_linear(torch.empty(outputs, columns, dtype=dtype, device="cuda"), None, dependent_launch=True)
+    assert isinstance(product, Product)
+    assert {most: type(bound) for most, bound in product.by_rows.items()} == dict(zip((1, 8, 16, 32, 64), expected, strict=False))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("first", "stride", "served"), [(0, 4096, True), (8, 4104, True), (4, 4104, False), (0, 4100, False)], ids=str
+)
+def test_weights_whose_rows_are_at_no_multiple_of_16_bytes_are_not_served(first: int, stride: int, served: bool) -> None:
+    weight = torch.empty(4096, stride, dtype=torch.bfloat16, device="cuda")[:, first : first + 4096]
+    assert (bind_stream_k(weight, None, multiprocessors=132) is not None) is served
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_other_devices_than_hopper_s_are_not_served(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    assert bind_stream_k(weight, None, multiprocessors=132) is None
 
 
 def test_nearly_all_multiprocessors_have_a_program() -> None:

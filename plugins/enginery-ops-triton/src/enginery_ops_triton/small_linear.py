@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Final
 
@@ -152,7 +152,7 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
         elif shape := few_rows_shape(outputs, columns, most, multiprocessors=multiprocessors):
             by_rows[most] = FewRows(weight, bias, shape, dependent_launch=dependent_launch)
         else:
-            by_rows[most] = partial(F.linear, weight=weight, bias=bias)
+            by_rows[most] = functools.partial(F.linear, weight=weight, bias=bias)
     return Product(weight, bias, by_rows)
 
 
@@ -177,7 +177,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class Product:
-    """By what is for so many rows, or by torch."""
+    """By what is bound for so many rows, or by torch."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, by_rows: Mapping[int, LinearFn]) -> None:
         """by_rows: by the most rows of each, in order."""

@@ -137,7 +137,7 @@ def main() -> None:
     sizes = {name: WEIGHTS[f"8B {name}"] for name in ("qkv", "out", "gate_up", "down")}
     layers = [{name: random(*size, scale=size[1] ** -0.5) for name, size in sizes.items()} for _ in range(6)]
     for rows in asked.rows:
-        taken = {"+".join(each) or "none": layer_us(rows, each, layers) for each in (tuple(sizes), (), ("gate_up",), ())}
+        taken = {"+".join(each) or "none": layer_us(rows, each, layers) for each in (tuple(sizes), ("gate_up",), ())}
         print(json.dumps({"layer": "8B", "rows": rows, "us": taken}), flush=True)
 
 

@@ -95,9 +95,9 @@ def test_products_equal_float64(rows: int, outputs: int, columns: int, biased: b
         (28672, 4096, 65, False),
         (28672, 4096, 8, False),  # direct products are faster, and others beside them
         (4096, 4096, 64, False),
-        (2048, 4096, 32, True),  # few weights, but four programs have a tile each
+        (2048, 4096, 32, True),  # few weights, but each tile is four programs' alone
         (3072, 4096, 32, False),
-        (1024, 2048, 16, False),  # eight programs would add up a tile
+        (1024, 2048, 16, False),  # eight programs share each tile, of few weights
         (6144, 1024, 16, False),
         (4096, 4100, 16, False),  # rows that are apart by no multiple of 16 bytes
     ],

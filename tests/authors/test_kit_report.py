@@ -49,7 +49,7 @@ def test_of_failures_of_one_kind_the_first_are_shown_and_the_others_counted(caps
         )
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert shown[:3] == ["[crash] case 0", "[crash] case 1", "[crash] case 2"]
-    assert shown[3:] == ["[crash] builds: 2 failures more, which --json tells", "[NaN] case 9"]
+    assert shown[3:] == ["[crash] builds: and 2 more, which --json has", "[NaN] case 9"]
 
 
 def test_what_is_said_of_several_rules_is_said_once(capsys) -> None:

@@ -24,16 +24,21 @@ from enginery.testing.conformance import RULES, Report, run_conformance
 from enginery.testing.kits.checks import KitCheck, KitReport, run_checks
 from enginery.testing.kits.ops import checks_of_ops
 from enginery.testing.kits.parsers import check_cuts, check_order, check_plain, parsed
-from enginery.testing.rules import BrokenRule
+from enginery.testing.rules import BrokenRule, compare
 from enginery.testing.subject import Subject
 
 CPU = torch.device("cpu")
 
 
-def test_a_crash_is_told_with_the_line_of_the_plugin() -> None:
-    """Not with torch's line, nor the kit's."""
-    row = KitCheck(rule="builds", case="it", run=lambda: torch.no_such_thing).row()
-    assert f"AttributeError at {__file__}:" in row.message
+@pytest.mark.parametrize(
+    ("run", "fault"),
+    [(lambda: torch.no_such_thing, "AttributeError"), (lambda: compare((), (), dtype="no such", what="it"), "KeyError")],
+    ids=["torch", "engine"],
+)
+def test_a_crash_is_told_with_the_line_of_the_plugin(run: Callable[[], object], fault: str) -> None:
+    """Not with the line of torch or the engine that it called."""
+    row = KitCheck(rule="builds", case="it", run=run).row()
+    assert f"{fault} at {__file__}:" in row.message
 
 
 def cases(*texts: str) -> list[dict[str, str]]:

@@ -96,7 +96,7 @@ def _failures(report: KitReport) -> Iterator[tuple[str, str]]:
     for (rule, fault), messages in found.items():
         yield from (("failed", f"[{fault}] {message}") for message in itertools.islice(messages, _SHOWN))
         if len(messages) > _SHOWN:
-            yield "failed", f"[{fault}] {rule}: {len(messages) - _SHOWN} failures more, which --json tells"
+            yield "failed", f"[{fault}] {rule}: and {len(messages) - _SHOWN} more, which --json has"
 
 
 def _totals(report: KitReport) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from rings_by_interpreter import stand_ins
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_stream_k
 from enginery_ops_triton.kernels.precision import INTERPRETED
-from enginery_ops_triton.small_linear import DirectRows, FewRows, Matvec, Product, bind_small_linear
 from enginery_ops_triton.stream_k import BLOCK_K, BLOCK_N, StreamK, bind_stream_k, num_programs, serves
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -107,29 +105,10 @@ def test_weights_that_are_served(outputs: int, columns: int, rows: int, expected
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A simulated device of 132 multiprocessors."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+def hopper() -> Iterator[None]:
+    """A simulated device."""
     with simulated():
         yield
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("outputs", "columns", "dtype", "expected"),
-    [
-        (4096, 4096, torch.bfloat16, [DirectRows, DirectRows, StreamK, StreamK, FewRows]),
-        (28672, 4096, torch.float16, [Matvec, partial, StreamK, StreamK, StreamK]),
-        (2880, 4096, torch.bfloat16, [DirectRows, DirectRows, FewRows, FewRows, partial]),
-        (4096, 4096, torch.float32, [Matvec]),
-    ],
-)
-def test_a_weight_is_bound_to_what_is_fastest_for_each_number_of_rows(
-    outputs: int, columns: int, dtype: torch.dtype, expected: list[type]
-) -> None:
-    product = bind_small_linear(torch.empty(outputs, columns, dtype=dtype, device="cuda"), None, dependent_launch=True)
-    assert isinstance(product, Product)
-    assert {most: type(bound) for most, bound in product.by_rows.items()} == dict(zip((1, 8, 16, 32, 64), expected, strict=False))
 
 
 @pytest.mark.usefixtures("hopper")

@@ -20,11 +20,11 @@ from enginery.errors import Unsupported
 from enginery.nn import reference_ops
 from enginery.plugin.records import Offer
 from enginery.testing.advice import common_cause
-from enginery.testing.conformance import RULES, Report, run_conformance
+from enginery.testing.conformance import RULES, Check, Report, run_conformance
 from enginery.testing.kits.checks import KitCheck, KitReport, run_checks
 from enginery.testing.kits.ops import checks_of_ops
 from enginery.testing.kits.parsers import check_cuts, check_order, check_plain, parsed
-from enginery.testing.rules import BrokenRule
+from enginery.testing.rules import BrokenRule, Rule
 from enginery.testing.subject import Subject
 
 CPU = torch.device("cpu")
@@ -34,6 +34,17 @@ def test_a_crash_is_told_with_the_line_of_the_plugin() -> None:
     """Not with torch's line, nor the kit's."""
     row = KitCheck(rule="builds", case="it", run=lambda: torch.no_such_thing).row()
     assert f"AttributeError at {__file__}:" in row.message
+
+
+@pytest.mark.parametrize(("raised", "is_advised"), [(NameError("pln"), False), (RuntimeError("a copy from the device"), True)])
+def test_a_slip_of_its_author_does_not_get_the_advice_of_the_rule(raised: Exception, *, is_advised: bool) -> None:
+    def check(subject: object, case: object) -> None:
+        raise raised
+
+    rule = Rule(name="plans", statement="A plan is pure.", advice="Keep the buffers.", scope=lambda subject: [None], check=check)
+    row = Check(rule=rule, case=None).run(subject=None)
+    assert f"Seen: {type(raised).__name__} at {__file__}:" in row.message
+    assert ("Keep the buffers." in row.message) == is_advised
 
 
 def cases(*texts: str) -> list[dict[str, str]]:

@@ -179,6 +179,16 @@ def test_an_operation_that_is_wrong_for_one_dtype_is_told_by_that() -> None:
     assert advice == "wrong numbers: all 4 failures have dtype bfloat16, 1 of the 8 others"
 
 
+def test_an_operation_that_writes_to_what_it_only_reads_is_told() -> None:
+    def gated_silu(x):
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate, inplace=True) * up
+
+    messages = [row.message for row in tried(gated_silu=gated_silu).rows if row.outcome == "failed"]
+    assert messages
+    assert all("input 0 after the call is off by " in message for message in messages)
+
+
 @pytest.mark.parametrize(
     ("op", "function", "fault"),
     [

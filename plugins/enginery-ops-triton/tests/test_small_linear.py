@@ -8,6 +8,7 @@ import pytest
 import torch
 from gluon_by_interpreter import interpreted
 
+from enginery_ops_triton import small_linear
 from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import linear_few
 from enginery_ops_triton.kernels.precision import INTERPRETED
@@ -70,6 +71,28 @@ def test_direct_products_where_they_are_fastest(
 ) -> None:
     found = direct_shape(outputs, columns, rows, multiprocessors=132)
     assert (None if found is None else (found.block_n, found.num_warps, found.ahead)) == expected
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "expected"),
+    [
+        (28672, 4096, ["Matvec", "partial", "Shares", "Shares", "Shares"]),  # of 2 to 8 rows by torch, not in shares
+        (4096, 4096, ["DirectRows", "DirectRows", "Shares", "Shares", "FewRows"]),
+        (6144, 4096, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
+        (1024, 2048, ["Matvec", "FewRows", "FewRows", "partial", "partial"]),
+    ],
+)
+def test_what_serves_each_number_of_rows_on_hopper(
+    outputs: int, columns: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shares:
+        programs = 128
+
+    monkeypatch.setattr(small_linear, "bind_stream_k", lambda *_, **__: Shares())
+    product = small_linear.bind_small_linear(torch.empty(outputs, columns, dtype=torch.bfloat16), None, dependent_launch=True)
+    assert isinstance(product, small_linear.Product)
+    assert [type(product.by_rows[most]).__name__ for most in (1, 8, 16, 32, 64)] == expected
+    assert list(product.by_rows) == sorted(product.by_rows), "the first that is for so many rows is taken"
 
 
 def assert_direct_equals_float64(product: DirectRows, rows: int, columns: int) -> None:

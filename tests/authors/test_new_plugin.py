@@ -115,3 +115,11 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     write_plugin("policy", "x", tmp_path)
     with pytest.raises(ConfigError, match="is there already"):
         write_plugin("policy", "x", tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("model", "gemma"), ("op", "triton")])
+def test_the_name_of_what_is_installed_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """pip would uninstall that one, and with it what it serves."""
+    with pytest.raises(ConfigError, match=rf"enginery-(model|ops)-{name} 0\.\S+ is installed, .*; take another name, as my-{name}"):
+        write_plugin(kind, name, tmp_path)
+    assert not list(tmp_path.iterdir())

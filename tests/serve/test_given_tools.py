@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from fake_parsers import PARSERS
 from serve.test_tools import TOOLS, user
+
+from enginery.plugin.registry import Registry
+from enginery.serve.api.answer_parsers import Parsers
 
 HISTORY = [
     {"role": "user", "content": "1+1?"},
@@ -124,6 +128,20 @@ def test_tools_need_a_parser_unless_none_may_be_called(shared_server):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
     assert "--tool-parser" in response.json()["error"]["message"]
     assert shared_server("/v1/chat/completions", {**body, "tool_choice": "none"}).status_code == 200
+
+
+def test_who_sends_tools_without_a_parser_is_told_which_there_are(with_server, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["AnyForCausalLM"]}')
+    text = SimpleNamespace(template=SimpleNamespace(source=""), tokenizer=SimpleNamespace(added_tokens=frozenset()))
+    parsers = Parsers.choose(Registry.load(), tmp_path, text, tools="none", reasoning="none")
+
+    async def scenario(live):
+        error = (await live.post("/v1/chat/completions", messages=user("x"), tools=TOOLS)).json()["error"]
+        assert "; there are deepseek-v3, deepseek-v3.1, " in error["message"]
+        assert "hermes" in error["message"]
+        assert "think" not in error["message"], "that one is of reasoning"
+
+    with_server(scenario, parsers=parsers)
 
 
 @pytest.mark.parametrize("parameters", [None, {}])

@@ -37,7 +37,7 @@ class LayerSocket:
 
     def __init__(self, relay: BackendRelay | None) -> None:
         self.relay = relay
-        self.on_capture: Callable[[LayerCall], None] | None = None
+        self.on_capture: Callable[[LayerCall], object] | None = None
         self.on_written: Callable[[LayerCall], None] | None = None
 
     def attend(

@@ -50,6 +50,12 @@ def engine_options(
     return EngineOptions(**found | {name: value for name, value in flags.items() if value is not None})
 
 
+def flags_of_others() -> dict[str, str]:
+    """By a flag of vLLM, SGLang or llama.cpp: what it is here, a flag first, or why there is none."""
+    answers = tomllib.loads(Path(__file__).with_name("other_engines.toml").read_text(encoding="utf-8"))
+    return {flag: answer for answer, flags in answers.items() for flag in flags}
+
+
 def registry_for(asked: EngineOptions) -> Registry:
     """The plugins that what was asked for leaves in, with their options; see `Registry.load`."""
     return Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)

@@ -43,9 +43,11 @@ class KimiDeltaAttention:
         self._take_projections(weights, hidden, whole, rank, dim=dim)
         self.widen = None if rank is None else context.ops.bind_linear(self._widening(weights, whole, rank, dim=dim), None)
         taps, own = (whole, 1, facts.conv_kernel), weights.share(of.value_heads)
-        convs = [weights.take(f"{name}_conv1d.weight", taps, cut=Cut.ROWS, unit=dim).squeeze(1) for name in ("q", "k", "v")]
+        conv = torch.empty(3, len(own) * dim, facts.conv_kernel, dtype=context.dtype, device=context.device)  # of q, k, v
+        for part, name in zip(conv, "qkv", strict=True):
+            part[:] = weights.take(f"{name}_conv1d.weight", taps, cut=Cut.ROWS, unit=dim).squeeze(1)
         recurrent = RecurrentWeights(
-            conv=torch.cat(convs),
+            conv=conv.flatten(0, 1),
             a_log=weights.take("A_log", decay_shape, dtype=torch.float32).flatten()[own.start : own.stop],
             dt_bias=weights.take("dt_bias", (whole,), dtype=torch.float32, cut=Cut.ROWS, unit=dim).view(-1, dim),
         )

@@ -30,12 +30,14 @@ class Inputs:
     dtype: torch.dtype
     device: torch.device
     wide: bool = False
+    _made: list[torch.Tensor] = field(default_factory=list)  # by randn
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(_SEED))
 
     def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Normally distributed numbers in the dtype."""
-        made = (torch.randn(shape, generator=self._generator) * scale).to(self.dtype)
-        return made.to(self.device, torch.float64 if self.wide else self.dtype)
+        drawn = (torch.randn(shape, generator=self._generator) * scale).to(self.dtype)
+        self._made.append(drawn.to(self.device, torch.float64 if self.wide else self.dtype))
+        return self._made[-1]
 
     def rand(self, *shape: int) -> torch.Tensor:
         """Numbers in [0, 1), float32, on the host."""
@@ -336,5 +338,6 @@ def stored_cases(op: str, scheme: Scheme) -> tuple[OpCase, ...]:
 
 
 def results_of(op: OpFn, case: OpCase, *, dtype: torch.dtype, device: torch.device, wide: bool = False) -> Results:
-    """What `op` computes in the case. wide: from the same inputs as float64, for a reference."""
-    return case.call(op, Inputs(dtype=dtype, device=device, wide=wide))
+    """What `op` computes in the case, and its inputs behind it. wide: from the same ones as float64, for a reference."""
+    given = Inputs(dtype=dtype, device=device, wide=wide)
+    return {**case.call(op, given), **{f"input {index} after the call": each for index, each in enumerate(given._made)}}

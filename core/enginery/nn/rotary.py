@@ -49,14 +49,6 @@ def _plain(theta: float | torch.Tensor, dim: int) -> torch.Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
-def _default(rope: RopeShape, num_positions: int) -> Frequencies:
-    return _plain(rope.theta, rope.rotary_dim), 1.0
-
-
-def _linear(rope: RopeShape, num_positions: int) -> Frequencies:
-    return _plain(rope.theta, rope.rotary_dim) / _parameter(rope, "factor"), 1.0
-
-
 def _dynamic(rope: RopeShape, num_positions: int) -> Frequencies:
     factor, dim = _parameter(rope, "factor"), rope.rotary_dim
     length = torch.arange(1, num_positions + 1, dtype=torch.float32).clamp(min=rope.max_positions)
@@ -124,8 +116,8 @@ def _longrope(rope: RopeShape, num_positions: int) -> Frequencies:
 
 
 _METHODS: dict[str, Callable[[RopeShape, int], Frequencies]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda rope, _: (_plain(rope.theta, rope.rotary_dim), 1.0),
+    "linear": lambda rope, _: (_plain(rope.theta, rope.rotary_dim) / _parameter(rope, "factor"), 1.0),
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

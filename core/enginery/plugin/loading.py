@@ -114,7 +114,8 @@ def _collect(plugin: Plugin) -> Plugin:
     try:
         return _checked(plugin)
     except FAULTS as error:  # the plugin's code
-        return plugin.failed(Status.BROKEN, str(error) if isinstance(error, PluginError) else explain(error))
+        why = str(error).removeprefix(f"plugin {plugin.record.name!r} ") if isinstance(error, PluginError) else explain(error)
+        return plugin.failed(Status.BROKEN, why)  # behind its name
 
 
 def _checked(plugin: Plugin) -> Plugin:
@@ -125,7 +126,7 @@ def _checked(plugin: Plugin) -> Plugin:
     offers = [offer for group in HookGroup for offer in _ask(manager, group, plugin.record)]
     problems = [problem for offer in offers for problem in descriptor_problems(offer.group, offer.spec)]
     if problems := problems or _plugin_problems(manager, offers, name):
-        raise PluginError("\n  - ".join([f"{plugin.record} registers what cannot be used:", *problems]))
+        raise PluginError("\n  - ".join(["it registers what cannot be used:", *problems]))
     if refusals := [refusal for offer in offers if (refusal := version_refusal(offer.group, offer.spec))]:
         return plugin.failed(Status.INCOMPATIBLE, "; ".join(refusals))
     record = replace(plugin.record, offers=_shown(offers, manager, name))
@@ -144,7 +145,7 @@ def _ask(manager: StrictPluginManager, group: HookGroup, record: PluginRecord) -
         return []
     for answer in manager.only(record.name, hook)() or [None]:  # pluggy leaves a None out
         if not isinstance(answer, list | tuple):
-            raise PluginError(f"{record}: {hook} returned {answer!r:.100}, but must return a list")
+            raise PluginError(f"{hook} returned {answer!r:.100}, but must return a list")
         for spec in answer:
             name = str(vars(spec).get("name")) if isinstance(spec, GROUPS[group].descriptor) else repr(spec)
             offers.append(

@@ -16,6 +16,7 @@ from enginery.testing.check_trees import TREES
 from enginery.testing.rules import BrokenRule, Rule, SkippedCheck, fault_of, told
 from enginery.testing.subject import Subject
 
+_SLIPS: Final = (AttributeError, ImportError, NameError)  # of its author's, which the advice of no rule mends
 RULES: Final = (hooks, *CLAIMS, *NUMBERS, *TREES, *PLANS)
 Outcome = Literal["passed", "failed", "skipped"]
 _NO_CASE: Final = "nothing that the backend serves calls for it"
@@ -90,11 +91,13 @@ class Check:
         except SkippedCheck as skipped:
             return "skipped", str(skipped), ""
         except BrokenRule as broken:
-            seen, fault = str(broken), broken.fault
-        except Exception as error:  # a backend's code
+            seen, fault = f"{broken}. {self.rule.advice}", broken.fault
+        except _SLIPS as error:
             seen, fault = told(error), fault_of(error)
+        except Exception as error:  # a backend's code
+            seen, fault = f"{told(error)}. {self.rule.advice}", fault_of(error)
         where_said = f" ({self.case})" if self.case else ""
-        return "failed", f"{self.rule.name}: {self.rule.statement}{where_said} Seen: {seen}. {self.rule.advice}", fault
+        return "failed", f"{self.rule.name}: {self.rule.statement}{where_said} Seen: {seen}", fault
 
 
 def checks_of(subject: Subject, *, rules: Sequence[Rule] = RULES) -> list[Check]:

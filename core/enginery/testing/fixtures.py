@@ -111,7 +111,8 @@ def write_tiny_checkpoint(folder: Path, config: Mapping[str, object] = TINY_CONF
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(_alphabet())}, merges=[]))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
@@ -119,10 +120,6 @@ def write_tiny_checkpoint(folder: Path, config: Mapping[str, object] = TINY_CONF
     told = {"chat_template": _TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     return folder
-
-
-def _alphabet() -> list[str]:
-    return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def open_tiny_llm(folder: Path, **options: object) -> LLM:

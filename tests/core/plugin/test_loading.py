@@ -130,6 +130,19 @@ def test_what_is_no_list_of_descriptors_is_refused(site, answer: str) -> None:
     assert status is Status.BROKEN
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        ("return [", "return {}; [", "register_attn_backends returned {}, but must return a list"),
+        ("priority=1", "priority='high'", "it registers what cannot be used:"),
+        ("def register_attn_backends()", "def register_attn_backends(batch)", "does not fit the hooks of EngineHooks:"),
+    ],
+)
+def test_why_a_plugin_is_broken_does_not_name_it_again(site, good: str, bad: str, said: str) -> None:
+    site.install("fa", site.backend("fa").replace(good, bad))
+    assert record_of(load(), "fa").reason.startswith(said)
+
+
 def test_the_same_name_twice_in_one_plugin_is_refused(site) -> None:
     site.install("fa", site.backend("fa").replace("return [", "return 2 * ["))
     assert "attn-backend fa is registered 2 times" in record_of(load(), "fa").reason

@@ -268,8 +268,16 @@ def test_nothing_is_guessed_unless_a_drafter_is_named() -> None:
     assert chosen(drafter="noting") == ("noting", USUAL_DRAFTS)
     assert chosen(drafter="noting", most=2) == ("noting", 2)
     assert chosen(drafter="noting", draft_length="7") == ("noting", 7)
-    with pytest.raises(PluginError, match=r"there is no drafter 'other'\. Known: noting, standalone"):
+    with pytest.raises(PluginError, match=r"there is no drafter 'other'\. Known: auto, noting, off, standalone"):
         chosen(drafter="other")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("mpt", "mtp"), ("aut", "auto")])
+def test_a_slip_in_a_drafters_name_is_told_whatever_the_model_has(name: str, meant: str) -> None:
+    with pytest.raises(PluginError, match=rf"there is no drafter '{name}'; did you mean {meant}\?"):
+        choose_drafter(
+            EngineOptions(drafter=name), Registry.load(), shipped={}, config={"architectures": ["Any"]}, folder=Path("somewhere")
+        )
 
 
 def test_auto_takes_what_comes_with_the_model(tmp_path: Path) -> None:

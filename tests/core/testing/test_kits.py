@@ -20,11 +20,11 @@ from enginery.errors import Unsupported
 from enginery.nn import reference_ops
 from enginery.plugin.records import Offer
 from enginery.testing.advice import common_cause
-from enginery.testing.conformance import RULES, Report, run_conformance
+from enginery.testing.conformance import RULES, Check, Report, run_conformance
 from enginery.testing.kits.checks import KitCheck, KitReport, run_checks
 from enginery.testing.kits.ops import checks_of_ops
 from enginery.testing.kits.parsers import check_cuts, check_order, check_plain, parsed
-from enginery.testing.rules import BrokenRule, compare
+from enginery.testing.rules import BrokenRule, Rule, compare
 from enginery.testing.subject import Subject
 
 CPU = torch.device("cpu")
@@ -39,6 +39,17 @@ def test_a_crash_is_told_with_the_line_of_the_plugin(run: Callable[[], object], 
     """Not with the line of torch or the engine that it called."""
     row = KitCheck(rule="builds", case="it", run=run).row()
     assert f"{fault} at {__file__}:" in row.message
+
+
+@pytest.mark.parametrize(("raised", "is_advised"), [(NameError("pln"), False), (RuntimeError("a copy from the device"), True)])
+def test_a_slip_of_its_author_does_not_get_the_advice_of_the_rule(raised: Exception, *, is_advised: bool) -> None:
+    def check(subject: object, case: object) -> None:
+        raise raised
+
+    rule = Rule(name="plans", statement="A plan is pure.", advice="Keep the buffers.", scope=lambda subject: [None], check=check)
+    row = Check(rule=rule, case=None).run(subject=None)
+    assert f"Seen: {type(raised).__name__} at {__file__}:" in row.message
+    assert ("Keep the buffers." in row.message) == is_advised
 
 
 def cases(*texts: str) -> list[dict[str, str]]:
@@ -171,6 +182,16 @@ def test_an_operation_that_is_wrong_for_one_dtype_is_told_by_that() -> None:
 
     (advice,) = tried(gated_silu=gated_silu).advice()
     assert advice == "wrong numbers: all 4 failures have dtype bfloat16, 1 of the 8 others"
+
+
+def test_an_operation_that_writes_to_what_it_only_reads_is_told() -> None:
+    def gated_silu(x):
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate, inplace=True) * up
+
+    messages = [row.message for row in tried(gated_silu=gated_silu).rows if row.outcome == "failed"]
+    assert messages
+    assert all("input 0 after the call is off by " in message for message in messages)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import keyword
 import re
@@ -137,6 +138,7 @@ def write_plugin(kind: str, name: str, folder: Path) -> Path:
     root = folder / words["distribution"]
     if root.exists():
         raise ConfigError(f"{root} is there already; take another name, or remove it")
+    _refuse_installed(words["distribution"], name)
     package = root / "src" / words["package"]
     targets = {_TEMPLATES / "pyproject.toml.txt": root / "pyproject.toml", _TEMPLATES / "README.md.txt": root / "README.md"}
     for template in sorted((_TEMPLATES / kind).glob("*.txt")):
@@ -152,6 +154,13 @@ def write_plugin(kind: str, name: str, folder: Path) -> Path:
         (package / "checkpoint").mkdir()
         (package / "checkpoint" / "config.json").write_text(json.dumps(dict(TINY_CONFIG), indent=2) + "\n")
     return root
+
+
+def _refuse_installed(distribution: str, name: str) -> None:
+    """Raise `ConfigError` for a distribution that is installed: pip would put the new one in its place."""
+    for installed in importlib.metadata.distributions(name=distribution):
+        advice = f"take another name, as my-{name}, or uninstall it"
+        raise ConfigError(f"{distribution} {installed.version} is installed, and yours would be put in its place; {advice}")
 
 
 def _words(kind: str, name: str) -> dict[str, str]:

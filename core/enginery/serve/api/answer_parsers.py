@@ -36,6 +36,7 @@ class Parsers:
     """The parsers of this server; None where it parses nothing of that kind. decisions: (setting, value, reason)."""
 
     tools: ParserSpec | None = None
+    tool_names: Sequence[str] = ()  # of all that could be asked for
     reasoning: ParserSpec | None = None
     decisions: tuple[tuple[str, str, str], ...] = ()
 
@@ -52,7 +53,8 @@ class Parsers:
         chosen = [choose_parser(*each, facts, offers=offers, records=records) for each in asked.items()]
         found_tools, found_reasoning = (None if offer is None else guarded_parser(offer) for offer in chosen)
         decisions = tuple(_decision(kind, asked[kind], offer) for kind, offer in zip(asked, chosen, strict=True))
-        return cls(tools=found_tools, reasoning=found_reasoning, decisions=decisions)
+        names = sorted(offer.name for offer in offers if offer.spec.kind == "tools")
+        return cls(tools=found_tools, tool_names=names, reasoning=found_reasoning, decisions=decisions)
 
     def __str__(self) -> str:
         return f"tools {self.tools.name if self.tools else 'none'}, reasoning {self.reasoning.name if self.reasoning else 'none'}"

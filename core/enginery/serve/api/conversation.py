@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from enginery.contracts.parsers import ParserSpec, Tool
 from enginery.errors import RequestError
+from enginery.plugin.near import known_names
 from enginery.serve.api.answer_parsers import AnswerFormat
 from enginery.serve.api.choices import ChoiceDelta, Tally, choice_deltas
 from enginery.serve.api.served_model import Job, Prompt, ServedModel
@@ -97,7 +98,8 @@ def _usable_tools(asked: ChatRequest, model: ServedModel) -> Sequence[FunctionTo
     if not tools or choice == "none":
         return ()
     if model.parsers.tools is None:
-        advice = "start the server with --tool-parser NAME, or send tool_choice none"
+        known = known_names(model.parsers.tool_names)
+        advice = f"start the server with --tool-parser NAME, or send tool_choice none; there are {known}"
         raise RequestError(f"no parser of tool calls is known to suit this model; {advice}", param="tools")
     if _is_free(asked) and not writes_tools(asked.chat_template or model.text.template.source):
         why = "the chat template does not write tools, so the model would not know of them"

@@ -130,7 +130,7 @@ def run(build: BuildEngine, within: Within = lambda options, share: options) -> 
     die_with_parent()
     os.dup2(2, 1)  # the parent passes stderr on and never waits to be read; who prints to its stdout might
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the watchdog sends to a loop that is stuck
-    boot = _read_boot()
+    boot = msgspec.msgpack.decode(read_frame(sys.stdin.buffer) or b"", type=messages.Boot)
     logging.basicConfig(stream=sys.stderr, level=boot.log_level, format=f"{_name(boot.share)}: %(message)s")
     threading.Thread(target=_exit_when_stdin_ends, name="parent-watch", daemon=True).start()
     context = zmq.Context()
@@ -178,10 +178,6 @@ def _failure(error: Exception) -> messages.Failed:
     if isinstance(error, EnginError):
         return messages.Failed(message=str(error), exit_code=error.exit_code, is_ours=True)
     return messages.Failed(message="".join(traceback.format_exception_only(error)).strip(), exit_code=1, is_ours=False)
-
-
-def _read_boot() -> messages.Boot:
-    return msgspec.msgpack.decode(read_frame(sys.stdin.buffer) or b"", type=messages.Boot)
 
 
 def _exit_when_stdin_ends() -> None:

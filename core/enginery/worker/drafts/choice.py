@@ -81,12 +81,11 @@ def _named(name: str, every: Mapping[str, Offer[DrafterSpec]], registry: Registr
             what = "a part of the model's own checkpoint" if is_part else "which runs no model"
             raise ConfigError(f"--drafter is {name}, {what}; leave --draft-model out")
         return offer
-    if any(offer.name == name for offer in registry.offers(DrafterSpec)):
-        raise ConfigError(
-            f"--drafter is {name}, which is a part of some models' own checkpoints, and config.json of this one does not say that "
-            "it has one; take another drafter, or leave --drafter out"
-        )
-    raise PluginError(not_found("drafter", name, every, registry.records))
+    names = {"auto", "off", *(offer.name for offer in registry.offers(DrafterSpec))}
+    if name in names:
+        what = "a part of some models' own checkpoints, and config.json of this one does not say that it has one"
+        raise ConfigError(f"--drafter is {name}, {what}; take another drafter, or leave --drafter out")
+    raise PluginError(not_found("drafter", name, names, registry.records))
 
 
 def _suits(offer: Offer[DrafterSpec], config: Mapping[str, object]) -> bool:

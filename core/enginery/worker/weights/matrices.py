@@ -89,7 +89,8 @@ class Matrices:
         if scheme is None:
             if not turned:
                 return plain
-            return replace(plain, made_of=(("", _turned(plain)),), within=(0, 0))
+            in_file = replace(plain, whole=plain.whole[::-1], starts=plain.starts[::-1], shape=plain.shape[::-1])  # [columns, rows]
+            return replace(plain, made_of=(("", in_file),), within=(0, 0))
         parts = self._reader.parts(scheme)
         blocks = [math.lcm(*(part.per_element[axis] or 1 for part in parts)) for axis in (0, 1)]
         starts = tuple(start // block * block for start, block in zip(plain.starts, blocks, strict=True))
@@ -141,11 +142,6 @@ def _stored(part: StoredPart, module: str, whole: Sequence[int], *, starts: Sequ
         dtype=part.dtype,
         fill=_fill(part.dtype, whole[1]) if part.role == "scales" else None,
     )
-
-
-def _turned(matrix: Slice) -> Slice:
-    """The same part where the file has [columns, rows]."""
-    return replace(matrix, whole=matrix.whole[::-1], starts=matrix.starts[::-1], shape=matrix.shape[::-1])
 
 
 def _fill(dtype: str, columns: int) -> float:

@@ -50,7 +50,7 @@ def _half_layer(
         bias=longcat.bias,
         norm_eps=LATENT_NORM_EPS,
     )
-    attention.latent_norm = attention.latent_norm * longcat.latent_scale  # what is scaled is what the norm gives
+    attention.latent_norm = attention.latent_norm.clone().mul_(longcat.latent_scale)  # what is scaled is what the norm gives
     mlp = GatedMLP(context, weights.scope(f"mlps.{half}"), intermediate_size=shape.intermediate_size, bias=False)
     norms = NormNames(attention=f"input_layernorm.{half}", mlp=f"post_attention_layernorm.{half}")
     return DecoderLayer(context, weights, shape=dataclasses.replace(shape, norms=norms), attention=attention, mlp=mlp)

@@ -48,10 +48,14 @@ class SquaredExperts:
         self.router = weights.take("gate.weight", (count, hidden), dtype=torch.float32)
         self.bias = weights.take("gate.e_score_correction_bias", (count,), dtype=torch.float32)
         self.num_experts, self.own = count, (own := weights.own_experts(count))
-        each = [weights.scope(f"experts.{index}") for index in own]
         rows, columns = (Cut.ROWS, Cut.COLUMNS) if len(own) == count else (Cut.NONE, Cut.NONE)
-        self.up = torch.stack([expert.take("up_proj.weight", (inner, width), cut=rows) for expert in each])  # [E, I, L]
-        self.down = torch.stack([expert.take("down_proj.weight", (width, inner), cut=columns) for expert in each])
+        held = len(weights.share(inner)) if len(own) == count else inner  # of an expert's inner size
+        self.up = torch.empty(len(own), held, width, dtype=context.dtype, device=context.device)  # [E, I, L]
+        self.down = torch.empty(len(own), width, held, dtype=context.dtype, device=context.device)
+        for index, up, down in zip(own, self.up, self.down, strict=True):
+            expert = weights.scope(f"experts.{index}")
+            up[:] = expert.take("up_proj.weight", (inner, width), cut=rows)
+            down[:] = expert.take("down_proj.weight", (width, inner), cut=columns)
         self.before, self.behind = (
             weights.linear(LinearShape(names=(name,), rows=(rows,), columns=columns)) if latent else None
             for name, rows, columns in (("fc1_latent_proj", width, hidden), ("fc2_latent_proj", hidden, width))

@@ -33,8 +33,8 @@ def num_programs(multiprocessors: int) -> int:
 def serves(outputs: int, columns: int, rows: int, *, programs: int) -> bool:
     """Whether this is faster than others for up to so many rows, from docs/benchmarks/kernels-stream-k.json.
 
-    For up to 8 rows it is not: it fills a multiprocessor's shared memory, where direct products leave room for each other. Of 28,672
-    outputs and 8,192 columns an H200 reads 1 to 2 % slower by it, an H100 5 to 7 % faster.
+    For up to 8 rows it is not: it fills a multiprocessor's shared memory, where direct products leave room for each other.
+    Of 28,672 outputs and 8,192 columns an H200 reads 1 to 2 % slower by it, an H100 5 to 7 % faster.
     """
     tiles = -(-outputs // BLOCK_N)
     is_even = tiles % programs == 0 or programs % (tiles % programs) == 0  # programs share no tile, or each a part of one alone

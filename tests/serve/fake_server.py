@@ -15,7 +15,10 @@ import fake_parsers
 from enginery.config.schema import EngineOptions
 from enginery.errors import EnginError
 from enginery.plugin.registry import Registry
+from enginery.serve.background_output import in_background
+from enginery.serve.http.logs import dropped
 from enginery.serve.server import ServeSettings, serve
+from enginery.serve.start_display import StartDisplay
 
 if __name__ == "__main__":
     folder, port, *rest = sys.argv[1:]
@@ -26,8 +29,9 @@ if __name__ == "__main__":
     drain_s = float(rest[1]) if rest[1:] else 1.0
     settings = ServeSettings(port=int(port), engine_command=fake_engine.COMMAND, drain_s=drain_s, **more)
     try:
-        bare = Registry.load(no_plugins=True)
-        serve(options, dataclasses.replace(bare, on_offer=(*bare.on_offer, *fake_parsers.OFFERS)), settings)
+        with in_background(dropped(settings.log_format)), StartDisplay() as display:
+            bare = Registry.load(no_plugins=True)
+            serve(options, dataclasses.replace(bare, on_offer=(*bare.on_offer, *fake_parsers.OFFERS)), settings, display)
     except EnginError as error:
         print(f"engine: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,6 +15,8 @@ import pytest
 from running import PATIENCE_S, started
 
 from enginery.serve.background_output import BackgroundWriter
+from enginery.serve.http.listening import bind
+from enginery.serve.server import ServeSettings, _http
 
 LONG = "/" + "x" * 190
 ENOUGH = 500  # lines of it to fill a pipe more than once
@@ -55,6 +58,20 @@ def test_an_output_that_is_closed_or_full_hurts_nobody(closed):
     )
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
     assert subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
+
+
+def test_a_full_disk_does_not_keep_a_server_from_starting(tmp_path):
+    """It comes as far as a model that is not there."""
+    code = 'exec "$0" -m enginery serve --no-plugins --port 0 "$1" >/dev/full'
+    command = ["sh", "-c", code, sys.executable, str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, "is no folder" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_stdout_that_was_closed_before_the_start_breaks_no_log(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with contextlib.closing(bind("127.0.0.1", 0, num_connections=8, refusal=b"")) as listener:
+        _http(lambda scope, receive, send: None, ServeSettings(), listener)
 
 
 def test_what_does_not_fit_is_counted_and_said_where_it_is_missing():

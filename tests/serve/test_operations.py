@@ -365,12 +365,12 @@ def test_a_variable_of_keys_without_a_key_ends_the_start(monkeypatch, capsys, va
     assert (stop.value.code, f"engine: {variable} is set, but has no key" in capsys.readouterr().err) == (2, True)
 
 
-def test_a_blank_variable_hurts_nobody_who_gives_a_key_in_another_way(monkeypatch, capsys):
+def test_a_blank_variable_hurts_nobody_who_gives_a_key_in_another_way(monkeypatch, capfd):
     monkeypatch.setenv("ENGINERY_API_KEY", " ")
     monkeypatch.setattr("enginery.serve.server.serve", lambda options, registry, settings, display: print(settings.api_keys))
     with pytest.raises(SystemExit):
         main(["serve", "--no-plugins", "--port", "0", "--api-key", "hunter2"])
-    assert capsys.readouterr().out.splitlines()[-1] == "('hunter2',)"
+    assert capfd.readouterr().out.splitlines()[-1] == "('hunter2',)"
 
 
 @pytest.mark.parametrize(

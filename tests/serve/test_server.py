@@ -107,8 +107,9 @@ def test_routes_of_an_unknown_plugin_end_the_start(folder):
         "from enginery.config.schema import EngineOptions\n"
         "from enginery.plugin.registry import Registry\n"
         "from enginery.serve.server import ServeSettings, serve\n"
+        "from enginery.serve.start_display import StartDisplay\n"
         f"settings = ServeSettings(port=0, routes=('absent',), engine_command={COMMAND!r})\n"
-        f"serve(EngineOptions(model={str(folder)!r}), Registry.load(no_plugins=True), settings)\n"
+        f"serve(EngineOptions(model={str(folder)!r}), Registry.load(no_plugins=True), settings, StartDisplay())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert "PluginError" in done.stderr

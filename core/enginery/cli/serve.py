@@ -11,6 +11,8 @@ from enginery.cli.flags.engine import with_engine_flags
 from enginery.cli.flags.server import SettingsFn, with_server_flags
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
+from enginery.serve.background_output import in_background
+from enginery.serve.http.logs import dropped
 from enginery.serve.start_display import StartDisplay
 
 
@@ -28,7 +30,7 @@ def serve(
         if options.model not in (None, named):
             raise ConfigError(f"two models are named, {named} and {options.model} (--model, ENGINERY_MODEL or --config); name one")
         options = dataclasses.replace(options, model=named)
-    with StartDisplay() as display:
+    with in_background(dropped(checked.log_format)), StartDisplay() as display:
         from enginery.config.sources import registry_for
         from enginery.serve.server import serve as run
 

@@ -31,7 +31,6 @@ from enginery.serve.api.operator_routes import administration
 from enginery.serve.api.served_model import ServedModel
 from enginery.serve.api.service import Service
 from enginery.serve.app import build_app, owners_of
-from enginery.serve.background_output import in_background
 from enginery.serve.engine.client import EngineClient
 from enginery.serve.engine.progress import watch
 from enginery.serve.engine.replica_options import replica_options
@@ -42,7 +41,7 @@ from enginery.serve.http.faults import ShuttingDown
 from enginery.serve.http.framing import Framing
 from enginery.serve.http.keys import KeyGuard, Keys
 from enginery.serve.http.listening import Listener, bind, is_loopback
-from enginery.serve.http.logs import configure, dropped
+from enginery.serve.http.logs import configure
 from enginery.serve.http.traces import Tracer
 from enginery.serve.settings import ServeSettings
 from enginery.serve.start_display import Served, StartDisplay, chosen_line, summary
@@ -54,16 +53,15 @@ _KEEP_ALIVE_S: Final = 75
 _log: Final = logging.getLogger(__name__)
 
 
-def serve(options: EngineOptions, registry: Registry, settings: ServeSettings, display: StartDisplay | None = None) -> None:
+def serve(options: EngineOptions, registry: Registry, settings: ServeSettings, display: StartDisplay) -> None:
     """Serve until a signal. Raises `ConfigError` for a port that is taken, before anything is loaded, and `EngineDied`.
 
-    display: one that shows something already; it is closed when the server is ready.
+    display: it is closed when the server is ready. To be called inside `in_background`: the log is written for ever.
     """
     refusal = b"" if settings.ssl_certfile else refusal_of(h11.Connection(h11.SERVER), *CROWDED)
     listener = bind(settings.host, settings.port, num_connections=settings.limits.num_connections, refusal=refusal)
-    showing = StartDisplay() if display is None else contextlib.nullcontext(display)
-    with contextlib.closing(listener), in_background(dropped(settings.log_format)), showing as shown:
-        asyncio.run(_serve(options, registry, settings, listener, display=shown))
+    with contextlib.closing(listener):
+        asyncio.run(_serve(options, registry, settings, listener, display=display))
 
 
 class _Http(uvicorn.Server):
@@ -178,7 +176,7 @@ def _http(app: ASGIApp, settings: ServeSettings, listener: Listener) -> _Http:
         listener.refusals,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
-        log_level="critical",
+        log_config=None,  # ours is made; uvicorn's own breaks where stdout was closed
         access_log=False,
         lifespan="off",
         ws="none",

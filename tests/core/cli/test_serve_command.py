@@ -19,6 +19,12 @@ from enginery.serve.http.listening import _no_listener, bind
 from enginery.serve.settings import ServeSettings
 
 
+@pytest.fixture(autouse=True)
+def output_without_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `CliRunner` has it."""
+    monkeypatch.setattr("enginery.cli.serve.in_background", lambda note: contextlib.nullcontext())
+
+
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch):
     """Runs `engine serve` with arguments; returns the server's settings."""

@@ -123,10 +123,12 @@ def test_the_front_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_socket_is_for_nobody_else(folder):
+def test_the_socket_is_for_nobody_else_and_leaves_nothing_behind_when_all_are_killed(folder):
     async def scenario(client):
-        await client.ready()
         assert stat.S_IMODE(client._directory.stat().st_mode) == 0o700
+        await client.ready()
+        assert not client._directory.exists()
+        assert len(await drained(client, request())) > 0
 
     with_client(scenario, folder)
 
@@ -201,6 +203,7 @@ def test_a_killed_engine_fails_everything_in_flight(with_server):
             assert response.status_code == 503
             assert "SIGKILL" in response.json()["error"]["message"]
         assert "SIGKILL" in (await stream).text
+        assert live.engine.meter.ended == {"error": 4}  # and not of clients that hung up
         health = await live.http.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "dead"})
         assert (await live.complete("x")).status_code == 503

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
-from enginery.contracts.request import GenerationRequest, RequestOutput
+from enginery.contracts.request import GenerationRequest
 from enginery.errors import ConfigError, EngineDied, EnginError
 from enginery.plugin.manifest import Manifest
 from enginery.serve.engine import messages
@@ -135,6 +135,11 @@ class EngineClient:
         return EngineState.READY if time.monotonic() - self._heard_s < _SILENCE_S else EngineState.SILENT
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since it last said something, if it is SILENT; else 0."""
+        return time.monotonic() - self._heard_s if self.state is EngineState.SILENT else 0.0
+
+    @property
     def open_requests(self) -> list[RequestTimes]:
         """The counts and times of the requests that have not ended."""
         found = (group.times[request_id] for request_id, group in self.groups.items())
@@ -150,14 +155,12 @@ class EngineClient:
             raise EngineDied("the engine's process loaded other plugins than this one; report it")
         return said.facts
 
-    @contextlib.asynccontextmanager
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Outputs]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> contextlib.AbstractAsyncContextManager[Outputs]:
         """Send requests. Inside the context all are queued. On leaving it, those that have not finished are aborted.
 
         Raises `RequestError`, `QueueFull` if one is rejected (then none runs), `EngineDied` and `ShuttingDown`.
         """
-        async with generate([Sent(self, request) for request in requests]) as outputs:
-            yield outputs
+        return generate([Sent(self, request) for request in requests])
 
     async def abort(self, request_id: str) -> bool:
         """End a request in its client's place; the client is told. Returns False if there is no request of that id."""
@@ -207,6 +210,8 @@ class EngineClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _listen(self) -> None:
+        await self._link.poll()  # it has connected, and nobody else has to
+        shutil.rmtree(self._directory, ignore_errors=True)  # where it would stay if this process was killed
         while True:
             frame = await self._link.recv()
             self._heard_s = time.monotonic()
@@ -221,7 +226,9 @@ class EngineClient:
         match message:
             case messages.Outputs(outputs):
                 self.progress.moved()
-                _hand_out(outputs, self.groups, self._heard_s, self.meter)
+                for output in outputs:
+                    if group := self.groups.get(output.request_id):  # if not, nobody waits for it any more
+                        group.put(output, self._heard_s, self.meter)
             case messages.Heartbeat(stats):
                 self.stats = stats
                 self.progress.completed(stats.num_steps)
@@ -253,13 +260,6 @@ class EngineClient:
         error = EngineRestarts(self.died.result()) if self._comes_back and self.was_ready else EngineDied(self.died.result())
         error.exit_code = self._failed.exit_code if self._failed else 1
         return error
-
-
-def _hand_out(outputs: Sequence[RequestOutput], groups: Mapping[str, Outputs], now_s: float, meter: RequestMeter) -> None:
-    """Give each output to the group of its request; one that nobody waits for any more is dropped."""
-    for output in outputs:
-        if group := groups.get(output.request_id):
-            group.put(output, now_s, meter)
 
 
 def _settle(waiting: asyncio.Future[ResultT], result: ResultT) -> None:

@@ -13,7 +13,7 @@ from enginery.contracts.request import FinishReason, GenerationRequest, RequestO
 from enginery.errors import EnginError, Overloaded, PluginError, QueueFull, RequestError
 from enginery.serve.engine import messages
 from enginery.serve.http.access import note_requests
-from enginery.serve.http.faults import ShuttingDown
+from enginery.serve.http.faults import Aborted, ShuttingDown
 from enginery.serve.http.metrics import RequestMeter
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Outputs:
     """What comes of a group of requests that were sent together, to one engine or several; iterate until all have finished.
 
     What came of a request since its last output was taken is one output, so that a busy front says more at once, not later.
+    error: what ends those that have not finished.
     """
 
     def __init__(self, sent: Sequence[Sent]) -> None:
@@ -40,7 +41,7 @@ class Outputs:
         self.times = {each.request.request_id: each.client.meter.begin(each.request, num_known=each.num_known) for each in sent}
         self.answers: asyncio.Queue[messages.Accepted | EnginError] = asyncio.Queue()
         self._untaken: dict[str, RequestOutput] = {}
-        self._error: EnginError | None = None
+        self.error: EnginError | None = None
         self._came = asyncio.Event()
 
     def __aiter__(self) -> Outputs:
@@ -50,8 +51,8 @@ class Outputs:
         """The next output of any of the requests. Raises `EngineDied` and `Aborted`."""
         while self.open:
             if not self._untaken:
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 self._came.clear()
                 await self._came.wait()
                 continue
@@ -80,11 +81,11 @@ class Outputs:
 
     def fail(self, error: EnginError) -> None:
         """Raise the error where somebody waits for outputs, after those that have come."""
-        self._error = error
+        self.error = error
         self._came.set()
         self.answers.put_nowait(error)
 
-    async def abort(self, request_id: str, reason: FinishReason = FinishReason.STOP) -> None:
+    async def abort(self, request_id: str, reason: str = FinishReason.STOP) -> None:
         """Abort one request; no more outputs come of it. reason: as the metrics count it."""
         if request_id in self.open:
             self.open.discard(request_id)
@@ -117,8 +118,9 @@ async def generate(sent: Sequence[Sent]) -> AsyncIterator[Outputs]:
     finally:
         for client, request, _ in sent:
             client.groups.pop(request.request_id, None)
+        hung_up = group.error is None or isinstance(group.error, Aborted)
         for request_id in tuple(group.open):
-            await group.abort(request_id, FinishReason.ABORT)
+            await group.abort(request_id, "abort" if hung_up else "error")
 
 
 def _check(client: EngineClient) -> None:

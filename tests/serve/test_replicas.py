@@ -23,6 +23,7 @@ from enginery.contracts.engine import DraftCounts, EngineStats, ExpertCounts, Ke
 from enginery.contracts.schedule import LaneCounts, PageCounts
 from enginery.errors import ConfigError
 from enginery.llm.keyword_options import engine_options
+from enginery.serve.engine import client as engine_client
 from enginery.serve.engine.messages import Flush, Profile
 from enginery.serve.engine.progress import stalled_s, watch
 from enginery.serve.engine.replica_options import replica_options
@@ -165,7 +166,7 @@ def test_one_that_is_stuck_is_ended_while_another_serves(with_server, restarts):
                 await asyncio.sleep(0.02)
             answers = sorted([await task for task in asked], key=lambda answer: answer.status_code)
             assert [answer.status_code for answer in answers] == [200, 200, 503, 503]
-            assert "was killed: it had work and completed no step for" in answers[-1].json()["error"]["message"]
+            assert "was killed: it completed no step for" in answers[-1].json()["error"]["message"]
             assert seen == {200}
             if restarts:
                 await live.until(lambda: replicas[1].state == "ready")
@@ -175,6 +176,29 @@ def test_one_that_is_stuck_is_ended_while_another_serves(with_server, restarts):
             assert (await live.http.get("/health/progress")).status_code == 200
 
     with_server(scenario, dp=2, restarts=restarts)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_one_that_says_nothing_is_stuck_though_its_clients_have_hung_up(with_server, monkeypatch, dp):
+    """Nobody is sent to it any more, so nothing else would be noticed."""
+    monkeypatch.setattr(engine_client, "_SILENCE_S", 0.5)
+
+    async def scenario(live):
+        last = live.service.engine.replicas[-1]
+        os.kill(last.client.child.pid, signal.SIGSTOP)
+        async with watched(live, 0.7):
+            if dp > 1:
+                await live.until(lambda: last.state == "dead")
+                assert "it completed no step for" in last.died.result()
+            else:
+                await live.until(lambda: stalled_s(last) > 0.7)
+            progress = await live.http.get("/health/progress")
+            assert (progress.status_code, progress.json()["status"]) == ((200, "idle") if dp > 1 else (503, "stuck"))
+            if dp == 1:
+                os.kill(last.client.child.pid, signal.SIGCONT)
+                await live.until(lambda: stalled_s(last) == 0)
+
+    with_server(scenario, dp=dp)
 
 
 def test_where_all_are_stuck_none_is_ended_and_the_server_says_so(with_server):

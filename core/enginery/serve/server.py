@@ -103,7 +103,6 @@ async def _serve(
         http = _http(_guarded(app, service, settings, tracer), settings, listener)
         stopping, hurrying = _signals()
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        phases_s = {"server": front_s, "text": text_s}
         served = Served(
             url=_url(listener, settings),
             has_page=_has_page(routes),
@@ -112,7 +111,7 @@ async def _serve(
             num_engines=settings.dp,
             num_ranks=options.num_ranks,
         )
-        ready = _Announcement(served=served, phases_s=phases_s, display=display)
+        ready = _Announcement(served=served, phases_s={"server": front_s, "text": text_s}, display=display)
         starting = asyncio.create_task(_start(service, registry, text, ready, parsers=parsers))
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and starting.exception() is None:

@@ -73,7 +73,7 @@ def operations(service: Service) -> APIRouter:
 
     @routes.get("/health/progress")
     async def progress() -> Response:
-        """503 when all engines are dead, or have work and complete no step. While a model loads, or does again: how far that is."""
+        """503 when all engines are dead, silent or have work and end no step. While a model loads, or does again: how far it is."""
         engine = service.engine
         if service.state in (EngineState.LOADING, EngineState.RESTARTING):
             return JSONResponse({"status": service.state} | dataclasses.asdict(engine.loading))

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineFacts, EngineStats
-from enginery.contracts.request import GenerationRequest
+from enginery.contracts.request import GenerationRequest, RequestOutput
 from enginery.errors import ConfigError, EngineDied, EnginError
 from enginery.plugin.manifest import Manifest
 from enginery.serve.engine import messages
@@ -59,7 +59,7 @@ class EngineClient:
 
     is_stopping: set it, and no more requests are taken; those that run go on. groups: of open requests, by their ids. stats: as
     last reported, several times a second. was_ready: its start has succeeded, and it told its facts. restarted_for: why the one
-    before ended, in whose place this one is.
+    before ended, in whose place this one is. heard_s: when it last said something, by the monotonic clock.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.progress = Progress()
         self.loading = BuildProgress(phase="process")
-        self._heard_s = time.monotonic()
+        self.heard_s = time.monotonic()
         self._asked: deque[asyncio.Future[str]] = deque()
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -132,12 +132,7 @@ class EngineClient:
             return EngineState.STOPPING
         if not self._ready.done():
             return EngineState.LOADING
-        return EngineState.READY if time.monotonic() - self._heard_s < _SILENCE_S else EngineState.SILENT
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since it last said something, if it is SILENT; else 0."""
-        return time.monotonic() - self._heard_s if self.state is EngineState.SILENT else 0.0
+        return EngineState.READY if time.monotonic() - self.heard_s < _SILENCE_S else EngineState.SILENT
 
     @property
     def open_requests(self) -> list[RequestTimes]:
@@ -214,7 +209,7 @@ class EngineClient:
         shutil.rmtree(self._directory, ignore_errors=True)  # where it would stay if this process was killed
         while True:
             frame = await self._link.recv()
-            self._heard_s = time.monotonic()
+            self.heard_s = time.monotonic()
             try:
                 message = messages.decode_from_engine(frame)
             except (msgspec.DecodeError, EnginError) as error:
@@ -226,9 +221,7 @@ class EngineClient:
         match message:
             case messages.Outputs(outputs):
                 self.progress.moved()
-                for output in outputs:
-                    if group := self.groups.get(output.request_id):  # if not, nobody waits for it any more
-                        group.put(output, self._heard_s, self.meter)
+                _hand_out(outputs, self.groups, self.heard_s, self.meter)
             case messages.Heartbeat(stats):
                 self.stats = stats
                 self.progress.completed(stats.num_steps)
@@ -260,6 +253,13 @@ class EngineClient:
         error = EngineRestarts(self.died.result()) if self._comes_back and self.was_ready else EngineDied(self.died.result())
         error.exit_code = self._failed.exit_code if self._failed else 1
         return error
+
+
+def _hand_out(outputs: Sequence[RequestOutput], groups: Mapping[str, Outputs], now_s: float, meter: RequestMeter) -> None:
+    """Give each output to the group of its request; one that nobody waits for any more is dropped."""
+    for output in outputs:
+        if group := groups.get(output.request_id):
+            group.put(output, now_s, meter)
 
 
 def _settle(waiting: asyncio.Future[ResultT], result: ResultT) -> None:

@@ -46,12 +46,14 @@ async def watch(replicas: Sequence[Replica], limit_s: float) -> None:
 
 
 def stalled_s(replica: Replica) -> float:
-    """Seconds for which it had work, and nothing came of it."""
-    return replica.client.progress.stalled_s(has_work=bool(replica.client.open_requests))
+    """Seconds for which it had work, and nothing came of it; or said nothing, though all whose work it has may have hung up."""
+    client = replica.client
+    silent_s = time.monotonic() - client.heard_s if client.state == "silent" else 0.0
+    return max(client.progress.stalled_s(has_work=bool(client.open_requests)), silent_s)
 
 
 async def _watch(replica: Replica, others: Sequence[Replica], limit_s: float) -> None:
-    """When an engine has work and completes no step for `limit_s`: log all stacks and requests, once each time. Never ends.
+    """When an engine is stalled for `limit_s`: log all stacks and requests, once each time. Never ends.
 
     Where another serves it is ended then: whoever restarts the server would end the others' streams too.
     """
@@ -63,7 +65,7 @@ async def _watch(replica: Replica, others: Sequence[Replica], limit_s: float) ->
             _write_down(replica, seconds)
         elif seconds >= limit_s and any(other.serves and stalled_s(other) < limit_s for other in others):
             _log.error("%s is ended, as others serve", replica.name)
-            await replica.client.child.give_up(f"it had work and completed no step for {seconds:.0f} s (--watchdog-s)")
+            await replica.client.child.give_up(f"it completed no step for {seconds:.0f} s (--watchdog-s)")
         was_stalled = seconds >= limit_s
 
 

@@ -60,10 +60,9 @@ class Replica:
     @property
     def state(self) -> EngineState:
         """RESTARTING from its end until it serves again."""
-        state = EngineState.DEAD if self.died.done() else self.client.state
-        if state is EngineState.DEAD and not self.died.done():
-            return EngineState.RESTARTING if self._comes_back else EngineState.DEAD
-        return EngineState.RESTARTING if state is EngineState.LOADING and self.num_restarts else state
+        state = self.client.state
+        is_between = state is EngineState.DEAD and self._comes_back
+        return EngineState.RESTARTING if is_between or (state is EngineState.LOADING and self.num_restarts) else state
 
     @property
     def serves(self) -> bool:

@@ -295,7 +295,7 @@ class Engine:
 
     @contextmanager
     def _naming(self, step: StepInput) -> Iterator[None]:
-        """What fails inside is a bug of a plugin or of ours, and is raised with a note that says whose code ran.
+        """What fails inside is a bug of a plugin or of ours, and is raised with a note that says whose code ran; Ctrl-C has none.
 
         The requests of every step in flight are given up, interrupted ones too, so that the memory stays whole for a caller that
         goes on.
@@ -313,8 +313,9 @@ class Engine:
             self._failure = _Failure(error, given_up)
             used = "; ".join(f"{setting} {value} ({reason})" for setting, value, reason in self.facts.decisions)
             during = f"step {self.meter.num_steps} with {step.num_items} requests and {step.num_tokens} tokens, running {used}"
-            where = raised_in(error, self._registry)
-            error.add_note(f"raised{where}\nin {during}" if where else f"in {during}")
+            if isinstance(error, Exception):
+                where = raised_in(error, self._registry)
+                error.add_note(f"raised{where}\nin {during}" if where else f"in {during}")
             self._ranks.failed(error)
             raise
 

@@ -80,6 +80,19 @@ def test_a_wrong_field_is_refused_by_name(shared_server, body, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"type": "json_schema"}, "response_format of the type json_schema has no json_schema"),
+        ({"type": "text", "json_schema": NAMED["json_schema"]}, "response_format of the type text takes no json_schema"),
+    ],
+    ids=["missing", "too many"],
+)
+def test_a_format_and_its_schema_that_do_not_go_together_are_told_which_is_wrong(shared_server, body, why):
+    response = shared_server("/v1/completions", {"prompt": "x", "response_format": body})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, why)
+
+
 def test_an_answer_that_follows_a_grammar_does_not_begin_inside_of_reasoning(with_server):
     async def scenario(live):
         free = (await live.chat("x (think)")).json()["choices"][0]["message"]

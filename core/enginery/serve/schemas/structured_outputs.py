@@ -41,11 +41,11 @@ def _given(asked: CommonRequest) -> list[_Given]:
     """What each field that may ask for a grammar says. Raises `RequestError` for a response format that contradicts itself."""
     format_, structured = asked.response_format or ResponseFormat(type="text"), asked.structured_outputs or StructuredOutputs()
     if (format_.type == "json_schema") != (format_.json_schema is not None):
-        raise RequestError("json_schema goes with the type json_schema, and only with it", param="response_format")
-    schema = None if format_.json_schema is None else format_.json_schema.schema
+        has = "has no" if format_.json_schema is None else "takes no"
+        raise RequestError(f"response_format of the type {format_.type} {has} json_schema", param="response_format")
     return [
         _Given("response_format", GrammarKind.JSON_OBJECT, format_.type == "json_object" or None),
-        _Given("response_format", GrammarKind.JSON_SCHEMA, schema),
+        _Given("response_format", GrammarKind.JSON_SCHEMA, format_.json_schema and format_.json_schema.schema),
         _Given("structured_outputs", GrammarKind.JSON_OBJECT, structured.json_object or None),
         _Given("structured_outputs", GrammarKind.JSON_SCHEMA, structured.json),
         _Given("structured_outputs", GrammarKind.REGEX, structured.regex),

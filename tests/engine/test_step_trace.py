@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,22 @@ def test_every_part_of_every_traced_step_is_in_the_file(tmp_path: Path, overlap:
         assert all(later["ts"] >= earlier["ts"] + earlier["dur"] - 1 for earlier, later in itertools.pairwise(parts))
     if overlap:  # the second step is scheduled before the first has been waited for
         assert events[5]["ts"] < events[4]["ts"]
+
+
+def test_a_disk_that_fills_up_ends_the_trace_and_the_recording_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    trace, steps = folder / "trace.json", folder / "steps.bin"
+    with LLM(profile_steps=2, profile_file=str(trace), record_steps=(9, str(steps)), num_pages=16) as llm:
+        shutil.rmtree(folder)  # no file can be written in it, as on a full disk
+        asked = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        assert len(llm.generate([[5, 6, 7]], asked)[0].token_ids) == 4
+    told = [record.getMessage() for record in caplog.records]
+    ended = [line for line in told if "recording" in line]
+    assert ended == [f"recording ends before step 0: {steps} cannot be written: No such file or directory"]
+    assert told.count(f"there is no trace, as {trace} cannot be written: No such file or directory") == 1
 
 
 def test_a_negative_number_of_steps_is_refused() -> None:

@@ -53,8 +53,11 @@ class StepTrace:
             self._events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, "args": said, **in_us})
         self._missing -= 1
         if not self._missing:
-            self.path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
-            log.warning("the trace of %d steps is in %s", len(self._events) // (len(_PARTS) + 1), self.path)
+            try:
+                self.path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
+                log.warning("the trace of %d steps is in %s", len(self._events) // (len(_PARTS) + 1), self.path)
+            except OSError as error:
+                log.warning("there is no trace, as %s cannot be written: %s", self.path, error.strerror)
 
 
 class StepMeter:
@@ -82,12 +85,8 @@ class StepMeter:
         self._trace_file = trace_file
         self._trace: StepTrace | None = None
         self.num_steps = 0
-        self._num_graph_steps = 0
-        self._num_failed_steps = 0
-        self._failed_in_a_row = 0
-        self._num_tokens = 0
-        self._num_preempted = 0
-        self._num_nan = 0
+        self._num_graph_steps = self._num_failed_steps = self._failed_in_a_row = 0
+        self._num_tokens = self._num_preempted = self._num_nan = 0
         self._verifications = self._told = self._drafted = 0
         self._has_warned = False
         self._accepted_at: Counter[int] = Counter()

@@ -87,8 +87,13 @@ class StepRecorder:
             token_ids=output.token_ids,
             guesses=[] if guesses is None or guesses.ready is None else [guesses.of(place) for place in range(len(guesses.tokens))],
         )
-        with self._path.open("ab") as file:
-            file.write(_frame(recorded))
+        try:
+            with self._path.open("ab") as file:
+                file.write(_frame(recorded))
+        except OSError as error:
+            _log.warning("recording ends before step %d: %s cannot be written: %s", step.number, self._path, error.strerror)
+            self._missing = 0
+            return
         self._next_number += 1
         self._missing -= 1
         if not self._missing:
@@ -141,10 +146,6 @@ def recorder_of(asked: EngineOptions, facts: EngineFacts, *, max_batch_requests:
     if num_steps < 1:
         raise ConfigError(f"record_steps is {num_steps}, but must be 1 or more")
     head = Head(
-        version=STORED_VERSION,
-        options=asked,
-        facts=facts,
-        max_batch_requests=max_batch_requests,
-        max_batch_tokens=max_batch_tokens,
+        version=STORED_VERSION, options=asked, facts=facts, max_batch_requests=max_batch_requests, max_batch_tokens=max_batch_tokens
     )
     return StepRecorder(Path(file), num_steps, head)

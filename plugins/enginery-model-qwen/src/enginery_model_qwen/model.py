@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from enginery.api import DecoderShape, Model, ModelContext, WeightSource
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
-from enginery.nn.gated_attention import GatedSelfAttention
 from enginery.nn.moe import expert_layer, layer_mlp
 from enginery.nn.next_token import NextTokenModule, NextTokenNames
 from enginery.nn.recurrent import GatedDeltaNet
+from enginery_model_qwen.gated_attention import GatedSelfAttention
 from enginery_model_qwen.spec import is_35, is_next, module_shape, shape
 
 MTP_NAMES = NextTokenNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")

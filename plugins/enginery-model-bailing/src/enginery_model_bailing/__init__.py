@@ -1,7 +1,7 @@
 """Ring-2.5."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_bailing.spec import NAMES, build, describe
+from enginery_model_bailing.spec import NAMES, build, describe, ignored_weights
 
 
 @hookimpl
@@ -16,5 +16,6 @@ def register_models() -> list[ModelSpec]:
             build=build,
             lanes=True,
             stacked_weights=NAMES.stacked,
+            ignored_weights=ignored_weights,
         )
     ]

@@ -104,6 +104,12 @@ def shape(config: Mapping[str, Any]) -> RingShape:
     )
 
 
+def ignored_weights(config: Mapping[str, Any]) -> list[str]:
+    """Of the layers behind the last, which predict further tokens."""
+    first = whole_number(config, "num_hidden_layers")
+    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
+
+
 def describe(config: Mapping[str, Any]) -> ModelFacts:
     """The facts that the core plans with."""
     return shape(config).facts()

@@ -64,5 +64,10 @@ def test_what_is_not_served_is_refused(changed: dict[str, object]) -> None:
 
 
 def test_layers_that_predict_further_tokens_are_ignored() -> None:
-    assert ignored_weights(RING) == []
-    assert ignored_weights(RING | {"num_nextn_predict_layers": 1}) == ["model.layers.4.*"]
+    assert ignored_weights(RING) == ["model.mtp.*"]
+    assert ignored_weights(RING | {"num_nextn_predict_layers": 1}) == ["model.mtp.*", "model.layers.4.*"]
+
+
+def test_the_bias_of_the_router_is_known_by_both_names() -> None:
+    (spec,) = register_models()
+    assert spec.stacked_weights[".mlp.gate.e_score_correction_bias"] == (".mlp.gate.expert_bias",)

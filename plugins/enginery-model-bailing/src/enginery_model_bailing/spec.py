@@ -24,6 +24,7 @@ from enginery.api import (
 )
 
 NAMES: Final = ExpertNames(correction="gate.expert_bias")
+STACKED: Final = NAMES.stacked | {".mlp.gate.e_score_correction_bias": (".mlp.gate.expert_bias",)}  # as some files call it
 SERVED: Final[dict[str, Any]] = {
     "linear_silu": False,
     "moe_router_enable_expert_bias": True,
@@ -105,9 +106,10 @@ def shape(config: Mapping[str, Any]) -> RingShape:
 
 
 def ignored_weights(config: Mapping[str, Any]) -> list[str]:
-    """Of the layers behind the last, which predict further tokens."""
+    """Of layers that predict further tokens, which files have behind the last or apart."""
     first = whole_number(config, "num_hidden_layers")
-    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
+    behind = [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
+    return ["model.mtp.*", *behind]
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

@@ -133,7 +133,7 @@ def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], re
 def test_qwen3_5_is_read_beside_a_model_for_images(
     write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, is_text_alone: bool
 ) -> None:
-    """As the hub has it: a config in `text_config`, longer names, which texts alone may have too, and tensors that nobody asks for."""
+    """As the hub has it: a config in `text_config`, longer names, which texts alone may have, and tensors that nobody asks for."""
     oracle = write_oracle("qwen3_5", HYBRIDS["qwen3_5"])
     weights = load_file(oracle.folder / "model.safetensors")
     renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}

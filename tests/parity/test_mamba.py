@@ -75,7 +75,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "jamba_dense": JambaConfig(**shape(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=12)),
     "lfm2": Lfm2Config(**shape(layer_types=["conv", "full_attention", "conv", "conv"], block_multiple_of=16, conv_bias=True)),
     "lfm2_moe": Lfm2MoeConfig(
-        **shape(layer_types=["conv", "full_attention", "conv", "conv"], moe_intermediate_size=32, num_experts=8, num_dense_layers=1),
+        **shape(
+            layer_types=["conv", "full_attention", "conv", "conv"], moe_intermediate_size=32, num_experts=8, num_dense_layers=1
+        ),
         num_experts_per_tok=2,
         routed_scaling_factor=1.5,
         experts_implementation="eager",

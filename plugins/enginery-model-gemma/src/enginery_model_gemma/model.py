@@ -9,7 +9,6 @@ from enginery.api import Model, ModelContext
 from enginery.nn.decoder import Decoder
 from enginery_model_gemma.spec import shape
 
-
 STEMS: Final = ("language_model.model", "model.language_model", "model")  # the hub's, transformers 4.52's, of text alone
 
 

@@ -59,6 +59,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             advice = "save one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            if path.with_name("tiktoken.model").exists():  # which does not say how text is cut into words
+                advice = f"of Kimi's tiktoken.model one is made by: python -m enginery_model_kimi.write_tokenizer {folder}"
             raise CheckpointError(f"{path} is missing, and only that format is read; {advice}") from error
         except Exception as error:  # the tokenizers library raises plain Exception
             raise unreadable(path, error) from error

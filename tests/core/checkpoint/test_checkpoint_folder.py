@@ -109,7 +109,14 @@ def test_of_a_tokenizer_s_repository_no_weights_are_downloaded(site, monkeypatch
     wanted = EngineOptions(tokenizer="owner/words", tokenizer_revision="v2")
     assert find_tokenizer_folder(wanted, Registry.load(), Path("model")) == Path("there")
     assert (asked.pop("name"), asked.pop("revision")) == ("owner/words", "v2")
-    kept = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+    kept = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+        "tiktoken.model",
+    ]
     left = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     assert list(filter_repo_objects([*kept, *left], **asked)) == kept
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import regex
+from tokenizers import Tokenizer
 
 from enginery.api import CheckpointError
-from enginery.text.tokenizer import Tokenizer
 from enginery_model_kimi.write_tokenizer import WORDS, write_tokenizer
 
 TEXT = "Hello, world! don't you'Ll HTTPServer x123456 你好世界hello 日本語テキスト中文ABCdef naïve 😀 __init__\n\n\t end   "
@@ -49,19 +49,17 @@ def by_rank(text: str) -> list[int]:
 def test_the_tokens_are_those_of_the_ranks(tmp_path: Path) -> None:
     path = write_tokenizer(write(tmp_path))
     assert path == tmp_path / "tokenizer.json"
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    ids = tokenizer.encode(TEXT, add_special_tokens=True)
+    tokenizer = Tokenizer.from_file(str(path))
+    ids = tokenizer.encode(TEXT).ids
     assert ids == by_rank(TEXT)
     assert {RANKS[token] for token in (b" wor", b"123", YOU, b"el")} <= set(ids)
     assert tokenizer.decode(ids, skip_special_tokens=False) == TEXT
 
 
 def test_named_tokens_have_their_ids_and_are_special_where_they_say_so(tmp_path: Path) -> None:
-    write_tokenizer(write(tmp_path))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    ids = tokenizer.encode("[BOS]or<|tool_call_begin|><|im_end|>", add_special_tokens=True)
-    assert ids == [272, RANKS[b"or"], 276, 275]
-    assert tokenizer.special_ids == {272, 275}
+    tokenizer = Tokenizer.from_file(str(write_tokenizer(write(tmp_path))))
+    assert tokenizer.encode("[BOS]or<|tool_call_begin|><|im_end|>").ids == [272, RANKS[b"or"], 276, 275]
+    assert {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special} == {272, 275}
 
 
 @pytest.mark.parametrize("lines", [["!!! 0"], ["IQ== 1"], ["IQ=="], None])

@@ -106,3 +106,6 @@ def test_tox_tries_every_plugin_alone_and_beside_the_others(project: Path) -> No
     assert f"-e {folder}" in tox["all"]["deps"].split("\n")
     assert f"alone-{short}: PLUGIN = {folder}" in tox["testenv"]["set_env"]
     assert re.search(rf"alone-\{{.*\b{short}\b.*\}}", tox["tox"]["env_list"])
+    if any("write_tiny_checkpoint" in path.read_text() for path in project.parent.glob("tests/*.py")):
+        needed = {f"alone-{short}: -e plugins/enginery-{name}" for name in ("model-llama", "attn-torch")}
+        assert needed <= set(tox["testenv"]["deps"].split("\n")), "its tests run a Llama"

@@ -137,6 +137,7 @@ class DeltaAttention:
         if rows.arrived is not None and within:
             if layer.local_id not in self._taps:  # a tap's weights side by side, as its inputs are
                 self._taps[layer.local_id] = weights.conv.T.contiguous()
+                rows = dataclasses.replace(rows, chained=False)  # a kernel that started early would read them unmade
             taps = self._taps[layer.local_id]
             arrived = rows.arrived[layer.local_id]
             activates, bias = facts.conv_silu, weights.conv_bias

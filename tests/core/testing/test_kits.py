@@ -202,11 +202,23 @@ def test_an_operation_that_writes_to_what_it_only_reads_is_told() -> None:
         ("gated_silu", lambda x: x.nope(), "crash"),
         ("add_rms_norm", lambda x, residual, weight, eps: reference_ops.rms_norm(x + residual, weight, eps), "wrong numbers"),
         ("greedy", lambda logits: logits.argmax(-1) * 0, "wrong numbers"),
-        ("embed", lambda table: table, "broken"),
+        ("embed", lambda table: table, "broken"),  # an argument is missing, so nothing else is tried
     ],
 )
 def test_a_wrong_operation_is_caught_with_the_kind_of_its_fault(op: str, function, fault: str) -> None:
     assert fault in {row.fault for row in tried(**{op: function}).rows if row.outcome == "failed"}
+
+
+def test_what_keeps_a_set_from_being_loaded_is_told_once() -> None:
+    def load(needs):
+        raise RuntimeError("the library is not there")
+
+    broken = offer(greedy=reference_ops.greedy)
+    broken = dataclasses.replace(broken, spec=dataclasses.replace(broken.spec, load=load))
+    for report in (run_checks("mine", checks_of_ops(broken, device=CPU)), tried(greedy=lambda: None)):
+        (row,) = report.rows
+        assert (row.rule, row.case, row.outcome) == ("loads", "float32", "failed")
+        assert row.message.endswith("\nThe other checks need this one; the command does not run them.")
 
 
 def test_a_set_that_refuses_every_dtype_says_why() -> None:

@@ -37,14 +37,14 @@ class KitCheck:
         )
 
     def _outcome(self) -> tuple[Outcome, str, str]:
+        end = "\nThe other checks need this one; the command does not run them." if self.needed else ""
         try:
             return "passed", self.run() or "", ""
         except SkippedCheck as skipped:
             return "skipped", str(skipped), ""
         except BrokenRule as broken:
-            return "failed", f"{self}: {broken}", broken.fault
+            return "failed", f"{self}: {broken}{end}", broken.fault
         except Exception as error:  # a plugin's code
-            end = "\nThe other checks need this one, and were not run." if self.needed else ""
             return "failed", f"{self}: {told(error)}{end}", fault_of(error)
 
 

@@ -196,9 +196,7 @@ def pad(batch: ForwardBatch, *, num_requests: int, num_tokens: int, geometry: KV
         batch,
         **{name: grown(READ[name](batch), stated.axis, stated.fill) for name, stated in _GROWING},
         views={
-            kind: with_fields(
-                view, **{name: grown(READ[name](view), each.axis, each.fill, kind) for name, each in _OF_VIEW[type(view)]}
-            )
+            kind: with_fields(view, **{key: grown(READ[key](view), it.axis, it.fill, kind) for key, it in _OF_VIEW[type(view)]})
             for kind, view in batch.views.items()
         },
         inputs=named(batch.inputs),

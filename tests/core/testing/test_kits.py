@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 
 import pytest
@@ -32,13 +33,18 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("run", "fault"),
-    [(lambda: torch.no_such_thing, "AttributeError"), (lambda: compare((), (), dtype="no such", what="it"), "KeyError")],
-    ids=["torch", "engine"],
+    [
+        (lambda: torch.no_such_thing, "AttributeError"),
+        (lambda: compare((), (), dtype="no such", what="it"), "KeyError"),
+        (lambda: json.loads("{"), "JSONDecodeError"),
+    ],
+    ids=["torch", "engine", "Python"],
 )
 def test_a_crash_is_told_with_the_line_of_the_plugin(run: Callable[[], object], fault: str) -> None:
-    """Not with the line of torch or the engine that it called."""
+    """Not with the line of torch, the engine or Python's library that it called."""
     row = KitCheck(rule="builds", case="it", run=run).row()
-    assert f"{fault} at {__file__}:" in row.message
+    assert f"{fault}: " in row.message
+    assert f"({__file__}, line {run.__code__.co_firstlineno})" in row.message
 
 
 @pytest.mark.parametrize(("raised", "is_advised"), [(NameError("pln"), False), (RuntimeError("a copy from the device"), True)])
@@ -48,7 +54,7 @@ def test_a_slip_of_its_author_does_not_get_the_advice_of_the_rule(raised: Except
 
     rule = Rule(name="plans", statement="A plan is pure.", advice="Keep the buffers.", scope=lambda subject: [None], check=check)
     row = Check(rule=rule, case=None).run(subject=None)
-    assert f"Seen: {type(raised).__name__} at {__file__}:" in row.message
+    assert f"Seen: {type(raised).__name__}: {raised} ({__file__}, line " in row.message
     assert ("Keep the buffers." in row.message) == is_advised
 
 
@@ -135,8 +141,8 @@ def report_of(change: Callable[..., None], rule: str, **how: object) -> Report:
     [
         (writes_nothing, "nothing written", "rows of `out` unwritten"),
         (writes_nan, "NaN", "rows are NaN"),
-        (crashes, "crash", "ZeroDivisionError at"),
-        (mixes_dtypes, "wrong dtype", "RuntimeError at"),
+        (crashes, "crash", "ZeroDivisionError: "),
+        (mixes_dtypes, "wrong dtype", "RuntimeError: "),
         (forgets_the_softcap, "wrong numbers", "is off by"),
     ],
 )

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from enginery.plugin.loading import explain
 from enginery.testing.advice import advice_of
 from enginery.testing.conformance import Outcome, Row, has_words
-from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of, told
+from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class KitCheck:
         except BrokenRule as broken:
             return "failed", f"{self}: {broken}{end}", broken.fault
         except Exception as error:  # a plugin's code
-            return "failed", f"{self}: {told(error)}{end}", fault_of(error)
+            return "failed", f"{self}: {explain(error)}{end}", fault_of(error)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.draft_models import SAID, SELVES, asking, assert_told, by_itself, come_and_go, counts_of, embedded, prompt_of
 from engine.heads_made import Eagle3
 from engine.random_use import RandomUse
 from engine.test_device_drafts import captured, unread
-from engine.test_draft_models import SAID, SELVES, asking, assert_told, by_itself, come_and_go, counts_of, embedded, prompt_of
 from engine.test_frozen_keys import EPS, with_reader
 from engine.test_frozen_keys import write as write_reader
 from engine.test_kinds_at_random import WINDOWS

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.draft_models import assert_told, embedded, prompt_of
 from engine.heads_made import Eagle3
 from engine.test_device_drafts import captured, requests_of, unread  # noqa: F401
-from engine.test_draft_models import assert_told, embedded, prompt_of
 from engine.test_speculation import answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle

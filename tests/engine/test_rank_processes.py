@@ -18,9 +18,9 @@ import noise
 import pytest
 import torch
 from engine import test_model_heads
+from engine.draft_models import SAID, embedded, prompt_of
 from engine.heads_made import Module
 from engine.rank_pair import KeptRanks, Told, on_ranks, request, running, serve
-from engine.test_draft_models import SAID, embedded, prompt_of
 from engine.test_ranks import CONFIGS, EXPERTS, LANES
 from pairwise import EVERYTHING, spread
 from parity import engine_driver, test_hybrids, test_mamba

@@ -16,10 +16,10 @@ import torch
 from cuda_simulated import simulated
 from engine import test_frozen_keys, test_model_heads
 from engine.captured_backends import captured
+from engine.draft_models import SAID, assert_always_right, assert_told, by_itself, changed_head, embedded, prompt_of
 from engine.heads_made import Eagle3, Module
 from engine.random_use import RandomUse
 from engine.rank_threads import Guesses, noted, on_threads
-from engine.test_draft_models import SAID, assert_always_right, assert_told, by_itself, changed_head, embedded, prompt_of
 from engine.test_hybrid_speculation import MODELS, ForgivingGrammars
 from engine.test_hybrid_speculation import told as told_alone
 from engine.test_model_heads import asking

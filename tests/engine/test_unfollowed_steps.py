@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from engine.test_draft_models import SELVES, asking, assert_told, by_itself, counts_of, embedded, prompt_of
+from engine.draft_models import SELVES, asking, assert_told, by_itself, counts_of, embedded, prompt_of
 from engine.test_speculation import Told, answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle

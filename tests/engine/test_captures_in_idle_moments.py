@@ -9,9 +9,9 @@ from itertools import count
 import pytest
 import torch
 from engine.draft_models import SELVES, asking, assert_told
+from engine.rank_answers import PROMPTS, assert_equal
 from engine.rank_pair import request, serve
 from engine.test_cuda_paths import MESHES, by_itself, on_cuda, options
-from engine.test_rank_processes import PROMPTS, assert_equal
 from engine.test_speculation import answers_of
 from parity.oracle import Oracle
 

@@ -22,11 +22,11 @@ from engine import test_model_heads
 from engine.captured_backends import EXPERTS, captured
 from engine.draft_models import SAID, embedded, prompt_of
 from engine.heads_made import Eagle3
+from engine.rank_answers import ASKED, PROMPTS, assert_equal, folder_of
+from engine.rank_models import RECURRENT
 from engine.rank_pair import Told, request, serve
 from engine.rank_threads import on_threads
 from engine.test_combs import branching, shuffled
-from engine.test_rank_processes import ASKED, PROMPTS, assert_equal, folder_of
-from engine.test_ranks import RECURRENT
 from engine.test_speculation import Scripted, with_drafter
 from pairwise import in_turn
 from parity.oracle import Oracle

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 from engine.captured_backends import CapturedTorch
+from engine.rank_answers import assert_equal, folder_of
+from engine.rank_models import RECURRENT
 from engine.test_cuda_paths import MESHES, by_itself, every_kind, on_cuda, options, told_of
-from engine.test_rank_processes import assert_equal, folder_of
-from engine.test_ranks import RECURRENT
 from offers import offering
 from pairwise import in_turn
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine.rank_answers import ASKED, MOE, PROMPTS, assert_equal, assert_whole, folder_of, options
 from engine.rank_pair import KeptRanks, Told, request, running, serve
-from engine.test_rank_processes import ASKED, MOE, PROMPTS, assert_equal, assert_whole, folder_of, options
 from pairwise import EVERYTHING
 
 from enginery.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 import noise
 import pytest
 import torch
-from engine.test_ranks import CONFIGS
+from engine.rank_models import CONFIGS
 from transformers import DeepseekV3Config
 
 from enginery.config.schema import EngineOptions

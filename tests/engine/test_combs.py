@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from engine.draft_models import SAID, SELVES, asking, assert_told, by_itself, come_and_go, counts_of, embedded, prompt_of
-from engine.heads_made import Eagle3
+from engine.heads_made import Eagle3, Module
+from engine.model_heads import options as head_options
+from engine.prediction_modules import chain_of, module_of
 from engine.random_use import RandomUse
 from engine.test_device_drafts import captured, unread
 from engine.test_frozen_keys import EPS, with_reader
 from engine.test_frozen_keys import write as write_reader
 from engine.test_kinds_at_random import WINDOWS
-from engine.test_model_heads import Module, chain_of, module_of
-from engine.test_model_heads import options as head_options
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
 from engine.test_trees import WAYS, backend_of, requests_of, written_by_step
 from offers import offering

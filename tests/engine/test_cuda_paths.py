@@ -18,7 +18,7 @@ import noise
 import pytest
 from cuda_on_host import Device
 from cuda_simulated import simulated
-from engine import test_model_heads
+from engine import model_heads
 from engine.captured_backends import EXPERTS, captured
 from engine.draft_models import SAID, embedded, prompt_of
 from engine.heads_made import Eagle3
@@ -47,7 +47,7 @@ from enginery.worker.drafts.draws import DRAW_KINDS
 from enginery.worker.paths.path import Forwarded
 
 Forward = Callable[[StepInput, ForwardBatch], Forwarded]
-llama_of_six = test_model_heads.llama  # a fixture
+llama_of_six = model_heads.llama  # a fixture
 MESHES: Mapping[str, Mapping[str, object]] = {
     "one": {},
     "tp": {"tp": 2},
@@ -253,7 +253,7 @@ def test_a_draft_model_changes_no_token(
     asked, prompts = embedded(attention_backend="torch", dtype="float32", **sizes), [prompt_of(said) for said in SAID[:5]]
     if drafter == "eagle3":
         head = {"draft_model": str(Eagle3(own=97).write(tmp_path))}
-        asked = test_model_heads.options(llama_of_six.folder, attention_backend="torch", **sizes, **head)
+        asked = model_heads.options(llama_of_six.folder, attention_backend="torch", **sizes, **head)
         prompts = [tuple(prompt[:30]) for prompt in llama_of_six.prompts[1:6]]
     ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}, {"speculation": False}, {}]
     requests = [request(f"{at}", prompts[at], max_tokens=16, **way) for at, way in enumerate(ways)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine import test_model_heads
+from engine import prediction_modules
 from engine.draft_models import SAID, embedded, prompt_of
 from engine.heads_made import Module
 from engine.rank_answers import ASKED, MLA, MOE, PROMPTS, SERVED, assert_equal, folder_of, options
@@ -35,7 +35,7 @@ from enginery.worker.drafts.draft_model import DraftModel
 from enginery.worker.loading import check_weights
 from enginery.worker.ranks.groups import refuse_for_ranks
 
-module_of = test_model_heads.module_of  # a fixture
+module_of = prediction_modules.module_of  # a fixture
 KINDS = {  # of memory, and of what ranks exchange: in turn tensor ranks and stages
     "tp": ["bamba_one_group", "jamba", "kimi_linear", "lfm2", "llama-odd-vocabulary", "minimax", "qwen3_next"],
     "pp": ["deepseek-v3", "falcon_h1", "gpt-oss", "longcat-flash", "mimo", "nemotron_h_moe", "ring"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from enginery.config.schema import EngineOptions
+from enginery.contracts.drafting import DraftModelOptions
 from enginery.contracts.engine import DraftCounts
 from enginery.contracts.request import GenerationRequest, SamplingParams
 from enginery.engine.engine import Engine
+from enginery.plugin.registry import Registry
 from enginery_weights_tiny import DRAFTERS, FOLDER
 
 TOKENS = 40 if EVERYTHING else 26
@@ -110,3 +113,9 @@ def changed_head(
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     save_file(dict(change(load_file(folder / "model.safetensors"))), folder / "model.safetensors")
     return folder
+
+
+def branching(registry: Registry, drafter: str, siblings: int = 1) -> Registry:
+    """As `-o DRAFTER.trees=true -o DRAFTER.siblings=N`."""
+    asked = DraftModelOptions(trees=True, siblings=siblings)
+    return dataclasses.replace(registry, options={**registry.options, drafter: asked})

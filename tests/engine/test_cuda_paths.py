@@ -20,13 +20,13 @@ from cuda_on_host import Device
 from cuda_simulated import simulated
 from engine import model_heads
 from engine.captured_backends import EXPERTS, captured
-from engine.draft_models import SAID, embedded, prompt_of
+from engine.draft_models import SAID, branching, embedded, prompt_of
 from engine.heads_made import Eagle3
 from engine.rank_answers import ASKED, PROMPTS, assert_equal, folder_of
 from engine.rank_models import RECURRENT
 from engine.rank_pair import Told, request, serve
 from engine.rank_threads import on_threads
-from engine.test_combs import branching, shuffled
+from engine.test_combs import shuffled
 from engine.test_speculation import Scripted, with_drafter
 from pairwise import in_turn
 from parity.oracle import Oracle

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.draft_models import SELVES, TOKENS, asking, assert_told, by_itself, counts_of, embedded, prompt_of
+from engine.draft_models import SELVES, TOKENS, asking, assert_told, branching, by_itself, counts_of, embedded, prompt_of
 from engine.heads_made import Eagle3, write_module
 from engine.model_heads import options as small_options
 from engine.prediction_modules import MODULES, longer
 from engine.test_ahead import untold
-from engine.test_combs import branching, shuffled
+from engine.test_combs import shuffled
 from engine.test_device_chains import RATES, guesses_and_answers
 from engine.test_device_chains import requests_of as mixed_requests
 from engine.test_frozen_keys import EPS, with_reader

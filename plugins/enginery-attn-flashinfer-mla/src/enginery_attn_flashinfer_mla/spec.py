@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -79,31 +79,20 @@ def blackwell_spec(
 
     modules: what its kernel is imported from, and the distributions that have it.
     """
-    from enginery_attn_flashinfer.store import ModuleStore
-
-    return AttnBackendSpec(
+    own = make_spec()
+    return replace(
+        own,
         name=name,
-        api=(2, 0),
         priority=priority,
         summary=summary,
         refuse_also=partial(_refuse_blackwell, heads=heads, modules=modules),
-        options=FlashInferMlaOptions,
-        kernel_store=ModuleStore(_modules),
-        capabilities=Capabilities(
-            devices=frozenset({"cuda"}),
+        capabilities=replace(
+            own.capabilities,
             dtypes=dtypes,
             kv_dtypes=dtypes,
-            head_dims=frozenset(),
             page_sizes=page_sizes,
             min_compute_capability=(10, 0),
             max_compute_capability=(10, 9),
-            mla=True,
-            mla_ragged=True,
-            latent_dims=LATENT_DIMS,
-            graphs=True,
-            lse_base="2",
-            needs_jit=True,
-            workspace_bytes=WORKSPACE_BYTES,
         ),
     )
 

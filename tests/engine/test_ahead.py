@@ -26,11 +26,6 @@ SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours."
 ASKED = {"drafter": "eagle", "draft_length": "3", "attention_backend": "torch", "num_pages": 120, "max_batch_requests": 16}
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def settled(unread: None, monkeypatch: pytest.MonkeyPatch) -> list[StepInput]:  # noqa: F811
     """The steps that were scheduled ahead, as they were launched."""

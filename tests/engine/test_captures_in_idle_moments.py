@@ -28,11 +28,6 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One for each graph of whole steps that any rank captures."""

@@ -27,11 +27,6 @@ from enginery.worker.drafts.draws import beside
 from enginery.worker.drafts.trees import deepest
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def test_a_comb_is_the_chain_and_then_the_likeliest_others_of_each_depth() -> None:
     logits = torch.tensor([[0.1, 0.9, 0.3, 0.2], [0.4, 0.3, 0.2, 0.1]])
     found = beside(logits, torch.tensor([1, 3]), 2)

@@ -36,11 +36,6 @@ from enginery.worker.drafts.trees import Chain, standing_chain
 __all__ = ["chain_of", "module_of", "unread"]  # fixtures of others
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def shuffled(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Of what is guessed, and beside it, what is the guess: the likeliest token, the next, by chance, or a wrong one."""
     chance = random.Random(3)

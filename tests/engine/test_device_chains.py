@@ -33,11 +33,6 @@ __all__ = ["chain_of", "unread"]  # fixtures of others
 RATES = (0.8, 0.7, 0.6)
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def guesses_and_answers(engine: Engine, requests: list[GenerationRequest]) -> tuple[list[list[list[int]]], dict[str, Told]]:
     """What is guessed after each step, and what each request is told."""
     found, draft = list[list[list[int]]](), engine._runner.draft

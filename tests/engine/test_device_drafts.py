@@ -47,11 +47,6 @@ class Passed:
     def synchronize(self) -> None: ...
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host does not know lengths before the device has computed them, nor guesses."""

@@ -29,11 +29,6 @@ from enginery.worker.needs import LayerNeeds, by_phase
 from enginery_weights_tiny import DRAFTERS
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def test_a_model_with_recurrent_layers_drafts_for_nobody(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
     recurrent = write_oracle("mamba2", MAMBA["mamba2"])
     target = write_oracle("llama", FAMILIES["llama"])

@@ -43,12 +43,6 @@ from enginery.plugin.registry import Registry
 from enginery.worker.weights.needed_weights import needed_weights
 from enginery_weights_tiny import DRAFTERS
 
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 # A model that drafts for itself. Where one of its keys or values were missing or another's, a guess would be wrong.
 
 SOME_SELVES = [

@@ -143,11 +143,6 @@ def expected(target: torch.nn.Module, tokens: list[int], count: int) -> tuple[li
     return guesses, every
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def llama(write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle("llama of four", LlamaConfig(**shape(rms_norm_eps=EPS)))

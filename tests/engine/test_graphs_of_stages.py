@@ -36,11 +36,6 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {  # of whose stages some have se
 }
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often each device's stage has replayed a graph."""

@@ -72,11 +72,6 @@ def settled(router: Router, engine: Engine, lane: int = 0) -> None:
         router.catch_up()  # what was sent before the subscription had arrived
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def addresses(tmp_path: Path) -> dict[str, str]:
     return {"kv_events": f"ipc://{tmp_path}/events", "kv_events_replay": f"ipc://{tmp_path}/replay"}

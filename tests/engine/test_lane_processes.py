@@ -22,11 +22,6 @@ from enginery.worker.ranks.groups import refuse_for_ranks
 
 
 @pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture(scope="module")
 def kept() -> Iterator[KeptRanks]:
     ranks = KeptRanks(1)
     yield ranks

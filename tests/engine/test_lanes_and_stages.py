@@ -20,11 +20,6 @@ MESH = {"pp": 2, "dp_attention": 2}
 
 
 @pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture(scope="module")
 def kept() -> Iterator[KeptRanks]:
     ranks = KeptRanks(3)
     yield ranks

@@ -25,11 +25,6 @@ from enginery.plugin.registry import Registry
 llama = model_heads.llama  # a fixture
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 LAYOUTS: dict[str, Eagle3] = {
     "its authors'": Eagle3(),
     "layers.0, the whole vocabulary, the target's head": Eagle3(layer="layers.0", own=256, has_head=False),

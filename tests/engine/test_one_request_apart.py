@@ -72,11 +72,6 @@ def assert_each_has_its_own(noted: set[Noted]) -> None:
     assert [each for each in noted - of_one if each.name != "many"] == []
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @in_turn(
     ("mesh", ["one", "tp", "lanes", "lanes pp", "pp"]),
     ("family", ["deepseek-v2-lite-experts", "kimi_linear", "llama", "gemma2"]),

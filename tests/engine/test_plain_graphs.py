@@ -24,11 +24,6 @@ from enginery.worker.paths.path import Forwarded
 SAID = ("Hello", "Name three colours.", "What is 47 + 38?")
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def wanted(unread: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa: F811
     """How much is guessed: its last entry."""

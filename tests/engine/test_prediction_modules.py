@@ -23,11 +23,6 @@ from enginery.worker.choice import choose
 llama, module_of, chain_of = model_heads.llama, prediction_modules.module_of, prediction_modules.chain_of  # fixtures
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.mark.parametrize("name", prediction_modules.MODULES)
 def test_a_module_guesses_as_transformers_layer_does(
     module_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str

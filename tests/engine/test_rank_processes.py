@@ -45,11 +45,6 @@ MESHES = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"tp": 2, "ep": True}}
 
 
 @pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture(scope="module")
 def kept() -> Iterator[KeptRanks]:
     ranks = KeptRanks(1)
     yield ranks

@@ -38,11 +38,6 @@ IDS = [5, 77, 200, 31, 8, 9, 140, 3, 99, 101, 55, 12, 13, 240, 7, 19, 5, 77, 64,
 WORST = 1.25  # of the error of one rank
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(autouse=True)
 def grouped_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has no grouped products of float64, which is the truth here."""

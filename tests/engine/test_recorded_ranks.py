@@ -26,11 +26,6 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture(scope="module")
 def kept() -> Iterator[KeptRanks]:
     ranks = KeptRanks(1)
     yield ranks

@@ -101,11 +101,6 @@ def counts_of(registry: Registry, folder: Path, **drafter: object) -> DraftCount
 
 
 @pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-@pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(**small(), architectures=["LlamaForCausalLM"])
     return write(tmp_path_factory.mktemp("turns"), config, target_tensors(config))

@@ -44,11 +44,6 @@ module_of, chain_of = prediction_modules.module_of, prediction_modules.chain_of 
 llama_of_six, llama_of_four = model_heads.llama, test_frozen_keys.llama
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def answers_and_guesses(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[dict[str, Told], Guesses]:
     guesses = noted(engine._runner)
     return answers_of(engine, requests), guesses

@@ -17,11 +17,6 @@ from enginery.speculate.length import DraftLength
 LONG = "Make a JSON record of this person: Ada is 36 years old, a pilot from Redmill who likes chess."
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is guessed next, as the test says: its last entry, until it is changed."""

@@ -39,11 +39,6 @@ ON = {"device": "cuda", "dtype": "float32", "max_batch_requests": 32}
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.mark.parametrize("kind", ["right", "random"])
 @pytest.mark.parametrize("attention", ["torch", "triton"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v2"])

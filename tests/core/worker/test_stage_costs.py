@@ -20,11 +20,6 @@ from enginery.worker.weights.needed_weights import needed_weights
 from enginery.worker.weights.stage_costs import LayerCost, divide, largest_shares, layer_costs
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def costs_of(registry: Registry, config: dict[str, Any]) -> list[LayerCost]:
     offer, _ = registry.find_model(config)
     return layer_costs(offer.spec, config, torch.bfloat16, kept={})

@@ -5,6 +5,8 @@ tokens a verification; see `enginery.bench.forced`. Of each load the first pass 
 
 With --auto: what `--drafter auto` makes of it, which chooses how much to guess, where guesses are as seldom right as those of a
 random head are, and where each is right three times of four. Then the embedded model, in text.
+
+With --combs: what a round takes with chains of four guesses, and with one sibling beside each, which are as seldom right.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def measured(cases: Mapping[str, Case], loads: argparse.Namespace) -> Iterator[d
     """A row for each number of streams and engine. All engines are there at once and pass by turns, as a card that has become
     warm is slower: one after the other, the same engine is up to 2 % slower the second time."""
     free_memory()
-    engines = {name: Engine.build(case.options, Registry.load(), forced_rates=case.rates) for name, case in cases.items()}
+    engines = {name: _engine_of(case) for name, case in cases.items()}
     try:
         for count in loads.streams:
             workload = equal_requests(count, input_len=128, output_len=loads.output_len)
@@ -87,6 +89,10 @@ def measured(cases: Mapping[str, Case], loads: argparse.Namespace) -> Iterator[d
     finally:
         for engine in engines.values():
             engine.close()
+
+
+def _engine_of(case: Case) -> Engine:
+    return Engine.build(case.options, Registry.load(options=case.options.plugin_options), forced_rates=case.rates)
 
 
 def _row(name: str, count: int, runs: Sequence[BenchRun], stats: tuple[EngineStats, EngineStats]) -> dict[str, Any]:
@@ -133,6 +139,12 @@ def rows_of(loads: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
     drafting = options(folder, "cuda", loads.attention)
     plain = {"drafter": "off", "draft_model": None, "draft_length": "auto"}
     without = Case(dataclasses.replace(drafting, **plain))
+    if loads.combs:
+        chain = dataclasses.replace(drafting, draft_length="4")
+        siblings = (*chain.plugin_options, "eagle3.trees=true", "eagle3.siblings=1")
+        comb = dataclasses.replace(chain, plugin_options=siblings)
+        yield from measured({"chain of four": Case(chain), "one beside each": Case(comb)}, loads)
+        return
     if not loads.auto:
         yield from measured({"forced": Case(drafting, RATES)} | ({"plain": without} if loads.plain else {}), loads)
         return
@@ -150,6 +162,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--combs", action="store_true", help="rounds of chains, and of combs")
     parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True, help="without --auto: plain decoding too")
     parser.add_argument("--right", action=argparse.BooleanOptionalAction, default=True, help="with --auto: right guesses too")
     parser.add_argument("--attention", default="triton", help="what verifies; with flashinfer the head has triton")

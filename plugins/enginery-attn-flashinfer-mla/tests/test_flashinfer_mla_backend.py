@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.test_graphs import AgainAndAgain
 from few_checks import few
 
 from enginery.api import (
@@ -25,6 +26,7 @@ from enginery.api import (
     Unsupported,
 )
 from enginery.testing.cases import AttnCase
+from enginery.testing.check_plans import verifies_captured
 from enginery.testing.conformance import Check, checks_of
 from enginery.testing.rules import compare
 from enginery.testing.stage import Turn
@@ -193,6 +195,12 @@ def test_a_captured_plan_reads_what_was_refreshed_last_whatever_its_size() -> No
         assert bench.backend.graphs.wrapper.item.indices is bench.backend.graphs.indices  # where a graph reads them
 
 
+def test_drafts_are_verified_in_a_graph_and_rows_that_pad_it_are_no_matter() -> None:
+    bench = made()
+    bench.relay.ask("init_graph_state", max_batch_size=8, max_num_tokens=24)
+    assert verifies_captured(bench, AgainAndAgain()) is None
+
+
 def test_what_cannot_be_captured_or_refreshed_is_refused() -> None:
     bench = made()
     with pytest.raises(Unsupported, match="after init_graph_state"):
@@ -203,8 +211,9 @@ def test_what_cannot_be_captured_or_refreshed_is_refused() -> None:
     for wrong in (
         bench.batch(bench.turns([(5, 3)]), Phase.PREFILL),
         bench.pad(bench.batch([], Phase.DECODE), requests=7, tokens=7),
+        bench.pad(dataclasses.replace(bench.batch([], Phase.VERIFY), decode_len=2), requests=4, tokens=8),
     ):
-        with pytest.raises(Unsupported, match="one token per request"):
+        with pytest.raises(Unsupported, match="captures steps that decode, with as many rows of each request"):
             wrong = bench.relay.plan(wrong, capture=True)
     captured = bench.pad(bench.batch([], Phase.DECODE), requests=4, tokens=4)
     captured = bench.relay.plan(captured, capture=True)

@@ -134,3 +134,21 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint, ran, *, strategy, o
     answers = llm.generate(prompts, params)
     assert [list(answer.token_ids) for answer in answers] == [expected(model, prompt) for prompt in prompts]
     assert set(ran) == kinds
+
+
+def test_guesses_are_verified_by_the_same_backend(checkpoint, ran) -> None:
+    folder, model = checkpoint
+    prompts = [[5, 9, 11, 7] * 6, [3, 8, 3, 8, 3, 8, 3], list(range(40, 60))]
+    llm = LLM(
+        str(folder),
+        device="cpu",
+        attention_backend="mla-on-torch",
+        page_size=4,
+        num_pages=200,
+        drafter="lookup",
+        draft_length=3,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert [list(answer.token_ids) for answer in llm.generate(prompts, params)] == [expected(model, prompt) for prompt in prompts]
+    *_, last = llm.stream(prompts[0], SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias={7: 100.0}))
+    assert 0 < last.usage.num_accepted_tokens == last.usage.num_drafted_tokens

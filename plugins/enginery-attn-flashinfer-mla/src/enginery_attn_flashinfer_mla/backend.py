@@ -33,14 +33,15 @@ MAX_INDICES: Final = 16 << 20  # 64 MiB
 class CapturedSteps:
     """One wrapper for the graphs of all sizes, which run one at a time, each after it was planned for that step.
 
-    What `MLAPlan` puts where depends on the device and the number of heads alone, so a graph finds it whatever its size.
+    Where `MLAPlan` puts things depends on the device alone, so a graph finds them whatever its size; how many blocks work together
+    depends on the rows of a request, of which every step of a graph has as many.
     """
 
-    def __init__(self, planner: Planner, *, max_batch_size: int, num_pages: int) -> None:
+    def __init__(self, planner: Planner, *, max_batch_size: int, max_rows: int, num_pages: int) -> None:
         if max_batch_size > planner.max_rows:
             raise Unsupported(f"graphs of {max_batch_size} requests are asked for; FlashInfer plans {planner.max_rows} at most")
         self.planner = planner
-        self.max_batch_size = max_batch_size
+        self.max_batch_size, self.max_rows = max_batch_size, min(max_rows, planner.max_rows)
         num_indices = min(max_batch_size * (num_pages + 1), MAX_INDICES)
         self.indices = torch.zeros(num_indices, dtype=torch.int32, device=planner.device)
         self.wrapper: Lease[PagedWrapper] = Lease(planner.kernels.paged(planner.workspace()))
@@ -58,7 +59,10 @@ class CapturedSteps:
 
 
 class FlashInferMla:
-    """MLA over paged latents, and over keys and values made from them; decoding steps in graphs. `enginery.api.AttnBackend`."""
+    """MLA over paged latents, and over keys and values made from them; steps that decode or verify drafts in graphs.
+
+    Implements `enginery.api.AttnBackend`.
+    """
 
     def __init__(self, context: BackendContext, load: LoadKernels) -> None:
         options = context.options if isinstance(context.options, FlashInferMlaOptions) else FlashInferMlaOptions()
@@ -78,11 +82,22 @@ class FlashInferMla:
         key = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture)
         if not capture:
             return FlashInferMlaPlan(key=key, parts=self.planner.paged(rows_of(batch)))
-        if self.graphs is None or not can_be_captured(batch, self.graphs.max_batch_size):
-            raise Unsupported(f"{self.backend_id}: {not_captured(batch)}")
-        self.graphs.refresh(batch)
-        part = PagedPart(rows=slice(0, batch.num_tokens), wrapper=self.graphs.wrapper)
+        graphs = self._graphs_of(batch)
+        graphs.refresh(batch)
+        part = PagedPart(rows=slice(0, batch.num_tokens), wrapper=graphs.wrapper)
         return FlashInferMlaPlan(key=key, parts=(part,))
+
+    def _graphs_of(self, batch: ForwardBatch) -> CapturedSteps:
+        """Raises `Unsupported` for a batch that cannot be captured."""
+        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * batch.decode_len
+        graphs = self.graphs
+        if graphs is None or not decodes or batch.num_requests > graphs.max_batch_size or batch.num_tokens > graphs.max_rows:
+            raise Unsupported(
+                f"{self.backend_id} captures steps that decode, with as many rows of each request, after init_graph_state and no "
+                f"larger than it was told; this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in "
+                f"phase {batch.phase}"
+            )
+        return graphs
 
     @hookimpl
     def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[KVPiece, ...], disable_ragged: bool) -> ChunkPlan | Denied:
@@ -98,7 +113,9 @@ class FlashInferMla:
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
         """Take the memory that captured plans point into. Plans made before point elsewhere, and are not used any more."""
         self.epoch += self.graphs is not None
-        self.graphs = CapturedSteps(self.planner, max_batch_size=max_batch_size, num_pages=self.num_pages)
+        self.graphs = CapturedSteps(
+            self.planner, max_batch_size=max_batch_size, max_rows=max_num_tokens, num_pages=self.num_pages
+        )
         return True
 
     @hookimpl
@@ -128,19 +145,6 @@ def rows_of(batch: ForwardBatch) -> Rows:
     """All of a batch."""
     q_lens, kv_lens, table = (part.numpy() for part in (batch.q_lens_cpu, batch.kv_lens_cpu, batch.page_table_cpu))
     return Rows(q_lens=q_lens, kv_lens=kv_lens, table=table, first=0)
-
-
-def can_be_captured(batch: ForwardBatch, max_batch_size: int) -> bool:
-    """Steps of one token per request."""
-    return batch.phase is Phase.DECODE and batch.num_tokens == batch.num_requests <= max_batch_size
-
-
-def not_captured(batch: ForwardBatch) -> str:
-    """Why a batch cannot be captured."""
-    return (
-        "decoding steps of one token per request are captured, after init_graph_state and no larger than it was told; this is a "
-        f"batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
-    )
 
 
 def why_not_ragged(settings: KernelSettings, options: FlashInferMlaOptions) -> str | None:

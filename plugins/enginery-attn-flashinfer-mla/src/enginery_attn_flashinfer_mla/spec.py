@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, LatentFacts, Reason
+from enginery.api import AttnBackendSpec, AttnNeeds, Capabilities, LatentFacts, Phase, Reason
 
 NAME: Final = "flashinfer-mla"
 DTYPES: Final = frozenset({"bfloat16", "float16"})
@@ -49,6 +49,7 @@ def make_spec() -> AttnBackendSpec:
             kv_dtypes=DTYPES,
             head_dims=frozenset(),
             min_compute_capability=(8, 0),
+            phases=frozenset({Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.VERIFY}),
             mla=True,
             mla_ragged=True,
             latent_dims=LATENT_DIMS,

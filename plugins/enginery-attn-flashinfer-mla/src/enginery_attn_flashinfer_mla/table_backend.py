@@ -25,6 +25,7 @@ from enginery.api import (
     ForwardPlan,
     KVPiece,
     LayerSpec,
+    Phase,
     PlanKey,
     StalePlan,
     Unsupported,
@@ -32,7 +33,7 @@ from enginery.api import (
     covering_plan,
     hookimpl,
 )
-from enginery_attn_flashinfer_mla.backend import FlashInferMla, can_be_captured, not_captured, rows_of
+from enginery_attn_flashinfer_mla.backend import FlashInferMla, rows_of
 from enginery_attn_flashinfer_mla.pages import Rows, on_host
 from enginery_attn_flashinfer_mla.plan import PagedPart, attend_parts
 
@@ -113,8 +114,13 @@ class TableBackend:
         key = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture)
         workspace, count, rows = self.workspaces.take(), batch.num_decode_requests, rows_of(batch)
         if capture:
-            if self.captured is None or not can_be_captured(batch, len(self.captured.lens)):
-                raise Unsupported(f"{self.backend_id}: {not_captured(batch)}")
+            decodes = batch.phase is Phase.DECODE and batch.num_tokens == batch.num_requests
+            if self.captured is None or not decodes or batch.num_requests > len(self.captured.lens):
+                raise Unsupported(
+                    f"{self.backend_id}: decoding steps of one token per request are captured, after init_graph_state and no larger "
+                    f"than it was told; this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase "
+                    f"{batch.phase}"
+                )
             self._refresh(self.captured, rows)
             captured = Tables(table=self.captured.table[:count], lens=self.captured.lens[:count], longest=self.captured.longest)
             return TablePlan(key=key, tables=captured, workspace=workspace, parts=())

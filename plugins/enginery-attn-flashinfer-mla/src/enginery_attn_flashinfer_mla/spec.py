@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -80,20 +80,31 @@ def blackwell_spec(
 
     modules: what its kernel is imported from, and the distributions that have it.
     """
-    own = make_spec()
-    return replace(
-        own,
+    from enginery_attn_flashinfer.store import ModuleStore
+
+    return AttnBackendSpec(
         name=name,
+        api=(2, 0),
         priority=priority,
         summary=summary,
         refuse_also=partial(_refuse_blackwell, heads=heads, modules=modules),
-        capabilities=replace(
-            own.capabilities,
+        options=FlashInferMlaOptions,
+        kernel_store=ModuleStore(_modules),
+        capabilities=Capabilities(
+            devices=frozenset({"cuda"}),
             dtypes=dtypes,
             kv_dtypes=dtypes,
+            head_dims=frozenset(),
             page_sizes=page_sizes,
             min_compute_capability=(10, 0),
             max_compute_capability=(10, 9),
+            mla=True,
+            mla_ragged=True,
+            latent_dims=LATENT_DIMS,
+            graphs=True,
+            lse_base="2",
+            needs_jit=True,
+            workspace_bytes=WORKSPACE_BYTES,
         ),
     )
 

@@ -117,9 +117,9 @@ class TableBackend:
             decodes = batch.phase is Phase.DECODE and batch.num_tokens == batch.num_requests
             if self.captured is None or not decodes or batch.num_requests > len(self.captured.lens):
                 raise Unsupported(
-                    f"{self.backend_id}: decoding steps of one token per request are captured, after init_graph_state and no larger "
-                    f"than it was told; this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase "
-                    f"{batch.phase}"
+                    f"{self.backend_id}: decoding steps of one token per request are captured, after init_graph_state and no "
+                    f"larger than it was told; this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in "
+                    f"phase {batch.phase}"
                 )
             self._refresh(self.captured, rows)
             captured = Tables(table=self.captured.table[:count], lens=self.captured.lens[:count], longest=self.captured.longest)

@@ -113,9 +113,7 @@ class FlashInferMla:
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
         """Take the memory that captured plans point into. Plans made before point elsewhere, and are not used any more."""
         self.epoch += self.graphs is not None
-        self.graphs = CapturedSteps(
-            self.planner, max_batch_size=max_batch_size, max_rows=max_num_tokens, num_pages=self.num_pages
-        )
+        self.graphs = CapturedSteps(self.planner, max_batch_size=max_batch_size, max_rows=max_num_tokens, num_pages=self.num_pages)
         return True
 
     @hookimpl

@@ -61,7 +61,7 @@ class CompositePlan(ForwardPlan):
 
 @derived_from_specs
 class Composite(ABC):
-    """Cuts batches and calls its children. Implements `AttnBackend`, `Attends` and `Advances` of `enginery.contracts.attention`."""
+    """Cuts batches and calls its children. Implements `AttnBackend`, `Attends` and `Advances` of `enginery.api`."""
 
     kind: ClassVar[str]
 

@@ -59,15 +59,19 @@ def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def plain(stored: dict[str, torch.Tensor]) -> torch.Tensor:
-    return stored[".weight"].float() * spread(stored[".weight_scale_inv"], stored[".weight"].shape, (128, 128))
+    return stored[".weight"].float() * spread(stored[".weight_scale_inv"].float(), stored[".weight"].shape, (128, 128))
 
 
 class Checkpoint:
     """A folder with float8 modules, and sources of what a rank takes from it."""
 
-    def __init__(self, folder: Path, modules: dict[str, torch.Tensor], **others: torch.Tensor) -> None:
+    def __init__(
+        self, folder: Path, modules: dict[str, torch.Tensor], scales: torch.dtype = torch.float32, **others: torch.Tensor
+    ) -> None:
         self.folder = folder
         self.stored = {name: quantised(weight) for name, weight in modules.items()}
+        for stored in self.stored.values():
+            stored[".weight_scale_inv"] = stored[".weight_scale_inv"].to(scales)
         self.plain = {name: plain(stored) for name, stored in self.stored.items()} | others
         tensors = {f"{name}{suffix}": part for name, stored in self.stored.items() for suffix, part in stored.items()}
         save_file(tensors | {f"{name}.weight": other for name, other in others.items()}, folder / "model.safetensors")
@@ -91,8 +95,12 @@ class Checkpoint:
         return ask(self(load(record, stored, torch.device("cpu"), reader=recording.matrices.setting.reader), parallel))
 
 
-def test_products_become_plain_numbers_and_what_is_plain_in_the_files_stays_so(tmp_path: Path) -> None:
-    made = Checkpoint(tmp_path, {"a": torch.randn(130, 4)}, b=torch.randn(6, 4))
+SCALES_OF_FILES = (torch.float32, torch.bfloat16, torch.float16)  # the hub's Qwen3 has scales of 16 bits, DeepSeek-V3 of 32
+
+
+@pytest.mark.parametrize("scales", SCALES_OF_FILES)
+def test_products_become_plain_numbers_and_what_is_plain_in_the_files_stays_so(tmp_path: Path, scales: torch.dtype) -> None:
+    made = Checkpoint(tmp_path, {"a": torch.randn(130, 4)}, scales, b=torch.randn(6, 4))
     linear = made.read(lambda weights: weights.linear(LinearShape(names=("a", "b"), rows=(130, 6), columns=4)))
     x = torch.randn(3, 4)
     torch.testing.assert_close(linear(x), x @ torch.cat((made.plain["a"], made.plain["b"])).T)
@@ -121,9 +129,13 @@ def expert_modules(inner: int) -> dict[str, torch.Tensor]:
     return {f"experts.{expert}.{name}": torch.randn(size) for expert in range(2) for name, size in sizes.items()}
 
 
-@pytest.mark.parametrize(("inner", "stays"), [(256, True), (96, False)])
-def test_experts_stay_float8_where_no_block_has_rows_of_gate_and_up(tmp_path: Path, inner: int, stays: bool) -> None:
-    made = Checkpoint(tmp_path, expert_modules(inner))
+@pytest.mark.parametrize(
+    ("inner", "stays", "scales"), [(256, True, torch.float32), (256, True, torch.bfloat16), (96, False, torch.float32)]
+)
+def test_experts_stay_float8_where_no_block_has_rows_of_gate_and_up(
+    tmp_path: Path, inner: int, stays: bool, scales: torch.dtype
+) -> None:
+    made = Checkpoint(tmp_path, expert_modules(inner), scales)
     experts = made.read(lambda weights: weights.experts(experts_of(inner)))
     x, ids = torch.randn(5, 130), torch.tensor([[0], [1], [1], [0], [1]], dtype=torch.int32)
     out = experts(x, Routed(ids, torch.ones(5, 1)))

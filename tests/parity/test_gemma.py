@@ -9,6 +9,7 @@ import pytest
 import torch
 from parity.engine_driver import assert_greedy, generate, last_logits, options
 from parity.oracle import Oracle, shape
+from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 
 import enginery_model_gemma
@@ -60,14 +61,28 @@ def test_the_engine_gives_its_greedy_tokens(oracle: Oracle, registry: Registry) 
     assert_greedy(oracle, generate(engine, oracle.prompts[3:5]), oracle.prompts[3:5])
 
 
-def test_of_a_model_for_images_the_text_is_served(registry: Registry, tmp_path: Path) -> None:
-    """In the hub's names, which transformers writes; what is of images is not read."""
+LAYOUTS = {
+    "the hub's": ("language_model.model.", ""),
+    "transformers 4.52's": ("model.language_model.", "model."),
+    "of text alone": ("model.", ""),
+}
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_of_a_model_for_images_the_text_is_served(registry: Registry, tmp_path: Path, layout: str) -> None:
+    """In the hub's names, which transformers writes, and in others; what is of images, and a head of its own, is not read."""
     text = GEMMAS["gemma3"].to_dict()
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
     config = Gemma3Config(text_config=text, vision_config=sizes, mm_tokens_per_image=4, image_token_index=text["vocab_size"] - 1)
     torch.manual_seed(0)
     model = Gemma3ForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path)
+    (text_stem, images_stem), hubs, file = LAYOUTS[layout], "language_model.model.", tmp_path / "model.safetensors"
+    stored = load_file(file)
+    renamed = {
+        name.replace(hubs, text_stem) if name.startswith(hubs) else images_stem + name: tensor for name, tensor in stored.items()
+    }
+    save_file(renamed | {"lm_head.weight": stored[f"{hubs}embed_tokens.weight"].clone()}, file)
     prompt = list(range(5, 45))
     with torch.inference_mode():
         wanted = model(torch.tensor([prompt])).logits[0, -1]

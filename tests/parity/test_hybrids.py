@@ -124,8 +124,11 @@ def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], re
     torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
 
 
-def test_qwen3_5_is_read_beside_a_model_for_images(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
-    """As the hub has it: a config in `text_config`, longer names, and tensors that nobody asks for."""
+@pytest.mark.parametrize("is_text_alone", [False, True])
+def test_qwen3_5_is_read_beside_a_model_for_images(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, is_text_alone: bool
+) -> None:
+    """As the hub has it: a config in `text_config`, longer names, which texts alone may have, and tensors that nobody asks for."""
     oracle = write_oracle("qwen3_5", HYBRIDS["qwen3_5"])
     weights = load_file(oracle.folder / "model.safetensors")
     renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
@@ -133,7 +136,7 @@ def test_qwen3_5_is_read_beside_a_model_for_images(write_oracle: Callable[..., O
     save_file(renamed | extra, tmp_path / "model.safetensors")
     text = json.loads((oracle.folder / "config.json").read_text())
     config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(text if is_text_alone else config))
     prompt = oracle.prompts[1]
     actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
     torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)

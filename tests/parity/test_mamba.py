@@ -15,6 +15,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     Mamba2Config,
     NemotronHConfig,
     PretrainedConfig,
@@ -73,6 +74,14 @@ FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "jamba_dense": JambaConfig(**shape(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=12)),
     "lfm2": Lfm2Config(**shape(layer_types=["conv", "full_attention", "conv", "conv"], block_multiple_of=16, conv_bias=True)),
+    "lfm2_moe": Lfm2MoeConfig(
+        **shape(
+            layer_types=["conv", "full_attention", "conv", "conv"], moe_intermediate_size=32, num_experts=8, num_dense_layers=1
+        ),
+        num_experts_per_tok=2,
+        routed_scaling_factor=1.5,
+        experts_implementation="eager",
+    ),
     "nemotron_h": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp"]),
     "nemotron_h_moe": NemotronHConfig(**NEMOTRON, layers_block_type=["mamba", "moe", "attention", "mamba", "moe"]),
     "nemotron_h_latent": NemotronHConfig(**NEMOTRON, layers_block_type=["moe", "mamba", "attention"], moe_latent_size=32),

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,6 +91,28 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
         raise CheckpointError(f'{index} has no "weight_map" from tensors to files, which is all it is for; fetch it again')
     return stated
+
+
+def with_dtype(config: Mapping[str, object], folder: Path | None) -> dict[str, object]:
+    """config.json with the `dtype` that it may leave out: that of its text model, else of most plain numbers in the files.
+
+    folder: of the files; None: there are none.
+    """
+    dtype = _stated_dtype(config) or (None if folder is None else _dtype_of_most(folder))
+    return {**config, "dtype": dtype} if dtype else dict(config)
+
+
+def _stated_dtype(config: Mapping[str, object]) -> object:
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    return next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+
+
+def _dtype_of_most(folder: Path) -> str | None:
+    counts: Counter[str] = Counter()
+    for tensor in scan_checkpoint(folder).values() if any(folder.glob("*.safetensors")) else ():
+        counts[tensor.dtype] += math.prod(tensor.shape)
+    return next((str(PLAIN[name]).removeprefix("torch.") for name, _ in counts.most_common() if name in PLAIN), None)
 
 
 def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str, ...]]) -> Mapping[str, StoredTensor]:

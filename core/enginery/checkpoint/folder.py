@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from enginery.plugin.registry import Registry
 
 _HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "tiktoken.model"]
 _UNWANTED: Final = ["[!1]*/*", "1[!_]*/*", "consolidated*"]  # folders but 1_Pooling, which says how to embed
 _WEIGHTS: Final = ["*.safetensors", "*.safetensors.index.json"]
 

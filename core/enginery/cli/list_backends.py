@@ -90,11 +90,14 @@ def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ..
 
 def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
     """What the model needs of attention backends and of operations."""
+    from enginery.checkpoint.files import with_dtype
+
     best = "cuda" if "cuda" in present_devices() else "cpu"
     device = best if asked.device == "auto" else asked.device
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is {device!r}, but must be auto, cpu or cuda")
-    config = read_config(find_folder(model, registry))
+    folder = find_folder(model, registry)
+    config = with_dtype(read_config(folder), folder)
     family, _ = registry.find_model(config)
     facts = described(family, config, f"the model {model}")
     capability = _compute_capability() if device == "cuda" else None

@@ -237,11 +237,11 @@ def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, objec
         return Decision(setting="dtype", value=asked.dtype, reason=reason)
     stated = config.get("dtype") or config.get("torch_dtype")
     if stated not in DTYPES:
-        return Decision(setting="dtype", value="float32", reason=f"config.json has {stated or 'no type'}, not {', '.join(DTYPES)}")
+        return Decision(setting="dtype", value="float32", reason=f"the files say {stated or 'no type'}, not {', '.join(DTYPES)}")
     if stated in slow:
-        reason = f"config.json states {stated}, in which this CPU is slow; --dtype {stated} takes half the memory"
+        reason = f"the checkpoint is in {stated}, in which this CPU is slow; --dtype {stated} takes half the memory"
         return Decision(setting="dtype", value="float32", reason=reason)
-    return Decision(setting="dtype", value=stated, reason="stated in config.json")
+    return Decision(setting="dtype", value=stated, reason="that of config.json, or else of most weights")
 
 
 def _kv_dtype(asked: EngineOptions, model: ModelFacts, *, dtype: str) -> Decision:

@@ -257,8 +257,9 @@ class StoredWeight:
 class StoredPart:
     """One tensor of the checkpoint among those that a matrix is stored in.
 
-    suffix: behind the module's name. dtype: as safetensors spell it. per_element: the rows and columns of the matrix that one
-    element stands for, 0 for all; the shape, and where ranks cut it, follow from that. role: what random weights put there.
+    suffix: behind the module's name. dtype: as safetensors spell it; floating point of 16 bits or more is read from any such.
+    per_element: the rows and columns of the matrix that one element stands for, 0 for all; the shape, and where ranks cut it,
+    follow from that. role: what random weights put there.
     """
 
     suffix: str

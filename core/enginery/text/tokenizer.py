@@ -58,8 +58,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            advice = "save one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            raise CheckpointError(f"{path} is missing, and only that format is read; {advice}") from error
+            raise _missing(path) from error
         except Exception as error:  # the tokenizers library raises plain Exception
             raise unreadable(path, error) from error
         config = read_json(path.with_name("tokenizer_config.json"))
@@ -124,6 +123,13 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _missing(path: Path) -> CheckpointError:
+    advice = "save one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    if path.with_name("tiktoken.model").exists():  # which does not say how text is cut into words
+        advice = f"of Kimi's tiktoken.model one is made by: python -m enginery_model_kimi.write_tokenizer {path.parent}"
+    return CheckpointError(f"{path} is missing, and only that format is read; {advice}")
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from enginery.checkpoint.files import with_dtype
 from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
@@ -259,16 +260,16 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
     """The checkpoint asked for, or the best that is installed."""
     model = registry.default_checkpoint().name if asked.model is None else asked.model
     folder = find_folder(model, registry, revision=asked.revision)
-    offer, config = registry.checkpoint(model), read_config(folder)
+    offer, config, random = registry.checkpoint(model), read_config(folder), asked.load_format == "dummy"
     tokenizer_folder = find_tokenizer_folder(asked, registry, folder)
     return Checkpoint(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         names=served_names(asked, model),
-        config=config,
+        config=with_dtype(config, None if random else folder),
         eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
         note=offer.spec.note if offer and offer.spec.folder == folder else "",
-        random=asked.load_format == "dummy",
+        random=random,
     )
 
 

@@ -31,7 +31,8 @@ def main() -> None:
         convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
         for gating in RULES:
             states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)
-            conv = Conv(taps=weight.T.contiguous(), bias=None, states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), activates=True)
+            inputs, taps = torch.zeros(1, 3, 512, dtype=torch.bfloat16), weight.T.contiguous()
+            conv = Conv(taps=taps, bias=None, states=inputs, activates=True, arrived=torch.zeros(1, dtype=torch.int32))
             for one in (None, conv) if tile_rows == 1 else (None,):
                 recur(x, gates, states=states, rows=rows, heads=HEADS, gating=gating, scale=1.0, out=out, conv=one)
         states, a_log, skip = torch.zeros(1, 512, 16), torch.zeros(512, 16), torch.ones(512)

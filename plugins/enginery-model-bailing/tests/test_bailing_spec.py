@@ -6,7 +6,7 @@ import pytest
 
 from enginery.api import CheckpointError
 from enginery_model_bailing import register_models
-from enginery_model_bailing.spec import describe, shape
+from enginery_model_bailing.spec import describe, ignored_weights, shape
 
 RING = dict(
     architectures=["BailingMoeV2_5ForCausalLM"],
@@ -61,3 +61,13 @@ def test_slopes_are_the_vendors() -> None:
 def test_what_is_not_served_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(changed))):
         shape(RING | changed)
+
+
+def test_layers_that_predict_further_tokens_are_ignored() -> None:
+    assert ignored_weights(RING) == ["model.mtp.*"]
+    assert ignored_weights(RING | {"num_nextn_predict_layers": 1}) == ["model.mtp.*", "model.layers.4.*"]
+
+
+def test_the_bias_of_the_router_is_known_by_both_names() -> None:
+    (spec,) = register_models()
+    assert spec.stacked_weights[".mlp.gate.e_score_correction_bias"] == (".mlp.gate.expert_bias",)

@@ -23,10 +23,15 @@ def rules(facts: Any) -> list[tuple[int, str | None]]:
     return [(layer.decoder_layer, layer.recurrent and layer.recurrent.rule) for layer in facts.layers]
 
 
+def test_a_head_that_is_the_embedding_is_ignored() -> None:
+    ignored = {spec.name: spec.ignored_weights for spec in register_models()}
+    assert ignored["lfm2"] == ignored["lfm2-moe"] == ("lm_head.weight",)
+
+
 def test_all_are_offered() -> None:
     offered = {name for spec in register_models() for name in spec.architectures}
-    assert len(offered) == 7
-    assert {"Mamba2ForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM"} <= offered
+    assert len(offered) == 8
+    assert {"Mamba2ForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"} <= offered
 
 
 def test_mamba2_needs_nothing_of_attention() -> None:
@@ -105,6 +110,11 @@ def test_nemotron_is_read_from_letters_and_words() -> None:
         assert facts.num_decoder_layers == 5
 
 
+def test_nemotron_s_heads_have_the_dims_that_the_hub_states() -> None:
+    assert nemotron.shape(NEMOTRON | {"attention_head_dim": 64}).head_dim == 64
+    assert nemotron.shape(NEMOTRON | {"attention_head_dim": 64, "head_dim": 32}).head_dim == 32
+
+
 @pytest.mark.parametrize("changes", [{"mlp_hidden_act": "silu"}, {"sliding_window": 8}, {"moe_latent_size": 8, "mlp_bias": True}])
 def test_nemotron_refuses_what_changes_the_numbers(changes: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(changes))):
@@ -122,8 +132,21 @@ def test_jamba_has_a_convolution_and_a_scan_in_a_layer() -> None:
         jamba.describe(config | {"attn_layer_offset": 4})
 
 
+LFM2 = SIZES | {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [1]}
+LFM2_MOE = LFM2 | {"architectures": ["Lfm2MoeForCausalLM"], "moe_intermediate_size": 12, "num_dense_layers": 1}
+
+
+def test_lfm2_has_experts_behind_its_first_layers() -> None:
+    experts = lfm2.shape(LFM2_MOE).experts
+    assert experts is not None
+    assert (experts.layers, experts.inner_size, experts.num_experts) == ({1, 2, 3}, 12, 32)
+    assert (experts.routing.scoring, experts.routing.top_k, experts.correction_bias) == ("sigmoid", 4, True)
+    assert lfm2.shape(LFM2_MOE).intermediate_size == 96
+    assert lfm2.shape(LFM2).experts is None
+
+
 def test_lfm2_computes_the_size_of_its_mlp() -> None:
-    config = SIZES | {"full_attn_idxs": [1], "block_ff_dim": 300, "block_multiple_of": 64}
+    config = LFM2 | {"block_ff_dim": 300, "block_multiple_of": 64}
     assert rules(lfm2.describe(config)) == [(0, "conv"), (1, None), (2, "conv"), (3, "conv")]
     assert (lfm2.shape(config).intermediate_size, lfm2.shape(config).tied) == (256, True)
     assert lfm2.shape(config | {"block_auto_adjust_ff_dim": False}).intermediate_size == 300

@@ -6,7 +6,7 @@ import pytest
 
 from enginery.api import CheckpointError
 from enginery_model_minimax import register_models
-from enginery_model_minimax.spec import HUB_TEXT, Residual, describe, m2_shape, text_shape
+from enginery_model_minimax.spec import HUB_TEXT, Residual, describe, ignored_by_m2, m2_shape, text_shape
 
 SIZES = dict(
     vocab_size=32,
@@ -99,3 +99,8 @@ def test_later_layers_forget_less() -> None:
 def test_what_text_is_not_served_with_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises(CheckpointError):
         text_shape(TEXT | changed)
+
+
+def test_layers_that_predict_further_tokens_are_ignored() -> None:
+    assert ignored_by_m2(SECOND) == []
+    assert ignored_by_m2(SECOND | {"num_mtp_modules": 2}) == ["model.layers.4.*", "model.layers.5.*"]

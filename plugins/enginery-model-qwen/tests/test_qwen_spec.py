@@ -122,3 +122,10 @@ def test_a_model_without_a_module_does_not_draft_and_one_with_several_is_a_chain
     assert not mtp.suits(HYBRID | {"mtp_num_hidden_layers": 0})
     assert mtp.modules(HYBRID | {"num_nextn_predict_layers": 2}) == 2
     assert len(mtp.model.describe(HYBRID | {"num_nextn_predict_layers": 2}).layers) == 2
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN3, QWEN2_MOE, QWEN3_MOE])
+def test_contexts_end_where_dual_chunk_attention_would_begin(config: dict[str, object]) -> None:
+    chunks = {"chunk_size": 48, "local_size": 8, "original_max_position_embeddings": 48}
+    assert describe(config | {"dual_chunk_attention_config": chunks}).max_positions == 48
+    assert describe(config | {"dual_chunk_attention_config": None}).max_positions == 64

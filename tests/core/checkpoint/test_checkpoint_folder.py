@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import save_file
 
-from enginery.checkpoint.files import scan_checkpoint
+from enginery.checkpoint.files import scan_checkpoint, with_dtype
 from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json
 from enginery.config.schema import EngineOptions
 from enginery.errors import CheckpointError
@@ -107,7 +109,14 @@ def test_of_a_tokenizer_s_repository_no_weights_are_downloaded(site, monkeypatch
     wanted = EngineOptions(tokenizer="owner/words", tokenizer_revision="v2")
     assert find_tokenizer_folder(wanted, Registry.load(), Path("model")) == Path("there")
     assert (asked.pop("name"), asked.pop("revision")) == ("owner/words", "v2")
-    kept = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+    kept = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+        "tiktoken.model",
+    ]
     left = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     assert list(filter_repo_objects([*kept, *left], **asked)) == kept
 
@@ -193,3 +202,32 @@ def test_the_tokenizer_s_own_token_ends_a_text_too(named: object, tmp_path) -> N
     for damaged in ("{", "[]", '{"added_tokens": 3}', "{}"):
         (tmp_path / "tokenizer.json").write_text(damaged)
         assert end_of_sequence(tmp_path) == frozenset()
+
+
+TEXT = {"text_config": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "expected"),
+    [
+        ({"torch_dtype": "float16"} | TEXT, ["F32"], "float16"),
+        (TEXT, ["F32"], "bfloat16"),  # as in files of Qwen3.5
+        ({"torch_dtype": None}, ["U8", "F32", "BF16", "BF16"], "bfloat16"),  # as those of gpt-oss, which say nothing
+        ({}, ["U8"], None),
+        ({}, [], None),
+    ],
+)
+def test_a_config_without_a_dtype_gets_that_of_most_weights(tmp_path, config, stored: list[str], expected: str | None) -> None:
+    kinds = {"U8": torch.zeros(64, dtype=torch.uint8), "F32": torch.zeros(8), "BF16": torch.zeros(7, dtype=torch.bfloat16)}
+    if stored:
+        save_file({f"{place}": kinds[kind].clone() for place, kind in enumerate(stored)}, tmp_path / "model.safetensors")
+    assert with_dtype(config, tmp_path).get("dtype") == expected
+    assert with_dtype({}, None) == {}
+
+
+@pytest.mark.parametrize(("load_format", "expected"), [("auto", "bfloat16"), ("dummy", None)])
+def test_a_checkpoint_is_found_with_the_dtype_of_its_weights(site, tmp_path, load_format: str, expected: str | None) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
+    save_file({"w": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    found = find_checkpoint(EngineOptions(model=str(tmp_path), load_format=load_format), Registry.load())
+    assert found.config.get("dtype") == expected

@@ -107,6 +107,9 @@ def test_a_part_of_a_character_is_shown_as_bytes(tmp_path):
 def test_a_missing_file_says_how_to_make_one(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*save_pretrained"):
         Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tiktoken.model").touch()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*python -m enginery_model_kimi"):
+        Tokenizer.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"version": "1.0", "model": {"type": "Nonsense"}}'])

@@ -101,7 +101,7 @@ class _Reading:
 
     def fill(self, targets: Targets) -> None:
         """Read whole rows, and copy what belongs there to each place."""
-        dtypes = {part: READABLE[self.stored[part.name].dtype] for part in _rows_of(targets)}
+        dtypes = {part: READABLE[part.dtype or self.stored[part.name].dtype] for part in _rows_of(targets)}
         read = {part: torch.empty(part.shape, dtype=dtype, device=self.device) for part, dtype in dtypes.items()}
         self.read(list(read.items()))
         for part, target in targets:

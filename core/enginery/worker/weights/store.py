@@ -32,10 +32,11 @@ Shape = tuple[int, ...]
 class Slice:
     """A part of one tensor of the checkpoint. whole: the tensor's shape there; starts, shape: which part, along each axis.
 
-    dtype: what the checkpoint must have, as safetensors spell it; None for any plain floating point. scheme, made_of: of weights
-    that become plain numbers when they are read, the slices that they are made from, by the suffix of the format, whole blocks of
-    it, in which this part begins at `within`; `name` is then what the plain tensor would be called. Without a scheme, a matrix that
-    the file has turned is made of that. fill: what random weights put there; None for random numbers.
+    dtype: what the checkpoint must have, as safetensors spell it, any plain floating point for one of those; None: any of them.
+    scheme, made_of: of weights that become plain numbers when they are read, the slices that they are made from, by the suffix of
+    the format, whole blocks of it, in which this part begins at `within`; `name` is then what the plain tensor would be called.
+    Without a scheme, a matrix that the file has turned is made of that. fill: what random weights put there; None for random
+    numbers.
     """
 
     name: str
@@ -210,7 +211,7 @@ def _misfit(part: Slice, tensor: StoredTensor | None) -> str | None:
         return f"tensor {part.name!r} {list(part.whole)} is missing"
     if tensor.shape != part.whole:
         return f"tensor {part.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, the model needs {list(part.whole)}"
-    if part.dtype is not None and tensor.dtype != part.dtype:
+    if part.dtype is not None and tensor.dtype != part.dtype and not {tensor.dtype, part.dtype} <= PLAIN.keys():
         return f"tensor {part.name!r} in {tensor.file.name} has dtype {tensor.dtype}, the model needs {part.dtype}"
     if part.dtype is None and tensor.dtype not in PLAIN:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -68,6 +69,8 @@ class DeltaAttention:
         self.states = context.states
         self.device = context.device
         self.graphs = GraphState(0, 0)
+        facts = [layer.recurrent for layer in context.geometry.layers]
+        self._num_layers, self._most_heads = len(facts), max((each.key_heads for each in facts if each is not None), default=0)
         self._taps: dict[LocalLayerId, torch.Tensor] = {}
         self._unsettled: WeakKeyDictionary[ForwardPlan, dict[LocalLayerId, Kept]] = WeakKeyDictionary()
 
@@ -76,7 +79,11 @@ class DeltaAttention:
         """Upload where rows and states are; of a plan that is captured, `refresh_graph_metadata` writes the pages there."""
         if capture:
             self._check_capture(batch)
-        return plan_rows(batch, PlanKey.of(batch, self.backend_id, capture=capture), self.device)
+        planned = plan_rows(batch, PlanKey.of(batch, self.backend_id, capture=capture), self.device)
+        if planned.decode is None or batch.num_decode_requests > CONVOLVED_WITHIN:
+            return planned
+        arrived = torch.zeros(self._num_layers, batch.num_decode_requests * self._most_heads, dtype=torch.int32, device=self.device)
+        return dataclasses.replace(planned, decode=dataclasses.replace(planned.decode, arrived=arrived))
 
     def _check_capture(self, batch: ForwardBatch) -> None:
         """Raises `Unsupported` for a batch that cannot be captured."""
@@ -126,12 +133,14 @@ class DeltaAttention:
     def advance_rows(self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, rows: Rows, out: torch.Tensor) -> None:
         """Some requests' rows, token after token: of a few with one token each, the recurrence convolves what it reads itself."""
         (facts, weights), states = facts_of(layer), self.states.layer(layer.local_id)
-        few = rows.tile_rows == 1 and len(rows.reads) <= CONVOLVED_WITHIN
-        if few and facts.rule in ("linear", "delta") and weights.conv is not None and facts.conv_kernel > 1:
+        within = facts.rule in ("linear", "delta") and weights.conv is not None and facts.conv_kernel > 1
+        if rows.arrived is not None and within:
             if layer.local_id not in self._taps:  # a tap's weights side by side, as its inputs are
                 self._taps[layer.local_id] = weights.conv.T.contiguous()
             taps = self._taps[layer.local_id]
-            conv = Conv(taps=taps, bias=weights.conv_bias, states=states["conv"], activates=facts.conv_silu)
+            arrived = rows.arrived[layer.local_id]
+            activates, bias = facts.conv_silu, weights.conv_bias
+            conv = Conv(taps=taps, bias=bias, states=states["conv"], activates=activates, arrived=arrived)
             recur_rows(mixed, gates, layer, states, rows, out, conv=conv)
             return
         convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)

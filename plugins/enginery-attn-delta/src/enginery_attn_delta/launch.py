@@ -31,7 +31,8 @@ class Rows:
 
     first_rows, stop_rows: [B] int32; reads, writes: [B] int32, pages, -1 to begin from zeros and to leave no state; tiles: [N, 2]
     int32, request and first token of each tile of the convolution; tile_rows: 1 if every request has one token, else CHUNK_ROWS.
-    chained: kernels start while the one before them still runs (compute capability 9.0).
+    chained: kernels start while the one before them still runs (compute capability 9.0). arrived: [layers, N] int32,
+    N >= B times a layer's key heads, for recurrences that convolve what they read, see `Conv`; None: a kernel before them does.
     """
 
     first_rows: torch.Tensor
@@ -41,6 +42,7 @@ class Rows:
     tiles: torch.Tensor
     tile_rows: int
     chained: bool = False
+    arrived: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +78,16 @@ class Gating:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conv:
-    """A convolution before a recurrence. taps: [W, C]; bias: [C]; states: [pages, W - 1, C], whose write pages are written."""
+    """A convolution within a recurrence. taps: [W, C]; bias: [C]; states: [pages, W - 1, C], whose write pages are written.
+
+    arrived: B times key heads int32, zeros before and after, which no other kernel of the step uses.
+    """
 
     taps: torch.Tensor
     bias: torch.Tensor | None
     states: torch.Tensor
     activates: bool
+    arrived: torch.Tensor
 
 
 def convolve(
@@ -154,6 +160,7 @@ def recur(
         unused if conv is None else conv.taps,
         unused if conv is None or conv.bias is None else conv.bias,
         unused if conv is None else conv.states,
+        rows.reads if conv is None else conv.arrived,
         out,
         x.stride(0),
         gates.stride(0),
@@ -183,25 +190,6 @@ def recur(
         CHAINED=rows.chained,
         launch_pdl=rows.chained,
         num_warps=1 if one_each else 4,
-    )
-    if conv is not None:
-        _shift(x, conv, rows)
-
-
-def _shift(x: torch.Tensor, given: Conv, rows: Rows) -> None:
-    width, channels = given.taps.shape
-    conv.shift[(rows.reads.shape[0], -(-channels // _CHANNELS))](
-        x,
-        given.states,
-        rows.reads,
-        rows.writes,
-        rows.first_rows,
-        x.stride(0),
-        channels,
-        WIDTH=width,
-        BLOCK_C=_CHANNELS,
-        CHAINED=rows.chained,
-        launch_pdl=rows.chained,
     )
 
 

@@ -1,7 +1,7 @@
 """Ring-2.5."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_bailing.spec import NAMES, build, describe
+from enginery_model_bailing.spec import STACKED, build, describe, ignored_weights
 
 
 @hookimpl
@@ -15,6 +15,7 @@ def register_models() -> list[ModelSpec]:
             describe=describe,
             build=build,
             lanes=True,
-            stacked_weights=NAMES.stacked,
+            stacked_weights=STACKED,
+            ignored_weights=ignored_weights,
         )
     ]

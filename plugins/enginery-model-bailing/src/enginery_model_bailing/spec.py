@@ -24,6 +24,7 @@ from enginery.api import (
 )
 
 NAMES: Final = ExpertNames(correction="gate.expert_bias")
+STACKED: Final = NAMES.stacked | {".mlp.gate.e_score_correction_bias": (".mlp.gate.expert_bias",)}  # as some files call it
 SERVED: Final[dict[str, Any]] = {
     "linear_silu": False,
     "moe_router_enable_expert_bias": True,
@@ -102,6 +103,13 @@ def shape(config: Mapping[str, Any]) -> RingShape:
         q_rank=whole_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
         num_groups=num_groups,
     )
+
+
+def ignored_weights(config: Mapping[str, Any]) -> list[str]:
+    """Of layers that predict further tokens, which files have behind the last or apart."""
+    first = whole_number(config, "num_hidden_layers")
+    behind = [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
+    return ["model.mtp.*", *behind]
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

@@ -7,7 +7,11 @@ FAMILIES = {
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
 }
-OF_IMAGES = ("vision_tower.*", "multi_modal_projector.*")
+# Of the model for images, in both layouts, and the head, which programs for training store beside the embedding that it is.
+IGNORED = (
+    *("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*"),
+    *("lm_head.weight", "language_model.lm_head.weight"),
+)
 
 
 @hookimpl
@@ -20,7 +24,7 @@ def register_models() -> list[ModelSpec]:
             architectures=architectures,
             describe=describe,
             build=build,
-            ignored_weights=OF_IMAGES,
+            ignored_weights=IGNORED,
             lanes=True,
         )
         for name, architectures in FAMILIES.items()

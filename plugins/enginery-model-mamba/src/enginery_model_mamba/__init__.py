@@ -9,9 +9,12 @@ FAMILIES = {
     "granite-hybrid": ("GraniteMoeHybridForCausalLM", hybrids),
     "jamba": ("JambaForCausalLM", jamba),
     "lfm2": ("Lfm2ForCausalLM", lfm2),
+    "lfm2-moe": ("Lfm2MoeForCausalLM", lfm2),
     "mamba2": ("Mamba2ForCausalLM", mamba2),
     "nemotron-h": ("NemotronHForCausalLM", nemotron),
 }
+TIED = ("lm_head.weight",)  # of files that hold the embedding once more, and of which config.json need not say that it is the head
+IGNORED = {"nemotron-h": ("mtp.*",), "lfm2": TIED, "lfm2-moe": TIED}
 
 
 @hookimpl
@@ -25,7 +28,7 @@ def register_models() -> list[ModelSpec]:
             describe=family.describe,
             build=family.build,
             lanes=True,
-            ignored_weights=("mtp.*",) if name == "nemotron-h" else (),
+            ignored_weights=IGNORED.get(name, ()),
             stacked_weights=hybrids.STACKED if name == "granite-hybrid" else {},
         )
         for name, (architecture, family) in FAMILIES.items()

@@ -1,7 +1,7 @@
 """MiniMax-M2 and MiniMax-Text-01."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_minimax.spec import M2, M2_NAMES, TEXT, TEXT_NAMES, build, describe
+from enginery_model_minimax.spec import M2, M2_NAMES, TEXT, TEXT_NAMES, build, describe, ignored_by_m2
 
 BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # which transformers stores beside the weights
 
@@ -18,6 +18,7 @@ def register_models() -> list[ModelSpec]:
             build=build,
             lanes=True,
             stacked_weights=M2_NAMES.stacked,
+            ignored_weights=ignored_by_m2,
         ),
         ModelSpec(
             name="minimax-text",

@@ -162,6 +162,12 @@ def text_shape(config: Mapping[str, Any]) -> TextShape:
     )
 
 
+def ignored_by_m2(config: Mapping[str, Any]) -> list[str]:
+    """Of the layers behind the last, which predict further tokens."""
+    first, count = whole_number(config, "num_hidden_layers"), whole_number(config, "num_mtp_modules", 0)
+    return [f"model.layers.{first + index}.*" for index in range(count)]
+
+
 def describe(config: Mapping[str, Any]) -> ModelFacts:
     """The facts that the core plans with."""
     return m2_shape(config).facts() if is_m2(config) else text_shape(config).facts()

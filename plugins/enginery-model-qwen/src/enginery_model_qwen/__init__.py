@@ -12,7 +12,8 @@ FAMILIES = {
     "qwen3.5": DENSE_35,
     "qwen3.5-moe": MOE_35,
 }
-IGNORED = {"qwen3-next": ("mtp.*",), "qwen3.5": ("mtp.*", "model.visual.*"), "qwen3.5-moe": ("mtp.*", "model.visual.*")}
+OF_35 = ("mtp.*", "model.visual.*", "lm_head.weight")  # a head that is asked for is not ignored: one of a tied model is
+IGNORED = {"qwen3-next": ("mtp.*",), "qwen3.5": OF_35, "qwen3.5-moe": OF_35}
 
 
 @hookimpl

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
 from enginery.api import DecoderShape, Model, ModelContext, WeightSource
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
-from enginery.nn.gated_attention import GatedSelfAttention
 from enginery.nn.moe import expert_layer, layer_mlp
 from enginery.nn.next_token import NextTokenModule, NextTokenNames
 from enginery.nn.recurrent import GatedDeltaNet
+from enginery_model_qwen.gated_attention import GatedSelfAttention
 from enginery_model_qwen.spec import is_35, is_next, module_shape, shape
 
 MTP_NAMES = NextTokenNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+STEMS: Final = ("model.language_model", "model")  # beside a model for images, which files of the text alone may have left, and not
 
 
 def build_decoder(context: ModelContext) -> Model:
     """A Qwen2, Qwen3, Qwen3-Next or Qwen3.5 from its weights, with or without experts."""
-    return Decoder(context, shape(context.config), layer=hybrid_layer if is_next(context.config) else expert_layer)
+    decoder = shape(context.config)
+    if not is_next(context.config):
+        return Decoder(context, decoder, layer=expert_layer)
+    stems = (stem for stem in STEMS if context.weights.has(f"{stem}.{decoder.embedding}.weight"))
+    return Decoder(context, dataclasses.replace(decoder, stem=next(stems, decoder.stem)), layer=hybrid_layer)
 
 
 def hybrid_layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape, index: int) -> DecoderLayer:

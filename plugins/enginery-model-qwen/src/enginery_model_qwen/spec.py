@@ -59,6 +59,7 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
     """Qwen2 has biases on q, k and v, Qwen3 a norm on each head of q and k instead; their windows; experts where they have them."""
+    config = _without_chunks(config)
     if "Qwen2ForCausalLM" in config["architectures"]:
         return read_decoder_shape(config, _windows(config), qkv_bias=True)
     if "Qwen2MoeForCausalLM" in config["architectures"]:
@@ -78,6 +79,15 @@ def shape(config: Mapping[str, Any]) -> DecoderShape:
         return dataclasses.replace(plain, norm_offset=1.0)
     config = {"head_dim": QWEN3_HEAD_DIM, **config}
     return read_decoder_shape(config, _windows(config), qkv_bias=bias, out_bias=bias, qk_norm=True)
+
+
+def _without_chunks(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of Qwen2.5-1M and the like, contexts for which they need no dual chunk attention (arXiv:2402.17463), which is not served."""
+    chunks = config.get("dual_chunk_attention_config")
+    if not chunks:
+        return config
+    trained = whole_number(chunks, "original_max_position_embeddings")
+    return {**config, "max_position_embeddings": min(trained, whole_number(config, "max_position_embeddings"))}
 
 
 def _shape_35(config: Mapping[str, Any], *, bias: bool) -> DecoderShape:

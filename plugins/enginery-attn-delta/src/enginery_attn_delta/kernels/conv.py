@@ -100,48 +100,34 @@ def convolved_before(
     channels: int,
     HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> tl.tensor:
-    """What a token's state gives of its convolution, [N] float32. old: the state, [W - 1, C]; taps: [W, C]; channel: [N]."""
+) -> tuple[tl.tensor, tuple[tl.tensor, ...]]:
+    """What a token's state gives of its convolution, [N] float32, and the state's inputs but for the oldest, [N] each.
+
+    old: the state, [W - 1, C]; taps: [W, C]; channel: [N].
+    """
     acc = tl.zeros(channel.shape, tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    kept = ()  # type: tuple[tl.tensor, ...]
     for tap in tl.static_range(WIDTH - 1):
-        value = tl.load(old + tap * channels + channel, mask=inside & has_old, other=0.0).to(tl.float32)
-        acc += value * tl.load(taps + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
-    return acc
+        value = tl.load(old + tap * channels + channel, mask=inside & has_old, other=0.0)
+        acc += value.to(tl.float32) * tl.load(taps + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        if tap > 0:
+            kept += (value,)
+    return acc, kept
 
 
-@kernel_of_rows
-def shift(
-    x: tl.tensor,
-    states: tl.tensor,
-    reads: tl.tensor,
-    writes: tl.tensor,
-    first_rows: tl.tensor,
-    x_stride: int,
+@kernel
+def move_on(
+    new: tl.tensor,
+    kept: tl.tuple,
+    newest: tl.tensor,
+    channel: tl.tensor,
+    wanted: tl.tensor,
     channels: int,
     WIDTH: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    CHAINED: tl.constexpr,
 ) -> None:
-    """The states of requests of one token each, behind what convolved it: the oldest input goes, the token's comes.
-
-    One program a request and block of channels; arguments as `convolve` has them.
-    """
-    release_successor(CHAINED)
-    request = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = channel < channels
-    page = tl.load(reads + request).to(tl.int64)
-    page_to = tl.load(writes + request).to(tl.int64)
-    row = tl.load(first_rows + request).to(tl.int64)
-    old = states + page * (WIDTH - 1) * channels + channel
-    kept = ()  # type: tuple[tl.tensor, ...]
-    for place in tl.static_range(1, WIDTH - 1):
-        kept += (tl.load(old + place * channels, mask=inside & (page >= 0), other=0.0),)
-    wait_for_predecessor(CHAINED)
-    new = states + page_to * (WIDTH - 1) * channels + channel
-    newest = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(states.dtype.element_ty)
+    """The state behind a token, [W - 1, C]: what `convolved_before` kept, and the token's input. newest: [N] float32."""
     for place in tl.static_range(WIDTH - 2):
-        tl.store(new + place * channels, kept[place], mask=inside & (page_to >= 0))
-    tl.store(new + (WIDTH - 2) * channels, newest, mask=inside & (page_to >= 0))
+        tl.store(new + place * channels + channel, kept[place], mask=wanted)
+    tl.store(new + (WIDTH - 2) * channels + channel, round_to(newest, new.dtype.element_ty), mask=wanted)

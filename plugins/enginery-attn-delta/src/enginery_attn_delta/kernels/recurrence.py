@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from enginery_attn_delta.kernels.conv import convolved_before
+from enginery_attn_delta.kernels.conv import convolved_before, move_on
 from enginery_attn_delta.kernels.launch import (
     kernel_of_rows,
     release_successor,
@@ -37,6 +37,7 @@ def recur(
     conv: tl.tensor,
     conv_bias: tl.tensor,
     inputs: tl.tensor,
+    arrived: tl.tensor,
     out: tl.tensor,
     x_stride: int,
     gates_stride: int,
@@ -74,7 +75,8 @@ def recur(
     "head", "channel" or "constant". ONE_EACH: every request has one token. out: [T, H, V].
 
     WIDTH: above 0, x is convolved first, of one token each: conv: [WIDTH, C]; conv_bias: [C]; inputs: [pages, WIDTH - 1, C], the
-    states of the convolution, which `shift` moves on afterwards, as several programs read a key head's.
+    states of the convolution. All programs of a key head read its inputs; the last to have done so, by arrived [B, key heads] int32,
+    zeros before and after, moves them on.
     """
     release_successor(CHAINED)
     request = tl.program_id(0)
@@ -111,21 +113,26 @@ def recur(
     if WIDTH > 0:
         tl.static_assert(ONE_EACH)
         old = inputs + page * (WIDTH - 1) * channels
-        q_before = convolved_before(old, page >= 0, conv, conv_bias, q_column, has_key, channels, CONV_BIAS, WIDTH)
-        k_before = convolved_before(old, page >= 0, conv, conv_bias, k_column, has_key, channels, CONV_BIAS, WIDTH)
-        v_before = convolved_before(old, page >= 0, conv, conv_bias, v_column, has_value, channels, CONV_BIAS, WIDTH)
+        q_before, q_kept = convolved_before(old, page >= 0, conv, conv_bias, q_column, has_key, channels, CONV_BIAS, WIDTH)
+        k_before, k_kept = convolved_before(old, page >= 0, conv, conv_bias, k_column, has_key, channels, CONV_BIAS, WIDTH)
+        v_before, v_kept = convolved_before(old, page >= 0, conv, conv_bias, v_column, has_value, channels, CONV_BIAS, WIDTH)
         newest = conv + (WIDTH - 1) * channels
         q_tap = tl.load(newest + q_column, mask=has_key, other=0.0).to(tl.float32)
         k_tap = tl.load(newest + k_column, mask=has_key, other=0.0).to(tl.float32)
         v_tap = tl.load(newest + v_column, mask=has_value, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # all threads have read the key head's inputs
+        arrival = arrived + request * (HEADS // GROUP) + head // GROUP
+        is_last = tl.atomic_add(arrival, 1, sem="acq_rel") == GROUP * tl.num_programs(2) - 1
     if ONE_EACH:
         wait_for_predecessor(CHAINED)
+    page_to = tl.load(writes + request).to(tl.int64)
     while row < stop:
         at = x + row * x_stride
         q = tl.load(at + q_column, mask=has_key, other=0.0).to(tl.float32)
         k = tl.load(at + k_column, mask=has_key, other=0.0).to(tl.float32)
         v = tl.load(at + v_column, mask=has_value, other=0.0).to(tl.float32)
         if WIDTH > 0:
+            q_input, k_input, v_input = q, k, v
             q, k, v = q_before + q * q_tap, k_before + k * k_tap, v_before + v * v_tap
             if ACTIVATES:
                 q, k, v = silu(q), silu(k), silu(v)
@@ -156,8 +163,13 @@ def recur(
         if HAS_SKIP:
             seen += skipped * v
         tl.store(out + (row * HEADS + head) * VALUE_DIM + value, round_to(seen, out.dtype.element_ty), mask=has_value)
+        if WIDTH > 0:
+            new, goes_on = inputs + page_to * (WIDTH - 1) * channels, page_to >= 0
+            move_on(new, q_kept, q_input, q_column, has_key & goes_on & is_last, channels, WIDTH)
+            move_on(new, k_kept, k_input, k_column, has_key & goes_on & is_last, channels, WIDTH)
+            move_on(new, v_kept, v_input, v_column, has_value & goes_on, channels, WIDTH)
+            tl.store(arrival, 0, mask=is_last)
         row += 1
-    page_to = tl.load(writes + request).to(tl.int64)
     tl.store(states + page_to * size + place, state, mask=here & (page_to >= 0))
 
 

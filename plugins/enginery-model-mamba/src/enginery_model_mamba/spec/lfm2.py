@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from enginery.api import (
     DecoderShape,
+    ExpertNames,
+    MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
     NormNames,
     RecurrentFacts,
+    Routing,
     WeightSource,
     read_decoder_shape,
     whole_number,
@@ -36,15 +39,31 @@ DEFAULTS: Final[dict[str, Any]] = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
 }
+# and its Lfm2MoeConfig
+MOE: Final[dict[str, Any]] = {
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "use_expert_bias": True,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 NAMES: Final = {"model.norm": "model.embedding_norm"}
 MLP_NAMES: Final = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 ATTENTION_NAMES: Final = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+EXPERTS: Final = ExpertNames(block="feed_forward", correction="expert_bias", gate="w1", up="w3", down="w2")
 CONV, ATTENTION = "conv", "full_attention"
 
 
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    return "Lfm2MoeForCausalLM" in config["architectures"]
+
+
 def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With defaults, and without the older spellings. Sizes of the MLP are as they are computed from."""
-    whole = {**DEFAULTS, **config}
+    """With defaults, and without the older spellings. Sizes of the MLP are as they are computed from, beside experts as stated."""
+    whole = {**DEFAULTS, **(MOE if _has_experts(config) else {}), **config}
     whole["tie_word_embeddings"] = whole.get("tie_embedding", whole["tie_word_embeddings"])
     whole["intermediate_size"] = whole.get("block_ff_dim", whole["intermediate_size"])
     whole["rms_norm_eps"] = whole["norm_eps"]
@@ -52,7 +71,7 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
         count = whole_number(whole, "num_hidden_layers")
         attends = whole["full_attn_idxs"] if whole.get("full_attn_idxs") is not None else range(count)
         whole["layer_types"] = [ATTENTION if index in attends else CONV for index in range(count)]
-    if whole["block_auto_adjust_ff_dim"]:
+    if whole["block_auto_adjust_ff_dim"] and not _has_experts(config):
         inner = 2 * whole_number(whole, "intermediate_size") // 3
         if whole["block_ffn_dim_multiplier"] is not None:
             multiple = whole_number(whole, "block_multiple_of")
@@ -63,8 +82,27 @@ def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def shape(config: Mapping[str, Any]) -> DecoderShape:
     """The decoder around the convolutions."""
-    plain = read_decoder_shape(_complete(config), qk_norm=True)
+    whole = _complete(config)
+    plain = read_decoder_shape(whole, qk_norm=True, experts=_experts(whole) if _has_experts(config) else None)
     return dataclasses.replace(plain, norms=NormNames(attention="operator_norm", mlp="ffn_norm"))
+
+
+def _experts(whole: Mapping[str, Any]) -> MixtureShape:
+    """In all but the first layers."""
+    routing = Routing(
+        top_k=whole_number(whole, "num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalise=bool(whole["norm_topk_prob"]),
+        scale=float(whole["routed_scaling_factor"]),
+    )
+    return MixtureShape(
+        layers=frozenset(range(whole_number(whole, "num_dense_layers", 0), whole_number(whole, "num_hidden_layers"))),
+        num_experts=whole_number(whole, "num_experts"),
+        inner_size=whole_number(whole, "moe_intermediate_size"),
+        routing=routing,
+        correction_bias=bool(whole["use_expert_bias"]),
+        names=EXPERTS,
+    )
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
@@ -93,6 +131,7 @@ def build(context: ModelContext) -> Model:
     from enginery.nn.decoder import AttentionBlock, DecoderLayer, GatedMLP
     from enginery_model_mamba.blocks import HybridDecoder, Renamed
     from enginery_model_mamba.convolutions import ShortConvolution
+    from enginery_model_mamba.feed_forwards import routed_experts
 
     bias = bool(context.config.get("conv_bias", False))
 
@@ -104,12 +143,11 @@ def build(context: ModelContext) -> Model:
         else:
             names = Renamed(weights.scope("self_attn"), ATTENTION_NAMES)
             block = SelfAttention(context, names, spec=spec, qkv_bias=False, out_bias=False, qk_norm_eps=shape.rms_eps)
-        mlp = GatedMLP(
-            context,
-            Renamed(weights.scope("feed_forward"), MLP_NAMES),
-            intermediate_size=shape.intermediate_size,
-            bias=False,
-        )
+        if shape.experts is not None and index in shape.experts.layers:
+            mlp = routed_experts(context, weights, experts=shape.experts, router=EXPERTS.router)
+        else:
+            names = Renamed(weights.scope("feed_forward"), MLP_NAMES)
+            mlp = GatedMLP(context, names, intermediate_size=shape.intermediate_size, bias=False)
         return DecoderLayer(context, weights, shape=shape, attention=block, mlp=mlp)
 
     return HybridDecoder(context, shape(context.config), layer=layer, names=NAMES)

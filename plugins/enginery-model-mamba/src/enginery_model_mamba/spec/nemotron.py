@@ -78,6 +78,8 @@ ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "partial_rotary_factor", 
 
 def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
     stated = {key: value for key, value in config.items() if value is not None and key not in ROPE_KEYS}
+    if "attention_head_dim" in stated:  # as files of the hub have it
+        stated.setdefault("head_dim", stated["attention_head_dim"])
     whole = {**DEFAULTS, **stated}
     if whole["mlp_hidden_act"] != "relu2" or whole.get("mamba_hidden_act", "silu") != "silu":
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Attention whose output is gated by a sigmoid, head dim by head dim (arXiv:2505.06708): Qwen3-Next's.
+"""Attention whose output is gated by a sigmoid, head dim by head dim (arXiv:2505.06708): Qwen3-Next's and Qwen3.5's.
 
 T tokens, H query heads, K KV heads, D head dim.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from enginery.contracts.attention import AttnLayerFacts, LayerSpec
-from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.model import ModelContext, WeightSource
-from enginery.contracts.parallel import Cut
-from enginery.contracts.weights import LinearShape, RowOrder
+from enginery.api import (
+    AttnLayerFacts,
+    Cut,
+    ForwardBatch,
+    LayerSpec,
+    LinearShape,
+    ModelContext,
+    RowOrder,
+    WeightSource,
+)
 from enginery.nn.attention import take_out
 from enginery.nn.norm import take_norm
 

@@ -75,8 +75,8 @@ def recur(
     "head", "channel" or "constant". ONE_EACH: every request has one token. out: [T, H, V].
 
     WIDTH: above 0, x is convolved first, of one token each: conv: [WIDTH, C]; conv_bias: [C]; inputs: [pages, WIDTH - 1, C], the
-    states of the convolution. All programs of a key head read its inputs; the last to have done so, by arrived [B, key heads] int32,
-    zeros before and after, moves them on.
+    states of the convolution. All programs of a key head read its inputs; the last to have done so, by arrived [B, key heads]
+    int32, zeros before and after, moves them on.
     """
     release_successor(CHAINED)
     request = tl.program_id(0)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # their imports take seconds, which the tests that need none 
 
     from enginery.plugin.registry import Registry
 
-pytest.register_assert_rewrite("parity.engine_driver")
+pytest.register_assert_rewrite("parity.engine_driver", "engine.draft_models", "engine.model_heads", "engine.rank_answers")
 
 
 @pytest.fixture(scope="session")

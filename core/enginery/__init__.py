@@ -13,20 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams"]
 __version__ = "0.1.0"
+_HOMES = {"LLM": "enginery.llm.llm", "AsyncLLM": "enginery.llm.async_llm", "SamplingParams": "enginery.contracts.request"}
 
 
 def __getattr__(name: str) -> object:
     """Import a name when it is first asked for (PEP 562): torch comes with `LLM` and `AsyncLLM`."""
-    if name == "SamplingParams":
-        from enginery.contracts.request import SamplingParams
+    if name not in _HOMES:
+        raise AttributeError(f"module 'enginery' has no attribute {name!r}")
+    from importlib import import_module
 
-        return SamplingParams
-    if name == "LLM":
-        from enginery.llm.llm import LLM
-
-        return LLM
-    if name == "AsyncLLM":
-        from enginery.llm.async_llm import AsyncLLM
-
-        return AsyncLLM
-    raise AttributeError(f"module 'enginery' has no attribute {name!r}")
+    return vars(import_module(_HOMES[name]))[name]

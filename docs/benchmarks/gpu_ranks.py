@@ -159,30 +159,25 @@ class Ranks:
     def replayed_us(self, way: Callable[[], object], *, repeats: int = REPEATS, times: int = SUMS_IN_A_GRAPH) -> float:
         """Of one of so many in a graph: median of replays that all ranks begin together."""
         graph = self.capture(lambda: [way() for _ in range(times)] and None)
-        found = []
-        for _ in range(repeats):
-            self.group.sum(torch.zeros(1, device=self.device))
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(1000 * begin.elapsed_time(end) / times)
-        return statistics.median(found)
+        return self._median_us(graph.replay, repeats=repeats) / times
 
     def run_us(self, way: Callable[[], object], *, repeats: int = BIG_REPEATS, times: int = SUMS_IN_A_GRAPH) -> float:
         """The same of one of so many in a row, which the host has launched before the device begins."""
+        return self._median_us(lambda: [way() for _ in range(times)], repeats=repeats, wait_cycles=HOST_CYCLES) / times
+
+    def _median_us(self, run: Callable[[], object], *, repeats: int, wait_cycles: int = 0) -> float:
+        """wait_cycles: of the device, before it begins."""
         found = []
         for _ in range(repeats):
             self.group.sum(torch.zeros(1, device=self.device))
-            torch.cuda._sleep(HOST_CYCLES)  # type: ignore[no-untyped-call]
+            if wait_cycles:
+                torch.cuda._sleep(wait_cycles)  # type: ignore[no-untyped-call]
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(times):
-                way()
+            run()
             end.record()
             end.synchronize()
-            found.append(1000 * begin.elapsed_time(end) / times)
+            found.append(1000 * begin.elapsed_time(end))
         return statistics.median(found)
 
 

@@ -76,7 +76,7 @@ def measured(cases: Mapping[str, Case], loads: argparse.Namespace) -> Iterator[d
     engines = {name: _engine_of(case) for name, case in cases.items()}
     try:
         for count in loads.streams:
-            workload = equal_requests(count, input_len=128, output_len=loads.output_len)
+            workload = equal_requests(count, input_len=loads.input_len, output_len=loads.output_len)
             for engine in engines.values():
                 _one_pass(engine, workload, seed=1000 * count)
             before = {name: engine.meter.stats() for name, engine in engines.items()}
@@ -159,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")

@@ -109,7 +109,7 @@ def test_without_weights_there_is_nothing_to_compare(tmp_path: Path) -> None:
 def test_what_keeps_a_model_from_being_built_is_said_once(tmp_path: Path) -> None:
     report = tried(write_tiny_checkpoint(tmp_path))
     assert outcomes(report) == {"builds": "failed"}
-    assert report.rows[0].message.endswith("The other checks need this one, and were not run.")
+    assert report.rows[0].message.endswith("The other checks need this one; the command does not run them.")
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from engine.draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
 from engine.test_device_drafts import captured, requests_of, unread  # noqa: F401
-from engine.test_draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
 from engine.test_speculation import Told, answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle
@@ -24,11 +24,6 @@ from enginery.worker.paths.path import Launched
 
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
 ASKED = {"drafter": "eagle", "draft_length": "3", "attention_backend": "torch", "num_pages": 120, "max_batch_requests": 16}
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from itertools import count
 
 import pytest
 import torch
+from engine.draft_models import SELVES, asking, assert_told
+from engine.rank_answers import PROMPTS, assert_equal
 from engine.rank_pair import request, serve
 from engine.test_cuda_paths import MESHES, by_itself, on_cuda, options
-from engine.test_draft_models import SELVES, asking, assert_told
-from engine.test_rank_processes import PROMPTS, assert_equal
 from engine.test_speculation import answers_of
 from parity.oracle import Oracle
 
@@ -26,11 +26,6 @@ from enginery.worker.paths.decode_graphs import CudaCapture, Replayable
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"max_batch_requests": 24, "num_pages": 300, "page_size": 8}
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

@@ -4,54 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from engine.heads_made import Eagle3
+from engine.draft_models import SAID, SELVES, asking, assert_told, branching, by_itself, come_and_go, counts_of, embedded, prompt_of
+from engine.heads_made import Eagle3, Module
+from engine.model_heads import options as head_options
+from engine.prediction_modules import chain_of, module_of
 from engine.random_use import RandomUse
 from engine.test_device_drafts import captured, unread
-from engine.test_draft_models import SAID, SELVES, asking, assert_told, by_itself, come_and_go, counts_of, embedded, prompt_of
 from engine.test_frozen_keys import EPS, with_reader
 from engine.test_frozen_keys import write as write_reader
-from engine.test_kinds_at_random import WINDOWS
-from engine.test_model_heads import Module, chain_of, module_of
-from engine.test_model_heads import options as head_options
-from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
+from engine.test_speculation import ASKS, GRAMMARS, answers_of
 from engine.test_trees import WAYS, backend_of, requests_of, written_by_step
-from offers import offering
 from pairwise import in_turn
 from parity.engine_driver import options
-from parity.oracle import FAMILIES, Oracle, shape
-from parity.test_hybrids import HYBRIDS
+from parity.oracle import Oracle, shape
 from transformers import LlamaConfig
 
 from enginery.config.schema import EngineOptions
-from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import ForwardBatch
-from enginery.contracts.drafting import DraftModelOptions, DraftTree
 from enginery.contracts.request import GenerationRequest
 from enginery.engine.engine import Engine
-from enginery.errors import ConfigError, Unsupported
 from enginery.plugin.registry import Registry
-from enginery.speculate.combs import comb_parents
 from enginery.worker.drafts import draws as draws_module
 from enginery.worker.drafts.draws import GuessDraws, beside
-from enginery.worker.drafts.trees import Chain, deepest, standing_chain
+from enginery.worker.drafts.trees import Chain, standing_chain
 
 __all__ = ["chain_of", "module_of", "unread"]  # fixtures of others
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-def branching(registry: Registry, drafter: str, siblings: int = 1) -> Registry:
-    """As `-o DRAFTER.trees=true -o DRAFTER.siblings=N`."""
-    asked = DraftModelOptions(trees=True, siblings=siblings)
-    return dataclasses.replace(registry, options={**registry.options, drafter: asked})
 
 
 def shuffled(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -337,108 +319,3 @@ def test_each_usual_mistake_is_seen(
     monkeypatch.setattr(place, defect)
     with pytest.raises(AssertionError):
         test_what_stands_beside_a_guess_is_one_token_and_what_follows_it_is_guessed_as_well(write_oracle, registry, monkeypatch)
-
-
-# How many, and where.
-
-
-def test_a_comb_is_the_chain_and_then_the_likeliest_others_of_each_depth() -> None:
-    logits = torch.tensor([[0.1, 0.9, 0.3, 0.2], [0.4, 0.3, 0.2, 0.1]])
-    found = beside(logits, torch.tensor([1, 3]), 2)
-    assert found.tolist() == [[1, 2, 3], [3, 0, 1]]
-    both = draws_module.verified_order([found, found + 4])
-    assert both.tolist() == [[1, 5, 2, 3, 6, 7], [3, 7, 0, 1, 4, 5]]
-
-
-def lengths_of_items(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[dict[str, Told], set[int], set[int]]:
-    """What each is told; how many drafts items have, and how far the longest way of a step's trees goes."""
-    counts, depths, launch = set[int](), set[int](), engine._runner.launch
-
-    def noted(step: object) -> object:
-        drafted = step.columns().num_drafts[: step.num_decode]  # type: ignore[attr-defined]
-        counts.update(drafted.tolist())
-        if step.parents:  # type: ignore[attr-defined]
-            depths.add(deepest(step))  # type: ignore[arg-type]
-        return launch(step)  # type: ignore[arg-type]
-
-    engine._runner.launch = noted  # type: ignore[method-assign, assignment]
-    return answers_of(engine, requests), counts, depths
-
-
-def test_where_there_is_no_room_siblings_are_left_out_before_guesses(registry: Registry) -> None:
-    """Of rows, for many at once, and of tokens, at an answer's end."""
-    requests = [asking(f"{at}", prompt_of(said), max_tokens=100 - 40 * at) for at, said in enumerate(SAID[:3])]
-    expected = answers_of(Engine.build(embedded(), registry), requests)
-    few = Engine.build(embedded(drafter="eagle", draft_length="4", max_batch_requests=18), branching(registry, "eagle", 2))
-    found, counts, depths = lengths_of_items(few, requests)
-    assert_told(found, expected)
-    assert {5} <= counts, "a chain of four, and one beside its first"
-    assert max(counts) == 12, "all of it, for who is alone"
-    assert depths >= {4}
-
-
-def test_as_many_guesses_are_made_as_pay_with_the_rows_that_they_take(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `auto` lengths change, and what was right at each depth is learnt."""
-    chance = random.Random(1)
-    monkeypatch.setattr("enginery.speculate.length.DraftLength.of", lambda self, count: chance.choice((1, 2, 3)))
-    requests = [asking(f"{at}", prompt_of(said), max_tokens=70) for at, said in enumerate(SAID[:3])]
-    expected = answers_of(Engine.build(embedded(), registry), requests)
-    engine = Engine.build(embedded(drafter="eagle", max_batch_requests=64), branching(registry, "eagle"))
-    taught = list[tuple[int, int]]()
-    assert engine._drafting is not None
-    monkeypatch.setattr(engine._drafting.lengths, "told", lambda drafted, accepted: taught.append((drafted, accepted)))
-    found, _, depths = lengths_of_items(engine, requests)
-    assert_told(found, expected)
-    assert depths == {1, 2, 3}
-    assert {drafted for drafted, _ in taught} == {1, 2, 3}
-    assert all(accepted <= drafted for drafted, accepted in taught)
-
-
-def test_what_is_asked_for_is_said_and_counted(registry: Registry) -> None:
-    engine = Engine.build(embedded(drafter="eagle", draft_length="3"), branching(registry, "eagle", 2))
-    (why,) = (reason for setting, _, reason in engine.facts.decisions if setting == "drafter")
-    assert "up to 3 tokens of a request in a step, each beside its 2 likeliest others" in why
-    answers_of(engine, [asking("a", prompt_of(SAID[3]), max_tokens=30)])
-    counts = counts_of(engine)
-    assert len(counts.by_position) == 3
-    assert counts.drafted > 6 * counts.verifications
-
-
-def test_options_are_those_of_every_draft_model() -> None:
-    registry = Registry.load(options=["eagle.trees=true", "standalone.trees=true", "standalone.siblings=3", "mtp.siblings=2"])
-    given = {name: registry.options_for(name) for name in ("eagle", "eagle3", "standalone", "mtp", "lookup")}
-    assert [each.num_siblings for each in given.values() if isinstance(each, DraftModelOptions)] == [1, 0, 3, 0]
-    with pytest.raises(ConfigError, match=r"the options of eagle do not go together: siblings is 0; take 1 or more"):
-        Registry.load(options=["eagle.siblings=0"])
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "why"),
-    [
-        ("gemma2", WINDOWS, "the model has layers with sliding windows"),
-        ("qwen3_next", HYBRIDS["qwen3_next"], "the model has recurrent layers"),
-    ],
-)
-def test_layers_that_verify_chains_alone_are_refused_by_name(
-    write_oracle: Callable[..., Oracle], registry: Registry, name: str, config: object, why: str
-) -> None:
-    oracle = write_oracle(name, config)
-    with pytest.raises(ConfigError, match=rf"--drafter is standalone, .* whose guesses branch, and {why}; chains alone"):
-        Engine.build(by_itself(oracle), branching(registry, "standalone"))
-
-
-def test_backends_that_verify_chains_alone_are_refused_by_name(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
-    oracle = write_oracle("llama", FAMILIES["llama"])
-    offer = next(offer for offer in registry.offers(AttnBackendSpec) if offer.name == "torch")
-    chains = dataclasses.replace(offer.spec.capabilities, trees=False)
-    changed = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, capabilities=chains))
-    only = offering(registry, AttnBackendSpec, changed)
-    with pytest.raises(Unsupported, match="trees of drafts is needed and not offered"):
-        Engine.build(by_itself(oracle), branching(only, "standalone"))
-
-
-def test_a_tree_that_is_cut_to_a_chain_is_verified_as_one() -> None:
-    tree = DraftTree(tuple(range(6)), comb_parents(3, 1))
-    assert tree.parents == (-1, 0, 1, -1, 0, 1)
-    assert tree[:3].is_chain
-    assert not tree[:4].is_chain

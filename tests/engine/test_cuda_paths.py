@@ -18,15 +18,15 @@ import noise
 import pytest
 from cuda_on_host import Device
 from cuda_simulated import simulated
-from engine import test_model_heads
+from engine import model_heads
 from engine.captured_backends import EXPERTS, captured
+from engine.draft_models import SAID, branching, embedded, prompt_of
 from engine.heads_made import Eagle3
+from engine.rank_answers import ASKED, PROMPTS, assert_equal, folder_of
+from engine.rank_models import RECURRENT
 from engine.rank_pair import Told, request, serve
 from engine.rank_threads import on_threads
-from engine.test_combs import branching, shuffled
-from engine.test_draft_models import SAID, embedded, prompt_of
-from engine.test_rank_processes import ASKED, PROMPTS, assert_equal, folder_of
-from engine.test_ranks import RECURRENT
+from engine.test_combs import shuffled
 from engine.test_speculation import Scripted, with_drafter
 from pairwise import in_turn
 from parity.oracle import Oracle
@@ -47,7 +47,7 @@ from enginery.worker.drafts.draws import DRAW_KINDS
 from enginery.worker.paths.path import Forwarded
 
 Forward = Callable[[StepInput, ForwardBatch], Forwarded]
-llama_of_six = test_model_heads.llama  # a fixture
+llama_of_six = model_heads.llama  # a fixture
 MESHES: Mapping[str, Mapping[str, object]] = {
     "one": {},
     "tp": {"tp": 2},
@@ -57,11 +57,6 @@ MESHES: Mapping[str, Mapping[str, object]] = {
     "lanes pp": {"dp_attention": 2, "pp": 2},
 }
 FEW: Mapping[str, object] = {"num_pages": 20, "max_model_len": 48, "max_batch_tokens": 16, "max_batch_requests": 6}
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 def options(**changes: object) -> EngineOptions:
@@ -253,7 +248,7 @@ def test_a_draft_model_changes_no_token(
     asked, prompts = embedded(attention_backend="torch", dtype="float32", **sizes), [prompt_of(said) for said in SAID[:5]]
     if drafter == "eagle3":
         head = {"draft_model": str(Eagle3(own=97).write(tmp_path))}
-        asked = test_model_heads.options(llama_of_six.folder, attention_backend="torch", **sizes, **head)
+        asked = model_heads.options(llama_of_six.folder, attention_backend="torch", **sizes, **head)
         prompts = [tuple(prompt[:30]) for prompt in llama_of_six.prompts[1:6]]
     ways = [{}, {"logprobs": 1}, {"temperature": 0.7, "seed": 3}, {"speculation": False}, {}]
     requests = [request(f"{at}", prompts[at], max_tokens=16, **way) for at, way in enumerate(ways)]

@@ -1,7 +1,7 @@
 """Draft models that are no single module with keys and values of its own, where the device alone knows how many guesses were right.
 
 Right guesses are drawn by chance, as the models' weights are; told tokens and guesses are to be those that there are where the host
-reads, which are compared with transformers elsewhere (test_model_heads, test_frozen_keys).
+reads, which are compared with transformers elsewhere (test_model_heads, test_prediction_modules, test_frozen_keys).
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.heads_made import Module
+from engine.model_heads import asking, options
+from engine.prediction_modules import chain_of
 from engine.test_device_drafts import captured, unread
 from engine.test_frozen_keys import EPS, with_reader, write
-from engine.test_model_heads import Module, asking, chain_of, options
 from engine.test_speculation import Told, answers_of
 from parity.oracle import Oracle, shape
 from transformers import LlamaConfig
@@ -29,11 +31,6 @@ from enginery.worker.runner import Guesses
 __all__ = ["chain_of", "unread"]  # fixtures of others
 
 RATES = (0.8, 0.7, 0.6)
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 def guesses_and_answers(engine: Engine, requests: list[GenerationRequest]) -> tuple[list[list[list[int]]], dict[str, Told]]:

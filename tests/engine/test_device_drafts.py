@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from core.testing.graph_backend import GraphBackend
-from engine.test_draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
+from engine.draft_models import SELVES, asking, assert_always_right, assert_told, by_itself, embedded, prompt_of
 from engine.test_graphs import AgainAndAgain
 from engine.test_speculation import ASKS, Told, answers_of
 from parity.engine_driver import options
@@ -45,11 +45,6 @@ class Passed:
     """In place of a CUDA event."""
 
     def synchronize(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

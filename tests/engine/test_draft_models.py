@@ -6,85 +6,45 @@ import dataclasses
 import json
 import random
 import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from engine.draft_models import (
+    SAID,
+    SELVES,
+    TOKENS,
+    asking,
+    assert_always_right,
+    assert_told,
+    by_itself,
+    changed_head,
+    come_and_go,
+    counts_of,
+    embedded,
+    prompt_of,
+)
 from engine.random_use import RandomUse
-from engine.test_kinds_at_random import WINDOWS, small_memory
+from engine.test_kinds_at_random import small_memory
 from engine.test_speculation import ASKS, GRAMMARS, Told, answers_of
-from offers import offering
 from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
-from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle, shape
-from parity.test_mamba import FAMILIES as MAMBA
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from parity.oracle import Oracle, shape
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from enginery.config.resolve import DeviceFacts
-from enginery.config.schema import EngineOptions
-from enginery.contracts.attention import AttnBackendSpec
-from enginery.contracts.batch import Phase
 from enginery.contracts.drafting import DrafterSpec
-from enginery.contracts.engine import DraftCounts
-from enginery.contracts.model import CheckpointSpec
-from enginery.contracts.request import GenerationRequest, SamplingParams
+from enginery.contracts.request import GenerationRequest
 from enginery.engine.build import build_parts
 from enginery.engine.engine import Engine
-from enginery.errors import CheckpointError, ConfigError, EnginError, Unsupported
+from enginery.errors import CheckpointError, EnginError
 from enginery.plugin.registry import Registry
-from enginery.worker.attention_choice import verifying_drafts
-from enginery.worker.choice import Choice, choose
-from enginery.worker.drafts.choice import ChosenDrafter
-from enginery.worker.drafts.parts import choose_draft_model
-from enginery.worker.needs import LayerNeeds, by_phase
 from enginery.worker.weights.needed_weights import needed_weights
-from enginery_weights_tiny import DRAFTERS, FOLDER
-
-TOKENS = 40 if EVERYTHING else 26
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
-def asking(about: str, prompt: Iterable[int], **changes: object) -> GenerationRequest:
-    params = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, **changes}
-    return GenerationRequest(request_id=about, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))  # type: ignore[arg-type]
-
-
-def by_itself(oracle: Oracle, **changes: object) -> EngineOptions:
-    return options(oracle, **{"drafter": "standalone", "draft_model": str(oracle.folder), **changes})
-
-
-def counts_of(engine: Engine) -> DraftCounts:
-    return engine.meter.stats().drafts
-
-
-def assert_told(found: Mapping[str, Told], expected: Mapping[str, Told]) -> None:
-    assert found.keys() == expected.keys()
-    for about, one in found.items():
-        assert (one.tokens, one.reason) == (expected[about].tokens, expected[about].reason), about
-        assert one.logprobs == pytest.approx(expected[about].logprobs, abs=1e-4), about
-
-
-def assert_always_right(engine: Engine) -> None:
-    counts = counts_of(engine)
-    assert counts.verifications > 0
-    assert counts.drafted == counts.accepted, counts
-
+from enginery_weights_tiny import DRAFTERS
 
 # A model that drafts for itself. Where one of its keys or values were missing or another's, a guess would be wrong.
 
-SELVES = {
-    **{name: FAMILIES[name] for name in ("llama", "qwen3", "mistral", "qwen2-window", "deepseek-v2", "glm4")},
-    "gemma2": WINDOWS,
-    "mixtral": EXPERT_FAMILIES["mixtral"],
-}
 SOME_SELVES = [
     list(SELVES).index(name) for name in ("llama", "qwen2-window", "deepseek-v2", "glm4", "gemma2")
 ]  # each with a setting
@@ -129,23 +89,6 @@ def test_it_guesses_what_will_be_drawn(write_oracle: Callable[..., Oracle], regi
     assert_always_right(engine)
 
 
-def come_and_go(engine: Engine, requests: Sequence[GenerationRequest]) -> dict[str, Told]:
-    """As `answers_of`, one more of them before every other step."""
-    told, waiting, turn = {request.request_id: Told() for request in requests}, list(requests), 0
-    while waiting or engine.has_work:
-        if waiting and turn % 2 == 0:
-            engine.submit(waiting.pop(0))
-        turn += 1
-        for output in engine.step():
-            assert output.error is None
-            one = told[output.request_id]
-            one.tokens += output.token_ids
-            one.reason = output.finish_reason
-        engine._scheduler.check_integrity()
-    engine._scheduler.check_idle()
-    return told
-
-
 @pytest.mark.parametrize("name", spread(["gemma2", "llama"], 1))
 def test_it_stays_right_when_requests_are_preempted(
     write_oracle: Callable[..., Oracle], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str
@@ -169,28 +112,6 @@ def test_it_stays_right_when_requests_are_preempted(
 
 
 # Drafters of the embedded model.
-
-SAID = [
-    "Hello",
-    "What is a page?",
-    "What is 47 + 38?",
-    "Tell me a story about a fox named Mia.",
-    "Make a JSON record of this person: Ada is 36 years old, a pilot from Redmill who likes chess.",
-    "Name three colours.",
-    "How do I start the server?",
-    "What day comes after Tuesday?",
-]
-
-
-def prompt_of(text: str) -> tuple[int, ...]:
-    """As the chat template writes it."""
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    text = f"<|begin|><|turn|>user\n{text}<|done|>\n<|turn|>assistant\n"
-    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def embedded(**changes: object) -> EngineOptions:
-    return EngineOptions(**{"num_pages": 300, "num_threads": 1, "dtype": "float32", **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -300,19 +221,6 @@ def test_no_guess_is_kept_for_requests_that_have_ended(registry: Registry) -> No
 # Refusals, and what memory they take.
 
 
-def changed_head(
-    folder: Path,
-    change: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda tensors: tensors,
-    **config: object,
-) -> Path:
-    """The embedded model's head with other tensors, and other values in its config.json."""
-    shutil.copytree(DRAFTERS["eagle"], folder, dirs_exist_ok=True)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    save_file(dict(change(load_file(folder / "model.safetensors"))), folder / "model.safetensors")
-    return folder
-
-
 LAYER = {
     *(f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
@@ -367,106 +275,6 @@ def test_a_head_without_one_of_its_tensors_is_refused(registry: Registry, tmp_pa
     with pytest.raises(CheckpointError, match=r"fc\.weight") as refused:
         Engine.build(embedded(drafter="eagle", draft_model=str(folder)), registry)
     assert str(folder) in str(refused.value)
-
-
-def test_a_model_with_recurrent_layers_drafts_for_nobody(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
-    recurrent = write_oracle("mamba2", MAMBA["mamba2"])
-    target = write_oracle("llama", FAMILIES["llama"])
-    asked = options(target, drafter="standalone", draft_model=str(recurrent.folder))
-    with pytest.raises(ConfigError, match=r"recurrent layers, whose states cannot go back behind a wrong guess yet; give another"):
-        Engine.build(asked, registry)
-
-
-@pytest.mark.parametrize("drafter", ["eagle", "standalone"])
-def test_where_no_draft_model_ships_one_has_to_be_named(
-    write_oracle: Callable[..., Oracle], registry: Registry, drafter: str
-) -> None:
-    target = write_oracle("llama", FAMILIES["llama"])
-    with pytest.raises(ConfigError, match=rf"--drafter is {drafter}, a model; give its checkpoint with --draft-model"):
-        Engine.build(options(target, drafter=drafter), registry)
-
-
-def test_a_draft_model_without_a_drafter_is_refused(registry: Registry) -> None:
-    with pytest.raises(ConfigError, match=r"draft_model is .*, but nothing drafts; name a drafter with --drafter"):
-        Engine.build(embedded(draft_model=str(DRAFTERS["eagle"])), registry)
-
-
-def test_a_draft_model_for_what_runs_none_is_refused(registry: Registry) -> None:
-    with pytest.raises(ConfigError, match=r"--drafter is lookup, which runs no model; leave --draft-model out"):
-        choose(embedded(drafter="lookup", draft_model=str(DRAFTERS["eagle"])), registry)
-
-
-def test_auto_sees_what_a_draft_model_is_that_is_given_by_its_name(registry: Registry) -> None:
-    """Not a folder: an installed checkpoint here, as it is one of the hub."""
-    tiny = registry.offers(CheckpointSpec)[0]
-    head = dataclasses.replace(tiny, name="head", spec=dataclasses.replace(tiny.spec, name="head", folder=DRAFTERS["eagle"]))
-    chosen = choose(embedded(drafter="auto", draft_model="head"), offering(registry, CheckpointSpec, tiny, head))
-    assert chosen.drafter is not None
-    assert chosen.drafter.name == "eagle"
-
-
-def on_a_gpu(asked: EngineOptions, registry: Registry) -> Choice:
-    facts = DeviceFacts(kind="cuda", name="card", available_bytes=1 << 36, num_threads=1, compute_capability=(9, 0))
-    return dataclasses.replace(choose(asked, registry), device_facts=facts)
-
-
-def test_on_a_gpu_a_draft_model_has_a_backend_that_knows_lengths_of_the_device(
-    registry: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
-    """If the one that is asked for does not, another: what is asked for is the target's."""
-    asked = embedded(drafter="eagle")
-    chosen = choose_draft_model(asked, registry, on_a_gpu(asked, registry))
-    assert chosen is not None
-    assert all(offer.spec.capabilities.device_lengths for offer in chosen.attention.by_role.values())
-    ignorant = dataclasses.replace(asked, attention_backend="flashinfer")
-    with caplog.at_level("INFO"):
-        another = choose_draft_model(ignorant, registry, on_a_gpu(asked, registry))
-    assert another is not None
-    assert another.attention.by_role == chosen.attention.by_role
-    assert re.search(r"(?s)draft model's attention is .*: .*flashinfer.*lengths that the device alone knows is needed", caplog.text)
-
-
-def test_on_a_gpu_a_model_that_reads_has_the_target_attend_by_lengths_of_the_device(registry: Registry) -> None:
-    """With backends for prefills and for decoding, those that decode."""
-    asked = embedded(drafter="eagle")
-    target = choose(asked, registry)
-    assert target.drafter is not None
-    spec = dataclasses.replace(target.drafter.spec, reads=lambda config, facts: (0,))
-    drafters = [ChosenDrafter(dataclasses.replace(target.drafter, spec=each), 3, "") for each in (spec, target.drafter.spec)]
-    needs = LayerNeeds.of(target.facts.layers, target.settings, on_a_gpu(asked, registry).device_facts).softmax
-    reader, writer = (verifying_drafts(LayerNeeds(needs, needs), drafter)[0] for drafter in drafters)
-    assert (reader.device_lengths, writer.device_lengths) == (True, False)
-    asked_of = {role: each.device_lengths for role, each in by_phase(reader).items()}
-    assert asked_of == {"prefill": False, "decode": True, "single": True}
-    on_a_cpu = LayerNeeds.of(target.facts.layers, target.settings, target.device_facts).softmax
-    assert not verifying_drafts(LayerNeeds(on_a_cpu, on_a_cpu), drafters[0])[0].device_lengths
-
-
-def test_auto_guesses_nothing_where_attention_would_have_to_change(registry: Registry) -> None:
-    """Of the best backend for plain decoding, and of one that is asked for, which a drafter that is named does without."""
-    chosen = choose(embedded(drafter="auto"), registry)
-    assert (chosen.drafter is not None, chosen.attention.name) == (True, "cpu")
-    spec = next(offer.spec for offer in registry.offers(AttnBackendSpec) if offer.name == "cpu")
-    blind = dataclasses.replace(
-        spec, capabilities=dataclasses.replace(spec.capabilities, phases=spec.capabilities.phases - {Phase.VERIFY})
-    )
-    offers = tuple(
-        dataclasses.replace(offer, spec=blind) if offer.name == "cpu" else offer for offer in registry.offers(AttnBackendSpec)
-    )
-    registry = offering(registry, AttnBackendSpec, *offers)
-    for backend in ("auto", "cpu"):
-        chosen = choose(embedded(drafter="auto", attention_backend=backend), registry)
-        assert (chosen.drafter, chosen.attention.name) == (None, "cpu")
-        (why,) = (made.reason for made in chosen.decisions if made.setting == "drafter")
-        assert why == "auto: cpu, the attention backend, verifies no guesses"
-    assert choose(embedded(drafter="eagle"), registry).attention.name == "cpu+torch"
-    with pytest.raises(Unsupported, match="phase verify"):
-        choose(embedded(drafter="eagle", attention_backend="cpu"), registry)
-
-
-def test_more_guesses_than_a_drafter_is_good_for_are_refused(registry: Registry) -> None:
-    with pytest.raises(ConfigError, match=r"--draft-length is 9, but eagle, .* is good for 8 at most"):
-        choose(embedded(drafter="eagle", draft_length="9"), registry)
 
 
 @pytest.mark.parametrize(("drafter", "layers", "kv_heads"), [("eagle", 1, 2), ("standalone", 3, 1)])

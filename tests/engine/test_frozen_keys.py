@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine.heads_made import DIM, HEADS, KV_HEADS, SIZE, double, drawn, norm, rotated, states_of
+from engine.model_heads import PROMPT, asking, guesses_of, options
 from engine.test_kinds_at_random import WINDOWS
-from engine.test_model_heads import PROMPT, asking, guesses_of, options
 from engine.test_speculation import answers_of
 from offers import offering
 from parity.oracle import FAMILIES, Oracle, shape
@@ -141,11 +141,6 @@ def expected(target: torch.nn.Module, tokens: list[int], count: int) -> tuple[li
         guesses.append(token)
         every.append(logits)
     return guesses, every
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from parity.oracle import Oracle
 from enginery.engine.build import BuiltParts, build_parts
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
+from enginery.worker.paths.capture import _prepare
 from enginery.worker.paths.decode_graphs import CudaCapture, DecodeGraphs, GraphBuffers, Replayable
 from enginery.worker.ranks.collectives import JoinedHead
 
@@ -58,9 +59,10 @@ def with_graphs(asked: Any, registry: Registry, **given: Any) -> BuiltParts:
     width = parts.step.model.width if isinstance(parts.step.model, JoinedHead) else parts.choice.facts.vocab_size
     graphs = DecodeGraphs.build(parts.step, GraphBuffers(torch.empty(MOST, width)), capture=capture)
     assert graphs is not None
-    for key in reversed(graphs.waiting()):
-        graphs.capture(key)
+    _prepare(graphs, None, parts.choice)
     assert not graphs.waiting(), "nothing is left for idle moments, in which other ranks would not take part"
+    sizes = [key.size for key in graphs.captured]
+    assert sizes == sorted(sizes, reverse=True), "the smaller fit into the memory of the larger"
     return dataclasses.replace(parts, captured=parts.captured._replace(graphs=graphs))
 
 

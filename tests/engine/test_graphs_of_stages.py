@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from cuda_on_host import here
+from engine.rank_answers import PROMPTS, assert_equal, folder_of
+from engine.rank_models import RECURRENT
 from engine.rank_pair import request, serve
 from engine.rank_threads import DeviceThreadGroup
 from engine.test_cuda_paths import FEW, every_kind, on_cuda, options, told_of
-from engine.test_rank_processes import PROMPTS, assert_equal, folder_of
-from engine.test_ranks import RECURRENT
 
 from enginery.engine.engine import Engine
 from enginery.errors import Unsupported
@@ -34,11 +34,6 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {  # of whose stages some have se
     "deepseek-v2-lite-experts": {**FOUR, "ep": True},
     "llama": {"pp": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

@@ -46,11 +46,6 @@ WAYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @in_turn(("name", spread(MODELS, 7)), ("kind", KINDS), ("way", range(len(WAYS))))
 def test_each_is_told_what_plain_decoding_tells(
     write_oracle: Callable[..., Oracle], registry: Registry, name: str, kind: str, way: int

@@ -18,9 +18,9 @@ import psutil
 import pytest
 import zmq
 from engine import joined_members
+from engine.draft_models import SAID, embedded, prompt_of
 from engine.joined_members import OPTIONS, PROGRAM, PROMPTS, Member, free_address, in_background, listening, options
 from engine.rank_pair import request, serve
-from engine.test_draft_models import SAID, embedded, prompt_of
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import Death

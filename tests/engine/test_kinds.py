@@ -25,11 +25,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(params=sorted(CONFIGS))
 def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle(f"window {request.param}", CONFIGS[request.param])

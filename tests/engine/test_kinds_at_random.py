@@ -38,11 +38,6 @@ Answers = dict[tuple[int, ...], list[int]]  # by prompt
 LONGEST = 40 if EVERYTHING else 24  # tokens of an answer
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def small_memory(patch: pytest.MonkeyPatch, *, windows: int, states: int = 5) -> None:
     """No more of each kind than so many, or than the largest request needs."""
     original = build.plan_memory

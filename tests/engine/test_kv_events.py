@@ -16,8 +16,8 @@ import pytest
 import zmq
 from engine.kv_router import PAGE_SIZE, PATIENCE_MS, Prefix, Router
 from engine.random_use import RandomUse, evict_everything
+from engine.rank_models import CONFIGS
 from engine.test_kinds_at_random import small_memory
-from engine.test_ranks import CONFIGS
 from pairwise import EVERYTHING, spread
 
 from enginery.config.schema import EngineOptions
@@ -70,11 +70,6 @@ def settled(router: Router, engine: Engine, lane: int = 0) -> None:
         assert time.monotonic() < deadline_s
         router.listen(50)
         router.catch_up()  # what was sent before the subscription had arrived
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine.rank_answers import ASKED, MLA, MOE, PROMPTS, SMALL, assert_equal, assert_whole, folder_of, options, phases_of
+from engine.rank_models import EXPERTS, LANES
 from engine.rank_pair import KeptRanks, request, running, serve
-from engine.test_rank_processes import ASKED, MLA, MOE, PROMPTS, SMALL, assert_equal, assert_whole, folder_of, options, phases_of
-from engine.test_ranks import EXPERTS, LANES
 from pairwise import EVERYTHING
 
 from enginery.contracts.batch import Phase
@@ -17,11 +17,6 @@ from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
 
 MESH = {"pp": 2, "dp_attention": 2}
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,6 @@ CHANGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 class ChangedModel:
     """A model one of whose methods returns something else."""
 

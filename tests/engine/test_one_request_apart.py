@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 from engine.captured_backends import CapturedTorch
+from engine.rank_answers import assert_equal, folder_of
+from engine.rank_models import RECURRENT
 from engine.test_cuda_paths import MESHES, by_itself, every_kind, on_cuda, options, told_of
-from engine.test_rank_processes import assert_equal, folder_of
-from engine.test_ranks import RECURRENT
 from offers import offering
 from pairwise import in_turn
 
@@ -70,11 +70,6 @@ def assert_each_has_its_own(noted: set[Noted]) -> None:
     of_one = {each for each in noted if each.phase in DECODING and each.num_requests == 1}
     assert {each.name for each in of_one} == {"one"}
     assert [each for each in noted - of_one if each.name != "many"] == []
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @in_turn(

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
-import pytest
 import torch
 from pairwise import crossed, in_turn
 from parity.engine_driver import assert_greedy, generate, options
@@ -76,11 +75,6 @@ class Pausing:
                 assert paused.wait(PATIENCE_S)
 
         return GraphPieces([Piece(is_first=index == 0) for index in range(len(calls) + 1)], calls)
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 def with_pieces(oracle: Oracle, registry: Registry, **asked: object) -> tuple[Engine, Pausing]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.draft_models import assert_told, embedded, prompt_of
 from engine.heads_made import Eagle3
 from engine.test_device_drafts import captured, requests_of, unread  # noqa: F401
-from engine.test_draft_models import assert_told, embedded, prompt_of
 from engine.test_speculation import answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle
@@ -22,11 +22,6 @@ from enginery.speculate.length import DraftLength
 from enginery.worker.paths.path import Forwarded
 
 SAID = ("Hello", "Name three colours.", "What is 47 + 38?")
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine.rank_answers import ASKED, MOE, PROMPTS, assert_equal, assert_whole, folder_of, options
 from engine.rank_pair import KeptRanks, Told, request, running, serve
-from engine.test_rank_processes import ASKED, MOE, PROMPTS, assert_equal, assert_whole, folder_of, options
 from pairwise import EVERYTHING
 
 from enginery.engine.engine import Engine
@@ -23,11 +23,6 @@ REQUESTS = [
     *(request(f"{way} {place}", PROMPTS[place % 4], **{"max_tokens": 12, **ASKED[way]}) for place, way in enumerate(ASKED)),
     request("embedding", PROMPTS[0], embed=True, max_tokens=1),
 ]
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture(scope="module")

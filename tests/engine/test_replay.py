@@ -29,11 +29,6 @@ from enginery.plugin.registry import Registry
 NUM_STEPS = 20
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def two_layers(config: PretrainedConfig) -> PretrainedConfig:
     return type(config)(**{**config.to_dict(), "num_hidden_layers": 2})
 

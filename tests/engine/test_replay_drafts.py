@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine.draft_models import by_itself
 from engine.test_device_drafts import unread  # noqa: F401
-from engine.test_draft_models import by_itself
 from engine.test_kinds_at_random import WINDOWS, small_memory
 from engine.test_replay import Defect, two_layers
 from engine.test_speculation import Scripted, answers_of, with_drafter

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.heads_made import Eagle3
-from engine.test_model_heads import asking, options
+from engine.model_heads import asking, options
 from parity.oracle import expert_shape, latent_shape, shape
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, LlamaConfig, PretrainedConfig
@@ -98,11 +98,6 @@ def counts_of(registry: Registry, folder: Path, **drafter: object) -> DraftCount
         assert len(tokens) == 22
         assert all(following[before] == token for before, token in itertools.pairwise(tokens))
     return engine.meter.stats().drafts
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture(scope="module")

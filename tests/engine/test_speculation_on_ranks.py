@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_simulated import simulated
-from engine import test_frozen_keys, test_model_heads
+from engine import model_heads, prediction_modules, test_frozen_keys
 from engine.captured_backends import captured
+from engine.draft_models import SAID, assert_always_right, assert_told, by_itself, changed_head, embedded, prompt_of
 from engine.heads_made import Eagle3, Module
+from engine.model_heads import asking
 from engine.random_use import RandomUse
 from engine.rank_threads import Guesses, noted, on_threads
-from engine.test_draft_models import SAID, assert_always_right, assert_told, by_itself, changed_head, embedded, prompt_of
 from engine.test_hybrid_speculation import MODELS, ForgivingGrammars
 from engine.test_hybrid_speculation import told as told_alone
-from engine.test_model_heads import asking
 from engine.test_speculation import ASKS, Scripted, Told, answers_of, with_drafter
 from offers import offering
 from pairwise import EVERYTHING, spread
@@ -40,13 +40,8 @@ from enginery.worker.choice import choose
 from enginery.worker.ranks.groups import refuse_for_ranks
 from enginery_weights_tiny import FOLDER
 
-module_of, chain_of = test_model_heads.module_of, test_model_heads.chain_of  # fixtures
-llama_of_six, llama_of_four = test_model_heads.llama, test_frozen_keys.llama
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
+module_of, chain_of = prediction_modules.module_of, prediction_modules.chain_of  # fixtures
+llama_of_six, llama_of_four = model_heads.llama, test_frozen_keys.llama
 
 
 def answers_and_guesses(engine: Engine, requests: Sequence[GenerationRequest]) -> tuple[dict[str, Told], Guesses]:
@@ -103,28 +98,28 @@ SMALL_PAGES = {"page_size": 4, "num_pages": 800, "draft_length": "3"}
 def test_an_eagle3_head_is_divided(llama_of_six: Oracle, registry: Registry, tmp_path: Path, own: int) -> None:
     """Its own vocabulary too, also where that does not divide."""
     drafter = {"drafter": "eagle3", "draft_model": str(Eagle3(own=own).write(tmp_path))}
-    asked = test_model_heads.options(llama_of_six.folder, **SMALL_PAGES, **drafter)
+    asked = model_heads.options(llama_of_six.folder, **SMALL_PAGES, **drafter)
     assert_as_on_one(registry, asked, asked_of(llama_of_six.prompts))
 
 
-@pytest.mark.parametrize("name", [*test_model_heads.MODULES] if EVERYTHING else ["deepseek-v3", "qwen3-next"])
+@pytest.mark.parametrize("name", [*prediction_modules.MODULES] if EVERYTHING else ["deepseek-v3", "qwen3-next"])
 def test_a_module_is_divided(module_of: Callable[..., Module], registry: Registry, name: str) -> None:
     """Of experts and latents, and of a hybrid."""
     module = module_of(name)
-    asked = test_model_heads.options(module.folder, drafter="mtp", **SMALL_PAGES)
+    asked = model_heads.options(module.folder, drafter="mtp", **SMALL_PAGES)
     assert_as_on_one(registry, asked, asked_of(module.oracle.prompts))
 
 
 @pytest.mark.parametrize("name", ["mimo-v2-flash", "deepseek-v3", "qwen3.5"] if EVERYTHING else ["mimo-v2-flash"])
 def test_a_chain_of_modules_is_divided(chain_of: Callable[..., Module], registry: Registry, name: str) -> None:
     module = chain_of(name)
-    asked = test_model_heads.options(module.folder, drafter="mtp", **SMALL_PAGES)
+    asked = model_heads.options(module.folder, drafter="mtp", **SMALL_PAGES)
     assert_as_on_one(registry, asked, asked_of(module.oracle.prompts))
 
 
 def test_ranks_read_the_keys_and_values_of_their_heads(llama_of_four: Oracle, registry: Registry, tmp_path: Path) -> None:
     drafter = {"drafter": "reader", "draft_model": str(test_frozen_keys.write(tmp_path / "reader"))}
-    asked = test_model_heads.options(llama_of_four.folder, **SMALL_PAGES, **drafter)
+    asked = model_heads.options(llama_of_four.folder, **SMALL_PAGES, **drafter)
     assert_as_on_one(test_frozen_keys.with_reader(registry), asked, asked_of(llama_of_four.prompts))
 
 
@@ -231,7 +226,7 @@ def test_each_rank_has_its_part_of_the_draft_model_s_pages(registry: Registry) -
 
 def test_ranks_with_draft_models_that_differ_are_refused(llama_of_six: Oracle, registry: Registry, tmp_path: Path) -> None:
     asked, other = (str(Eagle3(own=own).write(tmp_path / f"{own}")) for own in (96, 98))
-    given = test_model_heads.options(llama_of_six.folder, drafter="eagle3", draft_model=asked, tp=2)
+    given = model_heads.options(llama_of_six.folder, drafter="eagle3", draft_model=asked, tp=2)
     message = r"the draft models of this engine are not alike:\n  - checkpoint is \w+ on rank 1, and \w+ on rank 0"
     with pytest.raises(ConfigError, match=message), on_threads(given, registry, draft_model=other):
         pass
@@ -239,7 +234,7 @@ def test_ranks_with_draft_models_that_differ_are_refused(llama_of_six: Oracle, r
 
 def test_a_draft_model_that_ranks_cannot_share_is_refused_by_name(llama_of_six: Oracle, registry: Registry, tmp_path: Path) -> None:
     folder = Eagle3().write(tmp_path, num_attention_heads=3, num_key_value_heads=3)
-    given = test_model_heads.options(llama_of_six.folder, drafter="eagle3", draft_model=str(folder), tp=2)
+    given = model_heads.options(llama_of_six.folder, drafter="eagle3", draft_model=str(folder), tp=2)
     message = r"--drafter eagle3 cannot run beside .*: the attention's query heads: 3, which 2 ranks cannot share"
     with pytest.raises(Unsupported, match=message), on_threads(given, registry):
         pass

@@ -282,6 +282,20 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(echo: Path) 
     running(echo, scenario)
 
 
+def test_after_each_request_an_idle_engine_does_what_is_left_to_do(echo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures what it has learnt that loads will need, tells of its prefix cache, and looks after its ranks."""
+    left, prepare = list[bool](), Engine.prepare
+    monkeypatch.setattr(Engine, "prepare", lambda engine: left.append(prepare(engine)) or left[-1])
+
+    async def scenario(model: AsyncLLM) -> None:
+        await until(lambda: left and not left[-1])
+        del left[:]
+        await model.generate([5, 6], GREEDY)
+        await until(lambda: left and not left[-1])
+
+    running(echo, scenario)
+
+
 def test_an_engine_that_breaks_tells_everybody(echo: Path) -> None:
     async def run() -> None:
         async with AsyncLLM(str(echo), load_format="dummy", **TINY) as model:

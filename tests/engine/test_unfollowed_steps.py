@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from engine.test_draft_models import SELVES, asking, assert_told, by_itself, counts_of, embedded, prompt_of
+from engine.draft_models import SELVES, asking, assert_told, by_itself, counts_of, embedded, prompt_of
 from engine.test_speculation import Told, answers_of
 from parity.engine_driver import options
 from parity.oracle import Oracle
@@ -15,11 +15,6 @@ from enginery.plugin.registry import Registry
 from enginery.speculate.length import DraftLength
 
 LONG = "Make a JSON record of this person: Ada is 36 years old, a pilot from Redmill who likes chess."
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.fixture

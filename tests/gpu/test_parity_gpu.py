@@ -98,11 +98,6 @@ def generated(engine: Engine, oracle: Oracle) -> list[list[int]]:
     return generate(engine, [oracle.prompts[index] for index in PROMPTS], max_tokens=NUM_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def asked(oracle: Oracle, attention: str, **changes: object) -> EngineOptions:
     return options(oracle, **{"device": "cuda", "max_batch_requests": 16, **ATTENTION[attention], **changes})
 

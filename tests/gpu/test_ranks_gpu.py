@@ -53,11 +53,6 @@ FOUR_GPUS = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def asked(oracle: Oracle, **changes: object) -> EngineOptions:
     return options(oracle, **{**SMALL, **changes})
 

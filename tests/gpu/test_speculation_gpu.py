@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.heads_made import Eagle3
+from engine.draft_models import SELVES, TOKENS, asking, assert_told, branching, by_itself, counts_of, embedded, prompt_of
+from engine.heads_made import Eagle3, write_module
+from engine.model_heads import options as small_options
+from engine.prediction_modules import MODULES, longer
 from engine.test_ahead import untold
-from engine.test_combs import branching, shuffled
+from engine.test_combs import shuffled
 from engine.test_device_chains import RATES, guesses_and_answers
 from engine.test_device_chains import requests_of as mixed_requests
-from engine.test_draft_models import SELVES, TOKENS, asking, assert_told, by_itself, counts_of, embedded, prompt_of
 from engine.test_frozen_keys import EPS, with_reader
 from engine.test_frozen_keys import write as write_reader
-from engine.test_model_heads import MODULES, longer, write_module
-from engine.test_model_heads import options as small_options
 from engine.test_right_heads import SIZE, deepseek, glm, head_by_feature, module_tensors, small, target_tensors, write
 from engine.test_right_heads import counts_of as counts_of_right_head
 from engine.test_speculation import ASKS, Scripted, answers_of, assert_equal_answers, with_drafter
@@ -37,11 +37,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # Triton compiles its 
 
 ON = {"device": "cuda", "dtype": "float32", "max_batch_requests": 32}
 SAID = ("Hello", "Tell me a story about a fox named Mia.", "Name three colours.", "What is 47 + 38?")
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 @pytest.mark.parametrize("kind", ["right", "random"])

@@ -19,7 +19,7 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 # Each package imports only from ranks below its own, and from itself. Equal ranks do not see each other.
 RANKS = [
-    {"errors"},
+    {"errors", "child_process"},
     {"contracts"},
     {"plugin"},
     {"config"},

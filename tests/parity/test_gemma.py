@@ -27,11 +27,6 @@ GEMMAS = {
 }
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(params=sorted(GEMMAS))
 def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle(request.param, GEMMAS[request.param])

@@ -40,11 +40,6 @@ CONFIG = GptOssConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def oracle(write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle("gpt_oss", CONFIG)

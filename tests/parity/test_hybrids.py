@@ -64,11 +64,6 @@ HYBRIDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(params=sorted(HYBRIDS))
 def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle(request.param, HYBRIDS[request.param])

@@ -54,11 +54,6 @@ class PlanReader(RecordingModel):
         return max(int((part.batch.kv_lens_cpu - part.batch.q_lens_cpu).max()) for part in self.prefills)
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(params=DEEPSEEKS)
 def latent_oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle(request.param, FAMILIES[request.param])

@@ -30,11 +30,6 @@ YARN = dict(rope_type="yarn", rope_theta=1e5, factor=4.0, original_max_position_
 UNUSED = ("experts.8.", "experts.9.", "experts.10.")  # what transformers stores of zero experts
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def oracle(write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle(FAMILY, EXPERT_FAMILIES[FAMILY])

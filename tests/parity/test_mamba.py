@@ -105,11 +105,6 @@ FAMILIES: dict[str, PretrainedConfig] = {
 STATES = sorted(FAMILIES) if EVERYTHING else ["bamba", "falcon_h1", "jamba", "lfm2", "mamba2"]
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(params=sorted(FAMILIES))
 def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle(request.param, FAMILIES[request.param])

@@ -31,11 +31,6 @@ CONFIG = MiMoV2FlashConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture
 def oracle(write_oracle: Callable[..., Oracle]) -> Oracle:
     return write_oracle("mimo_v2_flash", CONFIG)

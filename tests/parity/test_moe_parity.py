@@ -52,11 +52,6 @@ OPS = ["packed", "reference"]
 MEMORIES = sorted(EXPERT_FAMILIES) if EVERYTHING else ["deepseek-v3", "longcat-flash", "qwen2-moe"]
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(scope="module", params=OPS)
 def any_ops(request: pytest.FixtureRequest) -> Registry:
     """With the CPU plugin's operations and with the core's own."""

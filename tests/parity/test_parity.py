@@ -24,11 +24,6 @@ OPS = ["packed", "reference"]
 CUTS = crossed([1, 16], [16, UNLIMITED], [1, 7])
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 @pytest.fixture(params=sorted(FAMILIES))
 def oracle(request: pytest.FixtureRequest, write_oracle: Callable[..., Oracle]) -> Oracle:
     """Each family in turn."""

@@ -18,11 +18,6 @@ FOLDER = Path(os.environ.get("RING25_FOLDER", "ring25"))  # config.json, model.s
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="the vendor's answers are not here: name their folder in RING25_FOLDER")
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def asked(**changes: object) -> EngineOptions:
     return EngineOptions(**{"model": str(FOLDER), "num_pages": 2000, "device": "cpu", **changes})
 

@@ -21,7 +21,7 @@ import torch
 from enginery.attention.policies import Policy, derived_from_specs
 from enginery.attention.relay import BackendRelay
 from enginery.contracts.attention import LayerSpec
-from enginery.contracts.batch import ForwardBatch, Phase
+from enginery.contracts.batch import ForwardBatch, Phase, with_fields
 from enginery.contracts.latent import ChunkPlan
 from enginery.contracts.plan import Accepted, ForwardPlan, IndexerPlan, PlanKey, VerifyMask, covering_plan
 from enginery.errors import StalePlan, Unsupported
@@ -51,11 +51,6 @@ class Part:
         """Whether it is planned, and drafts of its requests branch."""
         return self.plan is not None and self.batch.trees and self.batch.num_decode_requests > 0
 
-    def planned(self, plan: ForwardPlan) -> Part:
-        same = object.__new__(type(self))
-        vars(same).update(vars(self), plan=plan)
-        return same
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompositePlan(ForwardPlan):
@@ -66,7 +61,7 @@ class CompositePlan(ForwardPlan):
 
 @derived_from_specs
 class Composite(ABC):
-    """Cuts batches and calls its children. Implements `AttnBackend`, `Attends` and `Advances` of `enginery.contracts.attention`."""
+    """Cuts batches and calls its children. Implements `AttnBackend`, `Attends` and `Advances` of `enginery.api`."""
 
     kind: ClassVar[str]
 
@@ -92,7 +87,7 @@ class Composite(ABC):
         return CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
 
     def plan_part(self, part: Part, *, capture: bool) -> Part:
-        return part.planned(self.children[part.child].make_plan(part.batch, capture=capture))
+        return with_fields(part, plan=self.children[part.child].make_plan(part.batch, capture=capture))
 
     @hookimpl
     def draft_steps_plan(self, batches: tuple[ForwardBatch, ...], capture: bool) -> tuple[ForwardPlan, ...] | None:
@@ -105,7 +100,7 @@ class Composite(ABC):
             if len(plans) < len(parts):
                 return None
             for into, part, plan in zip(planned, parts, plans, strict=True):
-                into.append(part.planned(plan))
+                into.append(with_fields(part, plan=plan))
         return tuple(
             CompositePlan(key=PlanKey.of(batch, self.backend_id, capture=capture), parts=tuple(parts))
             for batch, parts in zip(batches, planned, strict=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -12,7 +13,7 @@ import msgspec
 
 from enginery.config.schema import EngineOptions
 from enginery.errors import ConfigError
-from enginery.plugin.near import did_you_mean
+from enginery.plugin.near import did_you_mean, known_names
 from enginery.plugin.registry import Registry
 
 PREFIX: Final = "ENGINERY_"
@@ -56,6 +57,25 @@ def flags_of_others() -> dict[str, str]:
     return {flag: answer for answer, flags in answers.items() for flag in flags}
 
 
+def instead_of(name: str, value: object, known: Collection[str], write: Callable[[str], str] = str) -> str:
+    """What an unknown setting is here, also if it is another engine's; of one that is false, what its --no-flag is. Empty: nothing.
+
+    write: as its source writes what Python writes as NAME or NAME=False.
+    """
+    others, flag, is_on = flags_of_others(), name.replace("_", "-"), str(value).lower() not in ("false", "0")
+    if not is_on and f"--no-{flag}" in others:
+        flag, is_on = f"no-{flag}", True
+    if (answer := others.get(f"--{flag}")) is None:
+        return did_you_mean(write(name), map(write, known))
+
+    def setting(found: re.Match[str]) -> str:
+        option, turns_off = found[1].removeprefix("no-").replace("-", "_"), found[1].startswith("no-")
+        return f"engine serve --{found[1]}" if option not in known else write(f"{option}={not is_on}" if turns_off else option)
+
+    here = re.sub(r"(?:engine serve )?--([a-z-]+)", setting, answer)
+    return f"; here it is {here}" if answer.startswith("--") else f"; {here}"
+
+
 def registry_for(asked: EngineOptions) -> Registry:
     """The plugins that what was asked for leaves in, with their options; see `Registry.load`."""
     return Registry.load(blocked=asked.blocked_plugins, no_plugins=asked.no_plugins, options=asked.plugin_options)
@@ -80,8 +100,8 @@ def _from_environment(
         if not variable.startswith(PREFIX) or variable in _NO_OPTION or name in others:
             continue
         if name not in kinds:
-            hint = did_you_mean(variable, [PREFIX + known.upper() for known in (*kinds, *others)])
-            raise ConfigError(f"{variable} is set, and there is no such setting{hint or '.'} Unset it, or correct its name.")
+            hint = instead_of(name, text, {*kinds, *others}, lambda setting: PREFIX + setting.upper())
+            raise ConfigError(f"{variable} is set, and there is no such setting: unset it, or correct its name{hint}")
         parts = [part.strip() for part in text.split(",")]
         value = list(filter(None, parts)) if kinds[name] in _LISTS else text
         yield name, Sourced(value=_checked(value, kinds[name], variable, strict=False), source=variable)
@@ -99,7 +119,7 @@ def _from_file(file: Path, kinds: Mapping[str, object], others: Collection[str])
             continue
         if key not in kinds:
             known = {*kinds, *others}
-            hint = did_you_mean(key, known) or f"; known are {', '.join(sorted(known))}"
+            hint = instead_of(key, value, known, str.lower) or f"; known are {known_names(known)}"
             raise ConfigError(f"{file} has the key {key!r}, and there is no such setting{hint}")
         yield key, Sourced(value=_checked(value, kinds[key], f"{key} in {file}", strict=True), source=f"{key} in {file}")
 

@@ -69,10 +69,11 @@ class LatentFacts:
 class AttnLayerFacts:
     """One layer that has memory, as its model's configuration states it: attention, or a recurrence.
 
-    latent: of an MLA layer, which a backend sees as one KV head of R + P dims, whose first R are the value too. recurrent: of a
-    layer with a state in place of keys and values, whose heads and head dim are those of its keys. v_head_dim: of layers whose
-    values are narrower or wider than their keys. decoder_layer: the decoder layer that it is in; layers that differ in nothing else
-    are equal.
+    sliding_window: a token sees itself and the window - 1 before it. softcap: s -> c tanh(s / c) before the mask. sinks: whether
+    `LayerSpec.sinks` are there. latent: of an MLA layer, which a backend sees as one KV head of R + P dims, whose first R are the
+    value too. recurrent: of a layer with a state in place of keys and values, whose heads and head dim are those of its keys.
+    v_head_dim: of layers whose values are narrower or wider than their keys. decoder_layer: the decoder layer that it is in; layers
+    that differ in nothing else are equal.
     """
 
     num_heads: int
@@ -115,8 +116,8 @@ class LayerSpec:
     """The static facts of one attention layer, given to its socket when the model is built.
 
     global_id counts over the whole model, local_id over the layers of this pipeline stage; pools are indexed by local_id only.
-    scale multiplies q . k. sliding_window: a token sees itself and the window - 1 before it. softcap: s -> c tanh(s / c) before the
-    mask. sinks: [H] float32, one more logit per head in the softmax's denominator. latent: for MLA layers. recurrent: for those.
+    scale multiplies q . k. sinks: [H] float32, one more logit per head in the softmax's denominator. latent: for MLA layers.
+    recurrent: for those with a state.
     """
 
     global_id: GlobalLayerId

@@ -74,6 +74,14 @@ class Stated(NamedTuple):
 
 _GROWING: Final = (Axis.TOKEN, Axis.REQUEST)
 new_identity: Final = itertools.count(1).__next__
+AnyT = TypeVar("AnyT")
+
+
+def with_fields(value: AnyT, **changes: object) -> AnyT:
+    """The same with some fields changed. As `dataclasses.replace`, which takes five times as long: it sets fields one by one."""
+    other = object.__new__(type(value))
+    vars(other).update(vars(value), **changes)
+    return other
 
 
 def along(axis: Axis, *, fill: Fill | None = None, split: Split = Split.CUT, **default: Any) -> Any:
@@ -275,9 +283,7 @@ class ForwardBatch(Cuttable):
 
     def planned(self, plan: ForwardPlan) -> ForwardBatch:
         """The same batch, of the same identity, with its plan."""
-        same = object.__new__(type(self))
-        vars(same).update(vars(self), plan=plan)
-        return same
+        return with_fields(self, plan=plan)
 
     def _only(self, kind: type[ViewT]) -> ViewT:
         found = [view for view in self.views.values() if isinstance(view, kind)]

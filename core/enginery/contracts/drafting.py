@@ -79,9 +79,9 @@ class HostDrafter(Protocol):
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
         """The tokens that each request may go on with, one sequence for each ask: `most` at most, empty where there is no guess.
 
-        What is no token of the vocabulary ends a guess. A `DraftTree` is several guesses at once. Between two calls with one key
-        its tokens only grow, so an index can take in what is new. A request is not asked about before every step: not amid its
-        prompt, and not while it waits.
+        What is no token of the vocabulary ends a guess, with one warning. A `DraftTree` is several guesses at once. Between two
+        calls with one key its tokens only grow, so an index can take in what is new. A request is not asked about before every
+        step: not amid its prompt, and not while it waits.
         """
 
     def forget(self, key: str) -> None:

@@ -241,7 +241,8 @@ class StoredWeight:
     values  [.., rows, columns]                          one scale for each block, rounded up at the ends:
     scales  [.., rows / block rows, columns / block columns] float32          weight = value * scale
 
-    mxfp4: values [.., rows, columns / 2] uint8, two to a byte, the low half first; scales float8_e8m0fnu, powers of two.
+    mxfp4: values [.., rows, columns / 2] uint8, two to a byte, the low half first; scales float8_e8m0fnu, powers of two. zeros,
+    input_scale, global_scale: of other formats, between whose plugin and that of the operations they are; the core reads none.
     """
 
     scheme: Scheme

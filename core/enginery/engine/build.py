@@ -176,6 +176,7 @@ def build_parts(
     step = StepParts(model, relay, ops, socket, feed, pool, choice.results)
     with phases("warm up"):
         if choice.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading held for a while: libraries allocate beside torch
             run_once(choice, step)
     return BuiltParts(
         choice=choice,

@@ -17,8 +17,8 @@ from typing import IO, Final
 
 import msgspec
 
+from enginery.child_process import read_frame, write_frame
 from enginery.contracts.attention import AttnBackendSpec, AttnNeeds
-from enginery.engine.child_process import read_frame, write_frame
 from enginery.errors import EnginError, Unsupported
 from enginery.plugin.boundary import inside
 from enginery.plugin.manifest import Manifest

@@ -30,7 +30,7 @@ class _Open:
 
 
 class EngineThread:
-    """Builds an engine, and steps it while there is work. What `tell` raises ends its request."""
+    """Builds an engine, steps it while there is work, and prepares it while there is none. What `tell` raises ends its request."""
 
     def __init__(self, build: Callable[[], OpenRequests]) -> None:
         """Wait until the engine is ready. build: called on the thread; what it raises is raised here."""
@@ -70,15 +70,13 @@ class EngineThread:
         except BaseException as error:
             started.set_exception(error)
             return
-        engine, is_ready = requests.engine, False
+        engine = requests.engine
         started.set_result(engine.facts)
         while self._end is None:
             try:
                 if engine.has_work:
                     self._hand_out(requests, self._step(requests))
-                elif not is_ready:
-                    is_ready = not engine.prepare()
-                self._answer_calls(requests, wait=is_ready and not engine.has_work)
+                self._answer_calls(requests, wait=not engine.has_work and not engine.prepare())
             except Exception as error:
                 _log.exception("the engine failed")
                 self._stop(f"it failed with {type(error).__name__}: {error}", requests)

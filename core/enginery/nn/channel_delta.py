@@ -34,7 +34,6 @@ class KimiDeltaAttention:
         norm_eps: float,
         rank: int | None,
         decay_shape: tuple[int, ...],
-        out_name: str = "o_proj",
     ) -> None:
         """spec: without `recurrent`, which is taken here. rank: of decay and gate, None for full. decay_shape: of `A_log`."""
         of, facts = recurrent_facts(context, spec)
@@ -53,7 +52,7 @@ class KimiDeltaAttention:
         )
         self.spec, self.norm_eps = dataclasses.replace(spec, recurrent=recurrent), norm_eps
         self.norm = weights.take("o_norm.weight", (dim,))
-        self.out = take_out(weights, out_name, hidden=hidden, heads=whole // dim, dim=dim)
+        self.out = take_out(weights, "o_proj", hidden=hidden, heads=whole // dim, dim=dim)
         self.gated_rms_norm, self.advance = context.ops.gated_rms_norm, context.advance
 
     def _take_projections(self, weights: WeightSource, hidden: int, whole: int, rank: int | None, *, dim: int) -> None:

@@ -105,7 +105,7 @@ def inside(offer: Offer[object], doing: str) -> Iterator[None]:
     except EnginError:
         raise
     except FAULTS as error:  # a plugin's code
-        raise PluginError(f"{offer.source} could not {doing}: {explain(error)}") from error
+        raise PluginError(f"{offer.source} could not {doing}: {explain(error, vars(offer.spec).values())}") from error
 
 
 @contextmanager

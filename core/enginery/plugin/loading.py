@@ -6,10 +6,10 @@ import os
 import re
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Final
 
 from enginery import __version__
@@ -23,6 +23,8 @@ from enginery.plugin.groups import GROUPS, Descriptor, claims, descriptor_proble
 from enginery.plugin.hookspecs import EngineHooks
 from enginery.plugin.records import FAILED, Offer, PluginRecord, Status
 
+_ENGINE, _PYTHON = re.escape(__file__.removesuffix("plugin/loading.py")), re.escape(traceback.__file__.removesuffix("traceback.py"))
+_NOT_A_PLUGINS: Final = re.compile(rf"<frozen|{_ENGINE}|.*-packages/torch/|{_PYTHON}(?!(site|dist)-packages/)")
 _OTHER_OFFERS: Final = {"commands": "register_commands", "routes": "register_routes", "observer": "observe_step"}
 
 
@@ -89,12 +91,20 @@ def settle_conflicts(plugins: Sequence[Plugin]) -> list[Plugin]:
     return settled
 
 
-def explain(error: BaseException) -> str:
-    """An exception of a plugin in one line, with the last file and line it passed that is none of torch's."""
+def explain(error: BaseException, called: Iterable[object] = ()) -> str:
+    """An exception of a plugin in one line, with the last file and line that it passed outside of the engine, torch and Python.
+
+    called: what may be functions of the plugin. Where one was called with arguments that it does not take, its place is told.
+    """
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not re.search("^<frozen|-packages/torch/", one.filename)]
-    return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(one.filename, one.lineno) for one in frames if not _NOT_A_PLUGINS.match(one.filename)]
+    if not places:
+        codes = [each.__code__ for each in called if isinstance(each, FunctionType)]
+        places = [(code.co_filename, code.co_firstlineno) for code in codes if str(error).startswith(f"{code.co_qualname}() ")]
+    file, line = places[-1] if places else (frames[-1].filename, frames[-1].lineno)
+    return f"{type(error).__name__}: {error} ({file}, line {line})"
 
 
 def _import(found: Found) -> Plugin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 from itertools import takewhile
@@ -24,6 +25,7 @@ from enginery.speculate.made_drafts import MadeDrafts
 
 _MOST_TOKENS_OF_A_TRIAL: Final = 2048  # of a burst of prompts, following alone would take as long as the verifications
 _MOST_UNFOLLOWED: Final = 0.25  # of a request's tokens: trials without guesses leave a few such everywhere
+_log: Final = logging.getLogger(__name__)
 
 
 class _Published(NamedTuple):
@@ -61,6 +63,7 @@ class Drafting:
         self._offer = offer
         self.lengths = length
         self._vocab_size = vocab_size
+        self._warned = False
         self._asked: dict[str, Request] = {}  # of a drafter of the host
         self._stopped: dict[str, Request] = {}
 
@@ -146,8 +149,12 @@ class Drafting:
         return min(num_verified(self.lengths.most, self._siblings), request.limit - len(request.token_ids) - 1)
 
     def _valid(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Up to the first that is no token. Raises TypeError for what is no integer, and for a tree that was not promised."""
+        """Up to the first that is no token: it is warned of once. Raises TypeError for no integer, and for a tree not promised."""
         found = list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, tokens)))
+        if len(found) < len(tokens) and not self._warned:
+            self._warned = True
+            what = "%s guessed token %d of a vocabulary of %d; a guess ends before such a one, which is said this once"
+            _log.warning(what, self._offer.source, tokens[len(found)], self._vocab_size)
         if not isinstance(tokens, DraftTree):
             return found
         if not self._gives_trees:

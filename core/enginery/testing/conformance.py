@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Literal
 
+from enginery.plugin.loading import explain
 from enginery.testing.advice import advice_of
 from enginery.testing.cases import AttnCase
 from enginery.testing.check_claims import CLAIMS, hooks
 from enginery.testing.check_numbers import NUMBERS
 from enginery.testing.check_plans import PLANS
 from enginery.testing.check_trees import TREES
-from enginery.testing.rules import BrokenRule, Rule, SkippedCheck, fault_of, told
+from enginery.testing.rules import BrokenRule, Rule, SkippedCheck, fault_of
 from enginery.testing.subject import Subject
 
 _SLIPS: Final = (AttributeError, ImportError, NameError)  # of its author's, which the advice of no rule mends
@@ -93,9 +94,9 @@ class Check:
         except BrokenRule as broken:
             seen, fault = f"{broken}. {self.rule.advice}", broken.fault
         except _SLIPS as error:
-            seen, fault = told(error), fault_of(error)
+            seen, fault = explain(error), fault_of(error)
         except Exception as error:  # a backend's code
-            seen, fault = f"{told(error)}. {self.rule.advice}", fault_of(error)
+            seen, fault = f"{explain(error)}. {self.rule.advice}", fault_of(error)
         where_said = f" ({self.case})" if self.case else ""
         return "failed", f"{self.rule.name}: {self.rule.statement}{where_said} Seen: {seen}", fault
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,8 +21,6 @@ TOLERANCES: Final = {
     name: factor * torch.finfo(dtype).eps
     for name, dtype, factor in (("float32", torch.float32, 128), ("float16", torch.float16, 4), ("bfloat16", torch.bfloat16, 4))
 }
-
-_CORE: Final = __file__.removesuffix("testing/rules.py")
 
 
 class Fault(StrEnum):
@@ -74,13 +71,6 @@ def rule(scope: Scope, advice: str) -> Callable[[CheckFn], Rule]:
         return Rule(name=name, statement=inspect.getdoc(check) or "", advice=advice, scope=scope, check=check)
 
     return make
-
-
-def told(error: Exception) -> str:
-    """What a plugin's code raised, with the last line that it passed there, and not in torch or the engine, if one is known."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if "-packages/torch/" not in each.filename and not each.filename.startswith(_CORE)]
-    return f"{type(error).__name__} at {(own or frames)[-1].filename}:{(own or frames)[-1].lineno}: {error}"
 
 
 def fault_of(error: Exception) -> Fault:

@@ -25,6 +25,8 @@ import jinja2.meta
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from enginery.child_process import read_frame, write_frame
+
 GIVEN: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # what every template gets
 
 
@@ -224,31 +226,20 @@ def _until_mark(text: str, content: object, mark: str) -> Rendered:
 
 def main() -> None:
     source, answers = sys.stdin.buffer, sys.stdout.buffer
-
-    def frame() -> bytes | None:
-        head = source.read(8)
-        return source.read(int.from_bytes(head, "big")) if len(head) == 8 else None
-
-    def answer(content: bytes) -> None:
-        answers.write(len(content).to_bytes(8, "big") + content)
-        answers.flush()
-
-    first = frame()
-    if first is None:
+    if (first := read_frame(source)) is None:
         return
     start = msgspec.msgpack.decode(first, type=Start)
     resource.setrlimit(resource.RLIMIT_AS, (start.limits.memory_bytes, start.limits.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answer(b"")
-    while (asked := frame()) is not None:
+    write_frame(answers, b"")
+    while (asked := read_frame(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, start.limits.cpu_s)
         rendered = msgspec.msgpack.encode(render(start, msgspec.msgpack.decode(asked, type=Rendering))) if asked else b""
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answer(rendered)
+        write_frame(answers, rendered)
 
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the whole group, whose parent drains
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    main()

@@ -63,6 +63,11 @@ def test_the_file_is_read_by_type(toml):
         ({"ENGINERY_PAGESIZE": "3"}, "ENGINERY_PAGESIZE.*did you mean ENGINERY_PAGE_SIZE"),
         ({"ENGINERY_PAGE_SIZE": "big"}, "ENGINERY_PAGE_SIZE is 'big'.*int"),
         ({"ENGINERY_NO_PLUGINS": "maybe"}, "ENGINERY_NO_PLUGINS"),
+        ({"ENGINERY_TENSOR_PARALLEL_SIZE": "2"}, "correct its name; here it is ENGINERY_TP$"),
+        ({"ENGINERY_ENFORCE_EAGER": "1"}, "here it is ENGINERY_GRAPHS=FALSE$"),
+        ({"ENGINERY_ENFORCE_EAGER": "0"}, "here it is ENGINERY_GRAPHS=TRUE$"),
+        ({"ENGINERY_ENABLE_PREFIX_CACHING": "False"}, "here it is ENGINERY_PREFIX_CACHE=FALSE$"),
+        ({"ENGINERY_XYZZY": "1"}, "correct its name$"),
     ],
 )
 def test_a_wrong_variable_is_named(environ, words):
@@ -77,11 +82,19 @@ def test_a_wrong_variable_is_named(environ, words):
         ('page_size = "3"', "page_size in .*engine.toml is '3'.*int"),
         ("page_size = ", "engine.toml is not TOML"),
         ("[xyzzy]\nport = 1", "'xyzzy'.*known are"),
+        ("gpu-memory-utilization = 0.9", "'gpu-memory-utilization'.*; here it is memory_fraction, the share of the free memory$"),
+        ("enable_prefix_caching = false", "here it is prefix_cache=false$"),
+        ("enable_prefix_caching = true", "that is always so here; leave it out$"),
     ],
 )
 def test_a_wrong_file_is_named(toml, text, words):
     with pytest.raises(ConfigError, match=words):
         engine_options({}, {}, toml(text))
+
+
+@pytest.mark.parametrize("graphs", ["TRUE", "FALSE"])
+def test_what_a_variable_is_said_to_be_here_is_understood(graphs):
+    assert engine_options({}, {"ENGINERY_GRAPHS": graphs}).graphs is (graphs == "TRUE")
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 
 import pytest
 import typer
@@ -10,12 +12,14 @@ from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
+from enginery import api
 from enginery.api import PluginError, QueuedFacts, StepReport
 from enginery.cli.main import add_commands
 from enginery.contracts.drafting import DrafterSpec
 from enginery.contracts.grammars import GrammarSpec
 from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.weights import WeightFormatSpec
+from enginery.plugin.groups import GROUPS
 from enginery.plugin.registry import Registry
 
 REPORT = StepReport(
@@ -282,3 +286,15 @@ def test_hook_observe_step_costs_nothing_when_nobody_observes(site) -> None:
     assert not registry.observers
     registry.manager.add_hookcall_monitoring(pytest.fail, lambda *rest: None)
     registry.observers.report(REPORT)
+
+
+def test_the_types_of_descriptors_fields_are_in_the_api() -> None:
+    """Those of the contracts: authors implement them, or are given them."""
+    named = set[str]()
+    for group in GROUPS.values():
+        known = vars(sys.modules[group.descriptor.__module__])
+        words = re.findall(r"[A-Z]\w+", " ".join(group.descriptor.__annotations__.values()))
+        types = {word: known[word] for word in words if isinstance(known.get(word), type)}
+        named |= {word for word, found in types.items() if found.__module__.startswith("enginery.contracts.")}
+    assert named - set(api.__all__) == set()
+    assert "KernelStore" in named

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
+from core.plugin.loaded import backends, load, record_of
 
 from enginery.cli.flags.plugins import blocked_names
 from enginery.contracts.attention import AttnBackendSpec
@@ -15,22 +16,8 @@ from enginery.contracts.parallel import ExecutorSpec
 from enginery.contracts.schedule import SchedulePolicySpec
 from enginery.errors import ConfigError, PluginError
 from enginery.plugin import loading
-from enginery.plugin.discovery import core_refusal
 from enginery.plugin.records import PluginRecord, Status
 from enginery.plugin.registry import Registry
-
-
-def load(**flags) -> Registry:
-    return Registry.load(**flags)
-
-
-def record_of(registry: Registry, name: str) -> PluginRecord:
-    (found,) = (record for record in registry.records if record.name == name)
-    return found
-
-
-def backends(registry: Registry) -> list[str]:
-    return [offer.name for offer in registry.offers(AttnBackendSpec)]
 
 
 def test_an_installed_plugin_is_loaded_with_its_distribution_and_version(site) -> None:
@@ -154,12 +141,6 @@ def test_a_plugin_whose_requirement_excludes_this_core_is_incompatible_and_never
     assert record.status is Status.INCOMPATIBLE
     assert "it needs enginery<0.1, this is enginery 0." in record.reason
     assert package not in sys.modules
-
-
-def test_requirements_of_extras_and_of_others_do_not_count() -> None:
-    assert core_refusal(["enginery>=9; extra == 'later'", "enginery-x>=9", "enginery>=0.1"], "0.1.0") == ""
-    assert core_refusal(["Enginery >= 2"], "2.0.0rc1") != ""
-    assert core_refusal(["enginery>=1.0,<2"], "1.5.dev0") == ""
 
 
 @pytest.mark.parametrize(("api", "fits"), [((2, 0), True), ((2, 1), False), ((3, 0), False), ((1, 0), False), ((1, 9), False)])
@@ -293,27 +274,6 @@ def test_what_a_plugin_asks_of_torch_wrongly_is_told_with_the_plugins_line(site)
     assert "fa/__init__.py, line 3" in record_of(load(), "fa").reason
 
 
-def test_stale_metadata_of_a_distribution_is_a_row_of_its_own(site) -> None:
-    site.install("fa", site.backend("fa"), version="0.9")
-    site.install("fa", site.backend("fa"), version="0.10")
-    registry = load()
-    live, stale = sorted((r for r in registry.records if r.name == "fa"), key=lambda record: record.status, reverse=True)
-    assert (live.version, live.status) == ("0.10", Status.LOADED)
-    assert (stale.version, stale.status) == ("0.9", Status.CONFLICT)
-    assert "stale metadata" in stale.reason
-    assert backends(registry) == ["fa"]
-
-
-@pytest.mark.parametrize("metadata", ["", "Name: fa\n", "Metadata-Version: 2.1\nName: fa\nVersion: 1\nRequires-Dist: ???\n"])
-def test_metadata_that_cannot_be_read_is_a_row(site, metadata: str) -> None:
-    site.install("fa", site.backend("fa"), metadata=metadata)
-    site.install("fb", site.backend("fb"))
-    registry = load()
-    assert record_of(registry, "fa").status is Status.BROKEN
-    assert "cannot be read" in record_of(registry, "fa").reason
-    assert backends(registry) == ["fb"]
-
-
 def test_a_blocked_plugin_is_never_imported(site) -> None:
     site.install("fa", "raise AssertionError")
     record = record_of(load(blocked=["fa"]), "fa")
@@ -385,32 +345,3 @@ def test_records_do_not_depend_on_the_order_of_installation(site) -> None:
     for name in names:
         site.install(name, site.backend(name))
     assert [asdict(record)["name"] for record in load().records] == ["core", "a", "b", "c"]
-
-
-def test_a_distribution_that_requires_enginery_and_registers_nothing_is_a_row_with_what_to_do(site) -> None:
-    site.install("forgotten", "raise AssertionError", version="2.0", requires=["Enginery>=0.1"])
-    (site.path / "forgotten-2.0.dist-info" / "entry_points.txt").write_text("[engineering]\nforgotten = forgotten\n")
-    record = record_of(load(), "forgotten")
-    assert (record.status, record.distribution, record.version) == (Status.UNREGISTERED, "forgotten", "2.0")
-    assert "no entry point in the group enginery (it has engineering), so nothing of it is used" in record.reason
-    assert "[project.entry-points.enginery]" in record.reason
-    assert not record.is_live
-
-
-@pytest.mark.parametrize("requires", ["enginery-attn-torch", "enginery; extra == 'fast'", "torch"])
-def test_a_distribution_that_does_not_require_enginery_itself_is_no_row(site, requires: str) -> None:
-    site.install("other", requires=[requires])
-    (site.path / "other-1.0.dist-info" / "entry_points.txt").unlink()
-    assert [record.name for record in load().records] == ["core"]
-
-
-def test_a_plugin_that_does_register_something_has_no_second_row(site) -> None:
-    site.install("fa", site.backend("fa"), requires=["enginery>=0.1"])
-    assert [(record.name, record.status) for record in load().records] == [("core", Status.LOADED), ("fa", Status.LOADED)]
-
-
-def test_an_unregistered_distribution_is_not_fatal_in_strict_mode_and_may_be_blocked(site, monkeypatch) -> None:
-    site.install("forgotten", requires=["enginery"])
-    (site.path / "forgotten-1.0.dist-info" / "entry_points.txt").unlink()
-    monkeypatch.setenv("ENGINERY_STRICT_PLUGINS", "1")
-    assert record_of(load(), "forgotten").status is Status.UNREGISTERED

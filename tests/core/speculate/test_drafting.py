@@ -55,9 +55,11 @@ def offer_of(drafter: object, *, most: int = 8) -> Offer[DrafterSpec]:
     return Offer(spec=spec, group=HookGroup.DRAFTER, name="noting", plugin="p", distribution="enginery-p", version="1.2")
 
 
+REGISTRY = cast("Registry", SimpleNamespace(options_for=lambda name: "its options"))
+
+
 def drafting_of(drafter: object) -> Drafting:
-    registry = cast("Registry", SimpleNamespace(options_for=lambda name: "its options"))
-    return Drafting.of_host(offer_of(drafter), registry, length=DraftLength(3, fixed=3), vocab_size=50)
+    return Drafting.of_host(offer_of(drafter), REGISTRY, length=DraftLength(3, fixed=3), vocab_size=50)
 
 
 def running(
@@ -204,10 +206,15 @@ def test_some_requests_are_not_drafted(request_: SimpleNamespace, *, is_asked: b
     assert bool(drafter.asks) is is_asked
 
 
-def test_a_guess_ends_before_what_is_no_token() -> None:
+def test_a_guess_ends_before_what_is_no_token_which_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     drafter = Noting()
+    drafting, table = drafting_of(drafter), table_of(running("a"), running("b"), running("c"))
+    assert drafting.propose(table)
+    assert caplog.messages == []
     drafter.propose = lambda asks: [[7, 50, 3], [-1], ()]  # type: ignore[method-assign]
-    assert drafting_of(drafter).propose(table_of(running("a"), running("b"), running("c"))) == {"a": [7]}
+    assert drafting.propose(table) == drafting.propose(table) == {"a": [7]}
+    (said,) = caplog.messages
+    assert "enginery-p==1.2) guessed token 50 of a vocabulary of 50; a guess ends before such a one" in said
 
 
 def test_who_has_ended_is_forgotten_even_if_another_has_its_name() -> None:
@@ -246,6 +253,17 @@ def test_a_drafter_that_fails_is_named(propose: Callable[[object], object], said
         drafting_of(drafter).propose(table_of(running("r")))
     with pytest.raises(PluginError, match=r"enginery-p==1\.2\) could not build the drafter: .*no room"):
         drafting_of(ValueError("no room"))
+
+
+def test_a_function_that_does_not_take_what_it_is_given_is_told_with_its_own_line() -> None:
+    def build() -> Noting:
+        return Noting()
+
+    offer = offer_of(Noting())
+    offer = dataclasses.replace(offer, spec=dataclasses.replace(offer.spec, build=build))
+    told = rf"takes 0 positional arguments but 1 was given \({__file__}, line {build.__code__.co_firstlineno}\)"
+    with pytest.raises(PluginError, match=rf"could not build the drafter: TypeError: .*build\(\) {told}"):
+        Drafting.of_host(offer, REGISTRY, length=DraftLength(3), vocab_size=50)
 
 
 def chosen(*, most: int = 8, shipped: tuple[str, ...] = (), modules: object = None, **asked: str) -> tuple[str | None, int]:

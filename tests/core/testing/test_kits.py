@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 
 import pytest
@@ -32,13 +33,18 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("run", "fault"),
-    [(lambda: torch.no_such_thing, "AttributeError"), (lambda: compare((), (), dtype="no such", what="it"), "KeyError")],
-    ids=["torch", "engine"],
+    [
+        (lambda: torch.no_such_thing, "AttributeError"),
+        (lambda: compare((), (), dtype="no such", what="it"), "KeyError"),
+        (lambda: json.loads("{"), "JSONDecodeError"),
+    ],
+    ids=["torch", "engine", "Python"],
 )
 def test_a_crash_is_told_with_the_line_of_the_plugin(run: Callable[[], object], fault: str) -> None:
-    """Not with the line of torch or the engine that it called."""
+    """Not with the line of torch, the engine or Python's library that it called."""
     row = KitCheck(rule="builds", case="it", run=run).row()
-    assert f"{fault} at {__file__}:" in row.message
+    assert f"{fault}: " in row.message
+    assert f"({__file__}, line {run.__code__.co_firstlineno})" in row.message
 
 
 @pytest.mark.parametrize(("raised", "is_advised"), [(NameError("pln"), False), (RuntimeError("a copy from the device"), True)])
@@ -48,7 +54,7 @@ def test_a_slip_of_its_author_does_not_get_the_advice_of_the_rule(raised: Except
 
     rule = Rule(name="plans", statement="A plan is pure.", advice="Keep the buffers.", scope=lambda subject: [None], check=check)
     row = Check(rule=rule, case=None).run(subject=None)
-    assert f"Seen: {type(raised).__name__} at {__file__}:" in row.message
+    assert f"Seen: {type(raised).__name__}: {raised} ({__file__}, line " in row.message
     assert ("Keep the buffers." in row.message) == is_advised
 
 
@@ -135,8 +141,8 @@ def report_of(change: Callable[..., None], rule: str, **how: object) -> Report:
     [
         (writes_nothing, "nothing written", "rows of `out` unwritten"),
         (writes_nan, "NaN", "rows are NaN"),
-        (crashes, "crash", "ZeroDivisionError at"),
-        (mixes_dtypes, "wrong dtype", "RuntimeError at"),
+        (crashes, "crash", "ZeroDivisionError: "),
+        (mixes_dtypes, "wrong dtype", "RuntimeError: "),
         (forgets_the_softcap, "wrong numbers", "is off by"),
     ],
 )
@@ -202,11 +208,23 @@ def test_an_operation_that_writes_to_what_it_only_reads_is_told() -> None:
         ("gated_silu", lambda x: x.nope(), "crash"),
         ("add_rms_norm", lambda x, residual, weight, eps: reference_ops.rms_norm(x + residual, weight, eps), "wrong numbers"),
         ("greedy", lambda logits: logits.argmax(-1) * 0, "wrong numbers"),
-        ("embed", lambda table: table, "broken"),
+        ("embed", lambda table: table, "broken"),  # an argument is missing, so nothing else is tried
     ],
 )
 def test_a_wrong_operation_is_caught_with_the_kind_of_its_fault(op: str, function, fault: str) -> None:
     assert fault in {row.fault for row in tried(**{op: function}).rows if row.outcome == "failed"}
+
+
+def test_what_keeps_a_set_from_being_loaded_is_told_once() -> None:
+    def load(needs):
+        raise RuntimeError("the library is not there")
+
+    broken = offer(greedy=reference_ops.greedy)
+    broken = dataclasses.replace(broken, spec=dataclasses.replace(broken.spec, load=load))
+    for report in (run_checks("mine", checks_of_ops(broken, device=CPU)), tried(greedy=lambda: None)):
+        (row,) = report.rows
+        assert (row.rule, row.case, row.outcome) == ("loads", "float32", "failed")
+        assert row.message.endswith("\nThe other checks need this one; the command does not run them.")
 
 
 def test_a_set_that_refuses_every_dtype_says_why() -> None:

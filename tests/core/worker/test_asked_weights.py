@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from engine.test_ranks import CONFIGS, LANES
+from engine.rank_models import CONFIGS, LANES
 
 PROBE = """
 import json

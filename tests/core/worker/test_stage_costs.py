@@ -9,7 +9,7 @@ from typing import Any
 import noise
 import pytest
 import torch
-from engine.test_ranks import CONFIGS
+from engine.rank_models import CONFIGS
 from transformers import DeepseekV3Config
 
 from enginery.config.schema import EngineOptions
@@ -18,11 +18,6 @@ from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
 from enginery.worker.weights.needed_weights import needed_weights
 from enginery.worker.weights.stage_costs import LayerCost, divide, largest_shares, layer_costs
-
-
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
 
 
 def costs_of(registry: Registry, config: dict[str, Any]) -> list[LayerCost]:

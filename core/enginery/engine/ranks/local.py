@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import IO, Final
 
+from enginery.child_process import how_it_ended, write_frame
 from enginery.contracts.parallel import Death
-from enginery.engine.child_process import how_it_ended, write_frame
 
 COMMAND: Final = (sys.executable, "-P", "-m", "enginery.engine.ranks.process")
 _LAST_LINES: Final = 12

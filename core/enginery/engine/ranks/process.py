@@ -19,10 +19,10 @@ import msgspec
 import torch
 import zmq
 
+from enginery.child_process import die_with_parent, read_frame
 from enginery.contracts.engine import BuildProgress
 from enginery.contracts.step import unpack
 from enginery.engine.build import BuiltParts, Place, build_parts, build_runner
-from enginery.engine.child_process import die_with_parent, read_frame
 from enginery.engine.ranks import messages
 from enginery.engine.ranks.keys import RankKey
 from enginery.errors import EnginError

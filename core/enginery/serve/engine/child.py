@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from enginery.engine.child_process import how_it_ended, write_frame
+from enginery.child_process import how_it_ended, write_frame
 from enginery.serve.engine import messages
 
 _LOOK_AGAIN_S: Final = 0.05

@@ -20,10 +20,10 @@ from typing import Final
 import msgspec
 import zmq
 
+from enginery.child_process import die_with_parent, read_frame
 from enginery.config.schema import EngineOptions, HostShare
 from enginery.contracts.engine import BuildProgress, EngineLike, ReportProgress
 from enginery.contracts.request import RequestOutput
-from enginery.engine.child_process import die_with_parent, read_frame
 from enginery.errors import EnginError, PluginError, QueueFull, RequestError
 from enginery.plugin.registry import Registry
 from enginery.serve.engine import messages

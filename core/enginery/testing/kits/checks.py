@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from enginery.plugin.loading import explain
 from enginery.testing.advice import advice_of
 from enginery.testing.conformance import Outcome, Row, has_words
-from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of, told
+from enginery.testing.rules import BrokenRule, SkippedCheck, fault_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +38,15 @@ class KitCheck:
         )
 
     def _outcome(self) -> tuple[Outcome, str, str]:
+        end = "\nThe other checks need this one; the command does not run them." if self.needed else ""
         try:
             return "passed", self.run() or "", ""
         except SkippedCheck as skipped:
             return "skipped", str(skipped), ""
         except BrokenRule as broken:
-            return "failed", f"{self}: {broken}", broken.fault
+            return "failed", f"{self}: {broken}{end}", broken.fault
         except Exception as error:  # a plugin's code
-            end = "\nThe other checks need this one, and were not run." if self.needed else ""
-            return "failed", f"{self}: {told(error)}{end}", fault_of(error)
+            return "failed", f"{self}: {explain(error)}{end}", fault_of(error)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ def checks_of_ops(offer: Offer[OpSpec], *, device: torch.device, dtypes: Sequenc
             why = "; ".join(reason.text for reason in against)
             checks.append(KitCheck(rule="served", case=dtype, run=functools.partial(_skip, f"it refuses {dtype}: {why}")))
             continue
-        checks.append(KitCheck(rule="loads", case=dtype, run=functools.partial(_loads, offer, needs[dtype])))
+        checks.append(KitCheck(rule="loads", case=dtype, run=functools.partial(_loads, offer, needs[dtype]), needed=True))
         checks += _of_dtype(offer, needs[dtype], device)
     return checks
 

@@ -148,7 +148,7 @@ class CpuAttention:
         plan: ForwardPlan,
         out: torch.Tensor,
     ) -> None:
-        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
+        """See `enginery.api.Attends`. Keys and values are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, CpuPlan, backend=self.backend_id, epoch=self.epoch)
         (q_row, q_head, q_step), (out_row, out_head, out_step) = q.stride(), out.stride()
         if not q_step == out_step == 1:

@@ -133,10 +133,11 @@ class DeltaAttention:
     def advance_rows(self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, rows: Rows, out: torch.Tensor) -> None:
         """Some requests' rows, token after token: of a few with one token each, the recurrence convolves what it reads itself."""
         (facts, weights), states = facts_of(layer), self.states.layer(layer.local_id)
-        within = facts.rule in ("linear", "delta") and weights.conv is not None and facts.conv_kernel > 1
-        if rows.arrived is not None and within:
+        columns = weights.conv if facts.rule in ("linear", "delta") and facts.conv_kernel > 1 else None
+        if rows.arrived is not None and columns is not None:
             if layer.local_id not in self._taps:  # a tap's weights side by side, as its inputs are
-                self._taps[layer.local_id] = weights.conv.T.contiguous()
+                self._taps[layer.local_id] = columns.T.contiguous()
+                rows = dataclasses.replace(rows, chained=False)  # a kernel that started early would read them unmade
             taps = self._taps[layer.local_id]
             arrived = rows.arrived[layer.local_id]
             activates, bias = facts.conv_silu, weights.conv_bias

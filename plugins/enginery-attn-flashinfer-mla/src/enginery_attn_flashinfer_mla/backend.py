@@ -134,7 +134,7 @@ class FlashInferMla:
         plan: ForwardPlan,
         out: torch.Tensor,
     ) -> None:
-        """See `AttnBackend.attend`. Latents are read from the pool, where the step's own are too."""
+        """See `enginery.api.Attends`. Latents are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, FlashInferMlaPlan, backend=self.backend_id, epoch=self.epoch)
         attend_parts(planned.parts, q, self.pool.layer(layer.local_id).k, out, scale=layer.scale)
 

@@ -161,7 +161,7 @@ class TableBackend:
         plan: ForwardPlan,
         out: torch.Tensor,
     ) -> None:
-        """See `AttnBackend.attend`. Latents are read from the pool, where the step's own are too."""
+        """See `enginery.api.Attends`. Latents are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, TablePlan, backend=self.backend_id, epoch=self.epoch)
         latents = self.pool.layer(layer.local_id).k
         if planned.tables is not None:

@@ -109,7 +109,7 @@ class FlashInferAttention:
         plan: ForwardPlan,
         out: torch.Tensor,
     ) -> None:
-        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too, or are the step's own."""
+        """See `enginery.api.Attends`. Keys and values are those of the pool, with the step's own, or the step's own alone."""
         planned = covering_plan(plan, batch, FlashInferPlan, backend=self.backend_id, epoch=self.epoch)
         cut = self.cuts[layer.local_id]
         assert cut is not None, "a recurrent layer has no pages"

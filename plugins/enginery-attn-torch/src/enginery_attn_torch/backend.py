@@ -83,7 +83,7 @@ class TorchAttention:
         plan: ForwardPlan,
         out: torch.Tensor,
     ) -> None:
-        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
+        """See `enginery.api.Attends`. Keys and values are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, TorchPlan, backend=self.backend_id)
         if planned.group is not None:
             self._attend_group(q, planned.group, layer, out, kv_lens=batch.kv_lens)

@@ -125,7 +125,7 @@ class TritonAttention:
         plan: ForwardPlan,
         out: torch.Tensor,
     ) -> None:
-        """See `AttnBackend.attend`. Keys and values are read from the pool, where the step's own are too."""
+        """See `enginery.api.Attends`. Keys and values are read from the pool, where the step's own are too."""
         planned = covering_plan(plan, batch, TritonPlan, backend=self.backend_id, epoch=self.epoch)
         cut, tables = self.cuts.of(batch.decode_len).layers[layer.local_id], planned.tables
         assert cut is not None, "a recurrent layer has no pages"

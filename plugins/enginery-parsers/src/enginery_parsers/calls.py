@@ -7,16 +7,16 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Final
 
-from enginery.api import ParserEvent, ParserSetup, ToolCallBegun, ToolCallEnded
-from enginery_parsers.events import EventLog
+from enginery.api import ParserSetup, ToolCallBegun, ToolCallEnded
 from enginery_parsers.json_text import read_char, read_key, read_space, read_string, read_value
-from enginery_parsers.source import HELD_MAX, Malformed, Marker, Source, Wait
+from enginery_parsers.reader import Reader
+from enginery_parsers.source import HELD_MAX, Malformed, Marker, Wait
 
 ARGUMENTS: Final = ("arguments", "parameters")
 IGNORED: Final = ("id", "type")
 
 
-class CallParser:
+class CallParser(Reader):
     """Passes content on, and hands over to `read_call` at each of the markers that begin a call.
 
     Until a call has begun, its text is held: a fault makes content of all of it, and the search for markers goes on where the fault
@@ -27,25 +27,11 @@ class CallParser:
     held_max = HELD_MAX
 
     def __init__(self, setup: ParserSetup) -> None:
+        super().__init__()
         self.tools = {tool.name: tool for tool in setup.tools}
-        self.source = Source()
         self._new_id = setup.new_id
         self._num_calls = 0
         self._is_open = False
-        self._events = EventLog()
-        self._reader = self.read()
-
-    def feed(self, text: str) -> list[ParserEvent]:
-        self.source.add(text)
-        return self._go_on()
-
-    def finish(self) -> list[ParserEvent]:
-        self.source.end()
-        return self._go_on()
-
-    def _go_on(self) -> list[ParserEvent]:
-        next(self._reader, None)
-        return self._events.take()
 
     def read(self) -> Generator[None, None, None]:
         """Read the whole output: content, and a call at each marker."""
@@ -70,7 +56,7 @@ class CallParser:
 
     def content(self, text: str) -> None:
         """Tell a piece of content."""
-        self._events.content(text)
+        self.events.content(text)
 
     def begin(self, name: str, call_id: str = "") -> None:
         """Tell the begin of a call, and let go of what was held. Raises `Malformed` if there is no such tool.
@@ -81,15 +67,15 @@ class CallParser:
             raise Malformed
         self.source.release()
         self._is_open = True
-        self._events.add(ToolCallBegun(self._num_calls, call_id or self._new_id(), name))
+        self.events.add(ToolCallBegun(self._num_calls, call_id or self._new_id(), name))
 
     def arguments(self, text: str) -> None:
         """Tell a piece of the open call's arguments, which are JSON."""
-        self._events.arguments(self._num_calls, text)
+        self.events.arguments(self._num_calls, text)
 
     def end(self, *, complete: bool = True) -> None:
         """Tell the end of the open call, and hold what follows."""
-        self._events.add(ToolCallEnded(self._num_calls, complete))
+        self.events.add(ToolCallEnded(self._num_calls, complete))
         self._num_calls += 1
         self._is_open = False
         self.source.hold()

@@ -14,10 +14,10 @@ import re
 from collections.abc import Generator
 from typing import Final, NamedTuple
 
-from enginery.api import ParserEvent, ParserSetup
+from enginery.api import ParserSetup
 from enginery_parsers.calls import CallParser
-from enginery_parsers.events import EventLog
 from enginery_parsers.json_text import read_value
+from enginery_parsers.reader import Reader
 from enginery_parsers.source import Malformed, Marker, Sink, Source, Wait
 
 START: Final = "<|start|>"
@@ -60,46 +60,33 @@ def read_header(source: Source, begun: str) -> Wait[Header | None]:
     return Header(channel=match["channel"] or "", recipient=match["first"] or match["second"] or "")
 
 
-class HarmonyReasoning:
+class HarmonyReasoning(Reader):
     """The channel `analysis` is reasoning, others are content, without their headers. Messages to functions stay as they are.
 
     What is malformed is content. The setup's `inside`: the prompt ends before a header.
     """
 
     def __init__(self, setup: ParserSetup) -> None:
-        self._source = Source()
-        self._events = EventLog()
-        self._reader = self._read(inside=setup.inside)
+        super().__init__()
+        self._inside = setup.inside
 
-    def feed(self, text: str) -> list[ParserEvent]:
-        self._source.add(text)
-        return self._go_on()
-
-    def finish(self) -> list[ParserEvent]:
-        self._source.end()
-        return self._go_on()
-
-    def _go_on(self) -> list[ParserEvent]:
-        next(self._reader, None)
-        return self._events.take()
-
-    def _read(self, *, inside: bool) -> Generator[None, None, None]:
-        source = self._source
+    def read(self) -> Generator[None, None, None]:
+        source = self.source
         marker = ""
-        if inside and (yield from source.literal(TO_FUNCTION)):
+        if self._inside and (yield from source.literal(TO_FUNCTION)):
             marker = TO_FUNCTION
-        sink: Sink = self._events.content
+        sink: Sink = self.events.content
         while True:
             if not marker:
                 marker = yield from source.until(_AROUND, sink)
             if marker not in (START, CHANNEL, TO_FUNCTION):
                 if not marker:
                     return
-                sink, marker = self._events.content, ""
+                sink, marker = self.events.content, ""
                 continue
             header = yield from read_header(source, marker)
             held = source.release()
-            sink, marker = self._events.content, ""
+            sink, marker = self.events.content, ""
             if header is None:
                 sink(held)
             elif header.recipient.startswith(_FUNCTIONS):
@@ -109,7 +96,7 @@ class HarmonyReasoning:
                     sink(marker)
                     marker = ""
             elif header.channel == "analysis":
-                sink = self._events.reasoning
+                sink = self.events.reasoning
 
 
 class HarmonyParser(CallParser):

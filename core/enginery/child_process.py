@@ -1,4 +1,4 @@
-"""A process and the one that started it: frames on its stdin, how it ends with the other, and how its end is told."""
+"""A process and the one that started it: frames between them, how it ends with the other, and how its end is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def die_with_parent() -> None:
 
 
 def write_frame(pipe: IO[bytes] | None, frame: bytes) -> None:
-    """To a child's stdin. One that died at once takes nothing; who watches it tells why."""
+    """To a child's stdin, or a child's answer. Who has ended takes nothing; who watches it tells why."""
     assert pipe is not None, "the child was started with a pipe"
     with contextlib.suppress(BrokenPipeError):
         pipe.write(len(frame).to_bytes(8, "big") + frame)
@@ -26,7 +26,7 @@ def write_frame(pipe: IO[bytes] | None, frame: bytes) -> None:
 
 
 def read_frame(pipe: IO[bytes]) -> bytes | None:
-    """What the parent wrote by `write_frame`; None when it has closed the pipe, or ended."""
+    """What the other wrote by `write_frame`; None when it has closed the pipe, or ended."""
     size = pipe.read(8)
     return pipe.read(int.from_bytes(size, "big")) if len(size) == 8 else None
 

@@ -134,14 +134,17 @@ class DeltaAttention:
         """Some requests' rows, token after token: of a few with one token each, the recurrence convolves what it reads itself."""
         (facts, weights), states = facts_of(layer), self.states.layer(layer.local_id)
         columns = weights.conv if facts.rule in ("linear", "delta") and facts.conv_kernel > 1 else None
-        if rows.arrived is not None and columns is not None:
+        if (arrived := rows.arrived) is not None and columns is not None:
             if layer.local_id not in self._taps:  # a tap's weights side by side, as its inputs are
                 self._taps[layer.local_id] = columns.T.contiguous()
                 rows = dataclasses.replace(rows, chained=False)  # a kernel that started early would read them unmade
-            taps = self._taps[layer.local_id]
-            arrived = rows.arrived[layer.local_id]
-            activates, bias = facts.conv_silu, weights.conv_bias
-            conv = Conv(taps=taps, bias=bias, states=states["conv"], activates=activates, arrived=arrived)
+            conv = Conv(
+                taps=self._taps[layer.local_id],
+                bias=weights.conv_bias,
+                states=states["conv"],
+                activates=facts.conv_silu,
+                arrived=arrived[layer.local_id],
+            )
             recur_rows(mixed, gates, layer, states, rows, out, conv=conv)
             return
         convolved = convolve_rows(mixed, layer, states, rows, out, dtype=torch.float32)

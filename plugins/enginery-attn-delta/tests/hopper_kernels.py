@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 import compile_only
 
+from enginery_attn_delta.kernels import recurrence
 from enginery_attn_delta.launch import CHUNK_ROWS, Conv, Gating, Heads, Rows, convolve, recur, scan
 
 HEADS = Heads(num_keys=1, num_values=2, key_dim=128, value_dim=128, q_at=0, k_at=128, v_at=256)
@@ -21,9 +24,14 @@ RULES = (
 )
 
 
+def variants_of(kernel: Any) -> int:
+    """How many have been compiled."""
+    return len(kernel.device_caches[0][0])
+
+
 def main() -> None:
     compile_only.install()
-    x, page = torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    x, (page, odd) = torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32)  # odd: 4 bytes behind
     weight, gates = torch.zeros(512, 4, dtype=torch.bfloat16), torch.zeros(1, 512 + 32, dtype=torch.bfloat16)
     for tile_rows in (1, CHUNK_ROWS):
         tiles = torch.zeros(1, 2, dtype=torch.int32)
@@ -31,10 +39,18 @@ def main() -> None:
         convolve(x, weight, weight[:, 0], states=torch.zeros(1, 3, 512, dtype=torch.bfloat16), rows=rows, out=torch.empty_like(x))
         for gating in RULES:
             states, out = torch.zeros(1, 2, 128, 128), torch.zeros(1, 2, 128, dtype=torch.bfloat16)
-            inputs, taps = torch.zeros(1, 3, 512, dtype=torch.bfloat16), weight.T.contiguous()
-            conv = Conv(taps=taps, bias=None, states=inputs, activates=True, arrived=torch.zeros(1, dtype=torch.int32))
-            for one in (None, conv) if tile_rows == 1 else (None,):
-                recur(x, gates, states=states, rows=rows, heads=HEADS, gating=gating, scale=1.0, out=out, conv=one)
+            given = dict(heads=HEADS, gating=gating, scale=1.0, out=out)
+            recur(x, gates, states=states, rows=rows, **given)
+            variants = variants_of(recurrence.recur)
+            recur(x, gates, states=states, rows=dataclasses.replace(rows, reads=odd), **given)
+            assert variants_of(recurrence.recur) == variants, "one more is compiled for a plan's part of another alignment"
+            for width in (2, 3, 4) if tile_rows == 1 else ():
+                inputs, taps = torch.zeros(1, width - 1, 512, dtype=torch.bfloat16), weight.T[:width].contiguous()
+                for arrived in (page, odd):
+                    conv = Conv(taps=taps, bias=None, states=inputs, activates=True, arrived=arrived)
+                    recur(x, gates, states=states, rows=rows, conv=conv, **given)
+                variants += 1
+                assert variants_of(recurrence.recur) == variants, "one more is compiled for counters of another alignment"
         states, a_log, skip = torch.zeros(1, 512, 16), torch.zeros(512, 16), torch.ones(512)
         scan(x, gates, a_log=a_log, skip=skip, states=states, rows=rows, scale=1.0, out=torch.empty_like(x))
 

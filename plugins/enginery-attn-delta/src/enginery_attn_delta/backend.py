@@ -98,7 +98,9 @@ class DeltaAttention:
 
     @hookimpl
     def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
-        """Each captured plan has memory of its own, of a few bytes a request; for verified rows see `GraphState`."""
+        """Each captured plan has memory of its own, of a request some bytes, and of up to `CONVOLVED_WITHIN` four for each layer
+        and key head; for verified rows see `GraphState`.
+        """
         self.graphs = GraphState(max_batch_size, max_num_tokens)
         return True
 

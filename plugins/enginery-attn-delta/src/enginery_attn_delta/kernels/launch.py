@@ -1,7 +1,8 @@
 """What all kernels share: the decorator, rounding, gates, and programmatic dependent launch.
 
 With dependent launch (CHAINED) a kernel starts while the one before it still runs, and lets its own successor start at once. Before
-it waits it may read weights, and what was there before the step's first kernel: the plan, and states, which an earlier step wrote.
+it waits it may read weights, and what was there before the step's first kernel: the plan, whose counters it may count up, and
+states, which an earlier step wrote.
 Each step begins with copies to the device, which wait for all kernels before them.
 """
 
@@ -24,8 +25,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def kernel_of_rows(function: Callable[..., Any]) -> Any:
-    """The same for one that is told of requests: of these parts of a plan's upload every alignment has one variant."""
-    places = ["reads", "writes", "first_rows", "stop_rows", "tiles"]
+    """The same for one that is told of requests: of these parts of a plan every alignment has one variant."""
+    places = ["reads", "writes", "first_rows", "stop_rows", "tiles", "arrived"]
     return triton.jit(function, do_not_specialize_on_alignment=[name for name in places if name in signature(function).parameters])
 
 

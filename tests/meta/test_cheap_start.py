@@ -19,7 +19,8 @@ PLUGIN_PACKAGES = sorted(
     for package in tomllib.loads(path.read_text())["project"]["entry-points"]["enginery"].values()
 )
 MODULES = ["", ".api", ".cli.main", ".config", ".contracts", ".errors", ".plugin", ".serve", ".serve.app", ".text"]
-COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], ["plugins"], ["test-backend", "--help"]]
+WHY = ["list-backends", "--why", "enginery-tiny", "--device", "cpu", "-p", "no:ops-cpu"]  # which asks torch what the CPU has
+COMMANDS = [["--help"], ["serve", "--help"], ["list-backends"], WHY, ["plugins"], ["test-backend", "--help"]]
 
 
 def loaded_by(code: str, heavy: Collection[str] = HEAVY) -> set[str]:

@@ -93,22 +93,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     return stated
 
 
-def with_dtype(config: Mapping[str, object], folder: Path | None) -> dict[str, object]:
-    """config.json with the `dtype` that it may leave out: that of its text model, else of most plain numbers in the files.
-
-    folder: of the files; None: there are none.
-    """
-    dtype = _stated_dtype(config) or (None if folder is None else _dtype_of_most(folder))
-    return {**config, "dtype": dtype} if dtype else dict(config)
-
-
-def _stated_dtype(config: Mapping[str, object]) -> object:
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
-    return next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
-
-
-def _dtype_of_most(folder: Path) -> str | None:
+def dtype_of_most(folder: Path) -> str | None:
+    """That of most plain numbers in the files of `folder`, by torch's name; None where it has none."""
     counts: Counter[str] = Counter()
     for tensor in scan_checkpoint(folder).values() if any(folder.glob("*.safetensors")) else ():
         counts[tensor.dtype] += math.prod(tensor.shape)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,25 @@ _HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _WANTED: Final = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "tiktoken.model"]
 _UNWANTED: Final = ["[!1]*/*", "1[!_]*/*", "consolidated*"]  # folders but 1_Pooling, which says how to embed
 _WEIGHTS: Final = ["*.safetensors", "*.safetensors.index.json"]
+
+
+def with_dtype(config: Mapping[str, object], folder: Path | None) -> dict[str, object]:
+    """config.json with the `dtype` that it may leave out: that of its text model, else of most plain numbers in the files.
+
+    folder: of the files; None: there are none.
+    """
+    dtype = _stated_dtype(config)
+    if dtype is None and folder is not None:
+        from enginery.checkpoint.files import dtype_of_most  # with torch, which most need not wait for
+
+        dtype = dtype_of_most(folder)
+    return {**config, "dtype": dtype} if dtype else dict(config)
+
+
+def _stated_dtype(config: Mapping[str, object]) -> object:
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    return next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from enginery.checkpoint.folder import find_folder, read_config
+from enginery.checkpoint.folder import find_folder, read_config, with_dtype
 from enginery.cli.flags.plugins import BlockFlags, JsonFlag, NoPluginsFlag, load_registry
 from enginery.cli.plugins import COLOURS, print_reasons
 from enginery.cli.tables import Row, console, print_paragraph, print_table
@@ -90,8 +90,6 @@ def _weigh(asking: _Asking, registry: Registry) -> dict[str, tuple[Candidate, ..
 
 def _asking(model: str, asked: EngineOptions, registry: Registry) -> _Asking:
     """What the model needs of attention backends and of operations."""
-    from enginery.checkpoint.files import with_dtype
-
     best = "cuda" if "cuda" in present_devices() else "cpu"
     device = best if asked.device == "auto" else asked.device
     if device not in ("cpu", "cuda"):

@@ -11,8 +11,8 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
-from enginery.checkpoint.files import scan_checkpoint, with_dtype
-from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json
+from enginery.checkpoint.files import scan_checkpoint
+from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json, with_dtype
 from enginery.config.schema import EngineOptions
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry

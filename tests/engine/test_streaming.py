@@ -18,6 +18,7 @@ from engine.test_llm import GREEDY, TINY, continued, echo, llm
 
 from enginery import LLM, AsyncLLM, SamplingParams
 from enginery.contracts.grammars import Grammar, GrammarKind
+from enginery.contracts.request import RequestOutput
 from enginery.engine.engine import Engine
 from enginery.errors import ConfigError, EnginError, RequestError
 from enginery.llm.answers import Generation, GenerationDelta
@@ -294,6 +295,27 @@ def test_after_each_request_an_idle_engine_does_what_is_left_to_do(echo: Path, m
         await until(lambda: left and not left[-1])
 
     running(echo, scenario)
+
+
+def test_a_call_that_waits_is_answered_before_an_idle_engine_is_prepared(echo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph takes a tenth of a second to capture, by which the next of several requests in turn would begin later."""
+    done, step, prepare = list[str](), Engine.step, Engine.prepare
+
+    async def scenario(model: AsyncLLM) -> None:
+        def last_step(engine: Engine) -> list[RequestOutput]:
+            outputs = step(engine)
+            if not engine.has_work:
+                done.clear()
+                model._thread._calls.put(lambda requests: done.append("called"))
+            return outputs
+
+        monkeypatch.setattr(Engine, "step", last_step)
+        monkeypatch.setattr(Engine, "prepare", lambda engine: done.append("prepared") or prepare(engine))
+        await model.generate([5, 6], GREEDY)
+        await until(lambda: "called" in done and "prepared" in done)
+
+    running(echo, scenario)
+    assert done[0] == "called"
 
 
 def test_an_engine_that_breaks_tells_everybody(echo: Path) -> None:

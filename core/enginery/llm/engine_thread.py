@@ -76,7 +76,7 @@ class EngineThread:
             try:
                 if engine.has_work:
                     self._hand_out(requests, self._step(requests))
-                self._answer_calls(requests, wait=not engine.has_work and not engine.prepare())
+                self._answer_calls(requests, wait=not engine.has_work and self._calls.empty() and not engine.prepare())
             except Exception as error:
                 _log.exception("the engine failed")
                 self._stop(f"it failed with {type(error).__name__}: {error}", requests)

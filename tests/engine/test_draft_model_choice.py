@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from engine.draft_models import embedded
@@ -19,11 +20,11 @@ from enginery.contracts.attention import AttnBackendSpec
 from enginery.contracts.batch import Phase
 from enginery.contracts.model import CheckpointSpec
 from enginery.engine.engine import Engine
-from enginery.errors import ConfigError, Unsupported
+from enginery.errors import ConfigError, PluginError, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.worker.attention_choice import verifying_drafts
 from enginery.worker.choice import Choice, choose
-from enginery.worker.drafts.choice import ChosenDrafter
+from enginery.worker.drafts.choice import ChosenDrafter, choose_drafter
 from enginery.worker.drafts.parts import choose_draft_model
 from enginery.worker.needs import LayerNeeds, by_phase
 from enginery_weights_tiny import DRAFTERS
@@ -35,6 +36,12 @@ def test_a_model_with_recurrent_layers_drafts_for_nobody(write_oracle: Callable[
     asked = options(target, drafter="standalone", draft_model=str(recurrent.folder))
     with pytest.raises(ConfigError, match=r"recurrent layers, whose states cannot go back behind a wrong guess yet; give another"):
         Engine.build(asked, registry)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("mpt", "mtp"), ("aut", "auto")])
+def test_a_slip_in_a_drafters_name_is_told_whatever_the_model_has(registry: Registry, name: str, meant: str) -> None:
+    with pytest.raises(PluginError, match=rf"there is no drafter '{name}'; did you mean {meant}\?"):
+        choose_drafter(EngineOptions(drafter=name), registry, shipped={}, config={"architectures": ["Any"]}, folder=Path("any"))
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "standalone"])

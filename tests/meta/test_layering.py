@@ -145,13 +145,15 @@ def torch_offences(source: str, module: str) -> list[str]:
 
 
 def named_plugin_offences(source: str, names: set[str], import_names: set[str]) -> list[str]:
-    """Imports of a plugin, and whole string constants that equal a plugin's name. Docstrings may name one."""
+    """Imports of a plugin, and strings that equal a plugin's name or have its package's within. Docstrings may name one."""
     nodes = list(ast.walk(ast.parse(source))) if names else []
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     imported = [found for found in imports(source, "any") if found.name.split(".")[0] in import_names]
     offences = [f"line {found.line}: imports {found.name}" for found in imported]
     for node in nodes:
-        if isinstance(node, ast.Constant) and node.value in names and id(node) not in docstrings:
+        if not isinstance(node, ast.Constant) or id(node) in docstrings or not isinstance(node.value, str):
+            continue
+        if node.value in names or any(name in node.value for name in import_names):
             offences.append(f"line {node.lineno}: names the plugin {node.value!r}")
     return offences
 
@@ -271,12 +273,34 @@ def test_a_plugin_imports_what_plugins_may(folder: Path, own: Plugin) -> None:
     assert not offences, "\n".join(offences)
 
 
-def test_tests_of_the_core_alone_import_no_plugin() -> None:
+def fixture_offences(source: str) -> list[str]:
+    """Functions that take the suite's `registry`, of all plugins that are installed, in a file that has none of its own."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    if "registry" in {node.name for node in functions}:
+        return []
+    asking = [node.name for node in functions if "registry" in {name.arg for name in node.args.args} and is_collected(node)]
+    return [f"{name} takes the registry of all plugins" for name in asking]
+
+
+def is_collected(node: ast.FunctionDef) -> bool:
+    """A test, or a fixture."""
+    return node.name.startswith("test_") or any("fixture" in ast.unparse(each) for each in node.decorator_list)
+
+
+def test_tests_of_the_core_alone_need_no_plugin() -> None:
     import_names = {name for plugin in ALL for name in plugin.import_names}
     offences = []
     for path in sorted((ROOT / "tests" / "core").rglob("*.py")):
-        offences += [f"{path.relative_to(ROOT)}: {text}" for text in named_plugin_offences(path.read_text(), set(), import_names)]
+        found = named_plugin_offences(path.read_text(), set(), import_names) + fixture_offences(path.read_text())
+        offences += [f"{path.relative_to(ROOT)}: {text}" for text in found]
     assert not offences, "\n".join(offences)
+
+
+def test_a_test_of_the_core_that_takes_all_plugins_is_reported() -> None:
+    asking = "def test_it(registry):\n    pass\n"
+    assert fixture_offences(asking) == ["test_it takes the registry of all plugins"]
+    assert fixture_offences(asking + "def registry():\n    pass\n") == []
+    assert fixture_offences("def helper(registry):\n    pass\n") == []
 
 
 @pytest.mark.parametrize(
@@ -313,6 +337,7 @@ def test_a_plugins_name_in_the_core_is_reported() -> None:
     names = {"echo", "enginery-echo"}
     assert named_plugin_offences("if name == 'echo':\n    pass\n", names, {"enginery_echo"}) != []
     assert named_plugin_offences("import enginery_echo.model\n", names, {"enginery_echo"}) != []
+    assert named_plugin_offences("x = f'run python -m enginery_echo.model {y}'\n", names, {"enginery_echo"}) != []
     assert named_plugin_offences('"""echo"""\nx = "an echo"\ntyper.echo(1)\n', names, {"enginery_echo"}) == []
 
 

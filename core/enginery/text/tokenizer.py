@@ -128,7 +128,7 @@ class Tokenizer:
 def _missing(path: Path) -> CheckpointError:
     advice = "save one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if path.with_name("tiktoken.model").exists():  # which does not say how text is cut into words
-        advice = f"of Kimi's tiktoken.model one is made by: python -m enginery_model_kimi.write_tokenizer {path.parent}"
+        advice = "the README of the plugin that serves the model says how one is made of tiktoken.model"
     return CheckpointError(f"{path} is missing, and only that format is read; {advice}")
 
 

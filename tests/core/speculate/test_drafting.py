@@ -290,14 +290,6 @@ def test_nothing_is_guessed_unless_a_drafter_is_named() -> None:
         chosen(drafter="other")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("mpt", "mtp"), ("aut", "auto")])
-def test_a_slip_in_a_drafters_name_is_told_whatever_the_model_has(name: str, meant: str) -> None:
-    with pytest.raises(PluginError, match=rf"there is no drafter '{name}'; did you mean {meant}\?"):
-        choose_drafter(
-            EngineOptions(drafter=name), Registry.load(), shipped={}, config={"architectures": ["Any"]}, folder=Path("somewhere")
-        )
-
-
 def test_auto_takes_what_comes_with_the_model(tmp_path: Path) -> None:
     assert chosen(drafter="auto") == (None, 0)
     assert chosen(drafter="auto", shipped=("missing", "standalone", "noting")) == ("standalone", 7)

@@ -108,7 +108,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*save_pretrained"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tiktoken.model").touch()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*python -m enginery_model_kimi"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing.*README of the plugin .* tiktoken\.model"):
         Tokenizer.from_folder(tmp_path)
 
 

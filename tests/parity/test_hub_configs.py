@@ -35,11 +35,6 @@ CASES = [(name, each["config"], each["parameters"]) for name, each in HUB.items(
 ]
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return Registry.load()
-
-
 def parameters(family: ModelSpec, config: dict[str, Any]) -> int:
     """Numbers in all tensors that the family asks for. A tied head is the embedding."""
     pieces = needed_weights(family, config, torch.bfloat16).pieces

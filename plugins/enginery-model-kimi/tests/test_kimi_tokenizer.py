@@ -69,3 +69,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, lines: list[str] | 
         (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"1": "x"}}')
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json" if lines is None else r"tiktoken\.model"):
         write_tokenizer(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be written: .*; make its folder writable"):
+        write_tokenizer(tmp_path)

@@ -50,7 +50,10 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([named[number] for number in sorted(named)])
     path = folder / "tokenizer.json"
-    tokenizer.save(str(path))
+    try:
+        tokenizer.save(str(path))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise CheckpointError(f"{path} cannot be written: {error}; make its folder writable, or copy it first") from error
     return path
 
 

@@ -23,11 +23,6 @@ def rules(facts: Any) -> list[tuple[int, str | None]]:
     return [(layer.decoder_layer, layer.recurrent and layer.recurrent.rule) for layer in facts.layers]
 
 
-def test_a_head_that_is_the_embedding_is_ignored() -> None:
-    ignored = {spec.name: spec.ignored_weights for spec in register_models()}
-    assert ignored["lfm2"] == ignored["lfm2-moe"] == ("lm_head.weight",)
-
-
 def test_all_are_offered() -> None:
     offered = {name for spec in register_models() for name in spec.architectures}
     assert len(offered) == 8

@@ -1,0 +1,55 @@
+"""Families whose files may hold the head though it is the embedding: it is left out where it is, and missed where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity import test_gemma, test_hybrids, test_mamba
+from parity.engine_driver import options
+from parity.oracle import Oracle
+from safetensors.torch import load_file, save_file
+
+from enginery.engine.engine import Engine
+from enginery.errors import CheckpointError
+from enginery.plugin.registry import Registry
+
+FAMILIES = {
+    "gemma2": test_gemma.GEMMAS["gemma2"],
+    "lfm2": test_mamba.FAMILIES["lfm2"],
+    "qwen3_5": test_hybrids.HYBRIDS["qwen3_5"],
+}
+TIES = ("tie_word_embeddings", "tie_embedding")
+
+
+def written(config: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    """As files of the hub say it: Qwen3.5's of the text, the others' not at all where they are tied."""
+    if config["model_type"].startswith("qwen"):
+        text = config | {"tie_word_embeddings": tied}
+        return {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    plain = {key: value for key, value in config.items() if key not in TIES}
+    return plain if tied else plain | dict.fromkeys(TIES, False)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_head_that_is_the_embedding_is_left_out_and_any_other_is_missed(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, name: str
+) -> None:
+    oracle = write_oracle(name, FAMILIES[name])
+    config, tensors = json.loads((oracle.folder / "config.json").read_text()), load_file(oracle.folder / "model.safetensors")
+
+    def build(*, tied: bool, has_head: bool) -> None:
+        stored = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        if not has_head:
+            del stored["lm_head.weight"]
+        save_file(stored, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(written(config, tied=tied)))
+        Engine.build(options(oracle, model=str(tmp_path)), registry).close()
+
+    build(tied=True, has_head=True)
+    build(tied=False, has_head=True)
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' .* is missing"):
+        build(tied=False, has_head=False)

@@ -71,6 +71,16 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, lines: list[str] | 
         write_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("number", ["3", "273"], ids=["that of a rank", "another's text"])
+def test_a_named_token_that_cannot_have_its_id_is_told(tmp_path: Path, number: str) -> None:
+    write(tmp_path)
+    named = NAMED | {number: {"content": "[EOS]" if number == "3" else "[BOS]", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json calls token \d+ '\[[BE]OS\]'"):
+        write_tokenizer(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "tokenizer.json").mkdir()

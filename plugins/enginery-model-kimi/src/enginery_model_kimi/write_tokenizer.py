@@ -49,6 +49,12 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([named[number] for number in sorted(named)])
+    for number, token in named.items():
+        if tokenizer.token_to_id(token.content) != number:
+            raise CheckpointError(
+                f"{folder / 'tokenizer_config.json'} calls token {number} {token.content!r}, and either another token too, or a "
+                "token of tiktoken.model has that number; fetch both again"
+            )
     path = folder / "tokenizer.json"
     try:
         tokenizer.save(str(path))

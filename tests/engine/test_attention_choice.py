@@ -201,6 +201,6 @@ def test_of_latents_with_few_heads_triton_decodes_one_request(on_a_gpu: Registry
         assert choice(dataclasses.replace(MLA, num_heads=heads)) == {"softmax": "flashinfer-mla", "single": "triton"}
     for heads in (64, 128):
         assert choice(dataclasses.replace(MLA, num_heads=heads)) == {"softmax": "flashinfer-mla"}
-    assert choice(MLA, verifies=True) == {"prefill": "flashinfer-mla", "decode": "triton"}
+    assert choice(MLA, verifies=True) == choice(MLA)  # so a drafter that is left to `auto` changes nothing
     prefills = {"prefill": "flashinfer", "decode": "triton"} if capability == (9, 0) else {"softmax": "triton"}
     assert choice(GROUPED) == prefills

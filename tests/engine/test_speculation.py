@@ -153,6 +153,8 @@ def test_a_draft_model_has_float8_keys_and_values_too() -> None:
             *deltas, last = model.stream("Tell me a story about a fox named Mia.", params)
             told[drafter] = [token for delta in (*deltas, last) for token in delta.token_ids]
             assert (last.usage.num_accepted_tokens > 30) is (drafter != "off")
+            whole = model.generate("Tell me a story about a fox named Mia.", params)[0]
+            assert (whole.usage.num_output_tokens, whole.usage.num_accepted_tokens > 30) == (60, drafter != "off")
     assert told["off"] == told["standalone"] == told["eagle"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
@@ -92,6 +93,10 @@ def test_a_stream_says_what_generate_says_as_it_comes() -> None:
             deltas = list(model.stream("The engine", params))
             assert [put_together(deltas, index) for index in range(params.n)] == as_deltas_should_be(whole)
             assert {delta.usage.num_prompt_tokens for delta in deltas} == {len(whole.prompt_token_ids)}
+            last = {delta.index: dataclasses.replace(delta.usage, num_cached_tokens=0) for delta in deltas}  # a prompt comes again
+            assert [last[index] for index in range(params.n)] == [
+                dataclasses.replace(each.usage, num_cached_tokens=0) for each in whole.completions
+            ]
             prompt_logprobs = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
             assert prompt_logprobs == ([whole.prompt_logprobs] if params.prompt_logprobs else [])
         messages = [{"role": "user", "content": "Hello"}]

@@ -11,6 +11,20 @@ from enginery.text.detokenize import CompletionText
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Tokens of one completion so far. num_cached_tokens: of the prompt, that were found in the prefix cache.
+
+    num_drafted_tokens: guesses at its tokens that were verified. num_accepted_tokens: those that are among its tokens.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One finished answer. finish_reason: why it ended. logprobs: one entry for each token, if asked for."""
 
@@ -18,6 +32,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None
+    usage: Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +64,11 @@ class Generation:
         """The log-probabilities of the first completion, one entry for each token; None if they were not asked for."""
         return self.completions[0].logprobs
 
+    @property
+    def usage(self) -> Usage:
+        """How many tokens the first completion took, and how many of them were guessed."""
+        return self.completions[0].usage
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
@@ -56,20 +76,6 @@ class Embedding:
 
     prompt_token_ids: tuple[int, ...]
     vector: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Tokens of one completion so far. num_cached_tokens: of the prompt, that were found in the prefix cache.
-
-    num_drafted_tokens: guesses at its tokens that were verified. num_accepted_tokens: those that are among its tokens.
-    """
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +125,16 @@ class GrowingCompletion:
     def is_over(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=len(self.token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_drafted_tokens=self.num_drafted_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
     def add(self, output: RequestOutput) -> None:
         """Take what one step added. A stop string may end the completion before the engine does."""
         if output.error is not None:
@@ -149,13 +165,7 @@ class GrowingCompletion:
             index=self.index,
             text="".join(self.pieces[pieces:]),
             token_ids=tuple(self.token_ids[tokens:]),
-            usage=Usage(
-                num_prompt_tokens=self.num_prompt_tokens,
-                num_output_tokens=len(self.token_ids),
-                num_cached_tokens=self.num_cached_tokens,
-                num_drafted_tokens=self.num_drafted_tokens,
-                num_accepted_tokens=self.num_accepted_tokens,
-            ),
+            usage=self.usage,
             logprobs=tuple(self.logprobs[tokens:]) if self.logprobs else None,
             prompt_logprobs=None if tokens else self.prompt_logprobs,
             finish_reason=self.finish_reason,
@@ -179,6 +189,7 @@ def generation(prompt: tuple[int, ...], parts: Sequence[GrowingCompletion]) -> G
                 text="".join(part.pieces),
                 finish_reason=part.finish_reason or FinishReason.ABORT,
                 logprobs=tuple(part.logprobs) if part.logprobs else None,
+                usage=part.usage,
             )
             for part in parts
         ),

@@ -139,4 +139,5 @@ def _joined(deltas: list[GenerationDelta]) -> Completion:
         text="".join(delta.text for delta in deltas),
         finish_reason=deltas[-1].finish_reason or FinishReason.ABORT,
         logprobs=tuple(logprobs) or None,
+        usage=deltas[-1].usage,
     )

@@ -197,11 +197,11 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("places", [*PLACES, "from zeros and nowhere"])
 @pytest.mark.parametrize(("rule", "width", "biased"), [("gated delta", 4, False), ("a decay for each channel", 2, True)], ids=str)
 def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased: bool, places: str, device: str) -> None:
     """As a convolution of its own before them, and states are moved on once."""
-    reads, writes = (pages[:3] for pages in PLACES[places])
+    reads, writes = (pages[:3] for pages in PLACES.get(places, ([0, -1, -1], [-1, 4, -1])))
     decay, num, dim = RULES[rule].decay, 2, 24
     keys = num * dim if decay == "channel" else dim
     channels = 2 * keys + num * dim
@@ -210,7 +210,8 @@ def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased:
     gating = Gating(decay=decay, delta=True, a_log=torch.rand(num, device=device), dt_bias=torch.randn(per_key, device=device))
     x, gates = torch.randn(3, channels, device=device), torch.randn(3, num * (dim + 1 if decay == "channel" else 2), device=device)
     weight, bias = torch.randn(channels, width, device=device), torch.randn(channels, device=device) if biased else None
-    states, inputs = torch.randn(8, num, dim, dim, device=device), torch.randn(8, width - 1, channels, device=device)
+    states, held = torch.randn(8, num, dim, dim, device=device), torch.randn(9, width - 1, channels, device=device)
+    (before, inputs), in_front = held.split([1, 8]), held[:1].clone()
     rows, given = make_rows([1, 1, 1], reads, writes, device), dict(heads=heads, gating=gating, scale=dim**-0.5)
     kept, moved, convolved = states.clone(), inputs.clone(), torch.empty_like(x)
     expected, actual = (torch.empty(3, num, dim, device=device) for _ in range(2))
@@ -222,4 +223,5 @@ def test_recurrences_that_convolve_what_they_read(rule: str, width: int, biased:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states, kept, atol=1e-5, rtol=1e-5)
     assert torch.equal(inputs, moved)
+    assert torch.equal(before, in_front), "page -1 is written"
     assert not arrived.any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from engine.random_use import RandomUse
@@ -102,13 +102,6 @@ def test_whatever_happens_to_the_others_each_gets_the_tokens_it_gets_alone(
     changes = {"page_size": (4, 16)[seed], "num_pages": (32, 9)[seed], "max_batch_tokens": (24, 64)[seed], "overlap": not seed}
     engine = Engine.build(options(oracle, max_batch_requests=4, max_model_len=120, **changes), registry)
     assert_whatever_happens(engine, chance, expected, turns=110 if EVERYTHING else 70)
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[KeptRanks]:
-    ranks = KeptRanks(1)
-    yield ranks
-    ranks.stop()
 
 
 STAGED = [("gemma2", 1), ("falcon_h1", 0), ("gpt-oss", 0), ("qwen3_next", 1), ("jamba", 0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ from enginery.errors import ConfigError, Unsupported
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
 from enginery.worker.ranks.groups import refuse_for_ranks
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[KeptRanks]:
-    ranks = KeptRanks(1)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize(

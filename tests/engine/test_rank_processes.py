@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,6 @@ KINDS = {  # of memory, and of what ranks exchange: in turn tensor ranks and sta
     "ep": ["deepseek-v2-lite-experts", "gpt-oss", "nemotron_h_moe"],
 }
 MESHES = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"tp": 2, "ep": True}}
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[KeptRanks]:
-    ranks = KeptRanks(1)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize(

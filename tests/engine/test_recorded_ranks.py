@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ REQUESTS = [
     *(request(f"{way} {place}", PROMPTS[place % 4], **{"max_tokens": 12, **ASKED[way]}) for place, way in enumerate(ASKED)),
     request("embedding", PROMPTS[0], embed=True, max_tokens=1),
 ]
-
-
-@pytest.fixture(scope="module")
-def kept() -> Iterator[KeptRanks]:
-    ranks = KeptRanks(1)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,10 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     del sys.modules["mla_on_torch"]
 
 
+def on_torch(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), device="cpu", attention_backend="mla-on-torch", page_size=4, num_pages=200, **options)
+
+
 def expected(model: Any, prompt: list[int]) -> list[int]:
     tokens = list(prompt)
     for _ in range(NUM_TOKENS):
@@ -119,17 +123,8 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint, ran, *, strategy, o
     folder, model = checkpoint
     random = torch.Generator().manual_seed(7)
     prompts = [torch.randint(199, (length,), generator=random).tolist() for length in (45, 3, 20)]
-    llm = LLM(
-        str(folder),
-        device="cpu",
-        attention_backend="mla-on-torch",
-        page_size=4,
-        num_pages=200,
-        max_batch_tokens=16,
-        mla_prefill=strategy,
-        mla_chunk_tokens=4096 if strategy == "one-shot" else 8,
-        plugin_options=options,
-    )
+    chunk = 4096 if strategy == "one-shot" else 8
+    llm = on_torch(folder, max_batch_tokens=16, mla_prefill=strategy, mla_chunk_tokens=chunk, plugin_options=options)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     answers = llm.generate(prompts, params)
     assert [list(answer.token_ids) for answer in answers] == [expected(model, prompt) for prompt in prompts]
@@ -139,15 +134,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint, ran, *, strategy, o
 def test_guesses_are_verified_by_the_same_backend(checkpoint, ran) -> None:
     folder, model = checkpoint
     prompts = [[5, 9, 11, 7] * 6, [3, 8, 3, 8, 3, 8, 3], list(range(40, 60))]
-    llm = LLM(
-        str(folder),
-        device="cpu",
-        attention_backend="mla-on-torch",
-        page_size=4,
-        num_pages=200,
-        drafter="lookup",
-        draft_length=3,
-    )
+    llm = on_torch(folder, drafter="lookup", draft_length=3)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     assert [list(answer.token_ids) for answer in llm.generate(prompts, params)] == [expected(model, prompt) for prompt in prompts]
     *_, last = llm.stream(prompts[0], SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias={7: 100.0}))

@@ -13,7 +13,7 @@ from pathlib import Path
 import noise
 import psutil
 import pytest
-import zmq
+from free_ports import free_ports
 
 from enginery.config.schema import EngineOptions
 from enginery.engine.ranks.joined import JoinedRanks, Listening
@@ -68,9 +68,7 @@ def members() -> Iterator[list[Member]]:
 
 
 def free_address() -> str:
-    with zmq.Context() as context, context.socket(zmq.PULL) as link:
-        port = link.bind_to_random_port("tcp://127.0.0.1")
-    return f"tcp://127.0.0.1:{port}"
+    return f"tcp://127.0.0.1:{free_ports()}"
 
 
 def options(key_file: Path, **changes: object) -> EngineOptions:

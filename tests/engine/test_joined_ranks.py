@@ -21,6 +21,7 @@ from engine import joined_members
 from engine.draft_models import SAID, embedded, prompt_of
 from engine.joined_members import OPTIONS, PROGRAM, PROMPTS, Member, free_address, in_background, listening, options
 from engine.rank_pair import request, serve
+from free_ports import free_ports
 
 from enginery.config.schema import EngineOptions
 from enginery.contracts.parallel import Death
@@ -291,7 +292,7 @@ def test_a_key_is_its_owner_s_and_never_written_over(tmp_path: Path) -> None:
 
 
 def test_replicas_listen_at_ports_of_their_own(key_file: Path) -> None:
-    port = int(free_address().rpartition(":")[2])
+    port = free_ports(2)
     wires = TcpWires(f"tcp://127.0.0.1:{port}", RankKey.read(str(key_file)), deadline_s=20.0, replica=1)
     wires.close()
     assert wires.address == f"tcp://127.0.0.1:{port + 1}"

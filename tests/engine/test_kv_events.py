@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import socket
 import time
 from array import array
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from engine.kv_router import PAGE_SIZE, PATIENCE_MS, Prefix, Router
 from engine.random_use import RandomUse, evict_everything
 from engine.rank_models import CONFIGS
 from engine.test_kinds_at_random import small_memory
+from free_ports import free_ports
 from pairwise import EVERYTHING, spread
 
 from enginery.config.schema import EngineOptions
@@ -274,9 +274,7 @@ def test_a_step_waits_for_nobody_and_too_much_is_told_as_cleared(
 
 def test_a_replica_publishes_at_ports_of_its_own_under_its_number(registry: Registry) -> None:
     """As vLLM does: the port and the rank, of events and of what is published again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(2)
     asked_for = {"kv_events": f"tcp://0.0.0.0:{port - 2}", "kv_events_replay": f"tcp://127.0.0.1:{port - 1}"}
     engine = Engine.build(options(**asked_for, dp_rank=2), registry)
     router = Router(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}", rank=2)

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 from make_lines import installs
 
 from enginery.serve.http.keys import PUBLIC
@@ -138,8 +138,7 @@ def test_what_it_starts_serves_and_its_health_check_tells_when(tmp_path: Path) -
     assert command[0] == "engine"
     check = json.loads(only("HEALTHCHECK").rest.partition(" CMD ")[2])
     assert re.search(r"127\.0\.0\.1:\d+(/[\w/]+)", check[-1])[1] in PUBLIC, "it has no key"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_ports()
     check = [sys.executable, *check[1:-1], check[-1].replace(f":{only('EXPOSE').rest}/", f":{port}/")]
     environ = {**os.environ, "ENGINERY_PORT": str(port), "ENGINERY_HOST": "127.0.0.1", "ENGINERY_NUM_PAGES": "64"}
     words = [word.replace("0.0.0.0", "127.0.0.1") for word in command[1:]]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from free_ports import free_ports
 from typer.testing import CliRunner, Result
 
 from enginery.bench.report import Row
@@ -186,8 +186,7 @@ def test_a_refusal_is_an_error_with_the_server_s_words(server) -> None:
 
 
 def test_nobody_there_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_ports()}"
     assert "ConnectionRefusedError" in one(url).error
     with pytest.raises(EnginError, match="does not name a model"):
         using(url, Client.first_model)

@@ -8,7 +8,8 @@ are neither attention nor experts between. Numbers are checked against float64 f
 - `apart`: as the engine has it, `add_rms_norm` and what `bind_small_linear` takes for one row;
 - `matvec`: the same with the kernel that is changed here, where the engine would take another;
 - `within, waiting`: the sum is written in place of the residual stream, by a program that waits until all others have read it;
-- `within`: it is written elsewhere, so nobody waits. No contract has this yet: `add_rms_norm` adds in place.
+- `within`: it is written elsewhere, so nobody waits. No contract has this yet: `add_rms_norm` adds in place;
+- `within, direct`: so too, and by the Gluon kernel (`norm_product_direct.py`) where the engine takes that.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from enginery_ops_triton.kernels.launch import kernel, next_power_of_2, release_
 from enginery_ops_triton.kernels.precision import round_to
 from enginery_ops_triton.kernels.sums_in_lanes import adjacent, in_lanes
 from enginery_ops_triton.ops import TritonOps
-from enginery_ops_triton.small_linear import Matvec, bind_small_linear, matvec_shape
+from enginery_ops_triton.small_linear import DirectShape, Matvec, bind_small_linear, direct_shape, matvec_shape
 
 HAS_DEVICE = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_DEVICE else "cpu"
 DTYPE = torch.bfloat16 if HAS_DEVICE else torch.float32  # the interpreter cuts bfloat16 off
 READ_TB_S = 4.26  # of an H200, measured
 EPS, LAYERS = 1e-6, 12
+WITHIN = ("within, waiting", "within", "within, direct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,45 @@ def norm_matvec(
 
 
 @dataclass(frozen=True)
+class DirectNormProduct:
+    """As `NormProduct`, in Gluon."""
+
+    norm: torch.Tensor
+    weight: torch.Tensor
+    shape: DirectShape
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, residual: [1, C]. The product [1, N], the sum and its norm [1, C]."""
+        from norm_product_direct import norm_direct  # the interpreter has no Gluon
+
+        (outputs, columns), shape = self.weight.shape, self.shape
+        out, summed, normed = torch.empty((1, outputs), dtype=x.dtype, device=x.device), torch.empty_like(x), torch.empty_like(x)
+        norm_direct[(triton.cdiv(outputs, shape.block_n) + 1,)](
+            x,
+            residual,
+            self.norm,
+            self.weight,
+            out,
+            summed,
+            normed,
+            self.weight.stride(0),
+            outputs,
+            EPS,
+            COLUMNS=columns,
+            BLOCK=next_power_of_2(columns),
+            BLOCK_N=shape.block_n,
+            BLOCK_K=shape.block_k,
+            AHEAD=shape.ahead,
+            X_AHEAD=shape.x_ahead,
+            CHAINED=HAS_DEVICE,
+            num_warps=shape.num_warps,
+            maxnreg=shape.registers,
+            launch_pdl=HAS_DEVICE,
+        )
+        return out, summed, normed
+
+
+@dataclass(frozen=True)
 class NormProduct:
     """The product behind a norm, which makes the norm."""
 
@@ -287,9 +328,14 @@ def apart(layers: list[Layer], bind: Callable[[torch.Tensor], LinearFn]) -> Run:
     return run
 
 
-def within(layers: list[Layer], *, waiting: bool) -> Run:
+def norm_product(norm: torch.Tensor, weight: torch.Tensor, counter: torch.Tensor, way: str) -> NormProduct | DirectNormProduct:
+    shape = direct_shape(*weight.shape, 1, multiprocessors=132) if way == "within, direct" and HAS_DEVICE else None
+    return DirectNormProduct(norm, weight, shape) if shape else NormProduct(norm, weight, counter, way == "within, waiting")
+
+
+def within(layers: list[Layer], way: str) -> Run:
     parts = [
-        (NormProduct(norm, weight, counter, waiting), bound(back))
+        (norm_product(norm, weight, counter, way), bound(back))
         for layer in layers
         for norm, weight, back, counter in zip(layer.norms, layer.behind_norms, layer.back, layer.arrived.unbind(), strict=True)
     ]
@@ -319,17 +365,17 @@ def exact(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
 def check(layers: list[Layer], ways: dict[str, Run]) -> dict[str, float]:
     """Each way's error beside float64, relative to its largest number; and what the last program of a product leaves."""
     layer, errors = layers[0], {}
-    for waiting in (False, True):
+    for way in WITHIN:
         x, residual = (torch.randn((1, layer.norms[0].shape[0]), dtype=DTYPE, device=DEVICE) for _ in range(2))
         given = residual.clone()
-        product = NormProduct(layer.norms[0], layer.behind_norms[0], layer.arrived[0], waiting)
+        product = norm_product(layer.norms[0], layer.behind_norms[0], layer.arrived[0], way)
         for _ in range(2):  # the counter is ready again
             residual.copy_(given)
             _, summed, normed = product(x, residual)
         wanted = TritonOps(dependent_launch=False).add_rms_norm(x, given, layer.norms[0], EPS)
         torch.testing.assert_close(summed, given)
         torch.testing.assert_close(normed, wanted)
-        assert (summed is residual) == waiting
+        assert (summed is residual) == (way == "within, waiting")
         assert layer.arrived.count_nonzero() == 0
     x = torch.randn((1, layer.norms[0].shape[0]), dtype=DTYPE, device=DEVICE)
     wanted = exact(layers, x)
@@ -352,8 +398,7 @@ def main() -> None:
         ways = {
             "apart": apart(layers, bound),
             "matvec": apart(layers, matvec),
-            "within, waiting": within(layers, waiting=True),
-            "within": within(layers, waiting=False),
+            **{way: within(layers, way) for way in WITHIN},
         }
         errors = check(layers, ways)
         x = torch.randn((1, shape.hidden), dtype=DTYPE, device=DEVICE)

@@ -69,7 +69,18 @@ CONFIGS["llama-odd-vocabulary"] = {**CONFIGS["llama"], "vocab_size": 251}
 CONFIGS["llama-tied-odd"] = {**CONFIGS["llama-tied"], "vocab_size": 251}
 EXPERTS = [  # those with a mixture of experts, of four or more
     *("deepseek-v2-experts", "deepseek-v2-lite-experts", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "gpt-oss", "granite_moe"),
-    *("jamba", "kimi_linear", "lfm2_moe", "longcat-flash", "mimo", "minimax", "minimax-m2", "mixtral", "nemotron_h_latent"),
+    *(
+        "jamba",
+        "kimi_linear",
+        "lfm2_moe",
+        "ling_3",
+        "longcat-flash",
+        "mimo",
+        "minimax",
+        "minimax-m2",
+        "mixtral",
+        "nemotron_h_latent",
+    ),
     *("nemotron_h_moe", "qwen2-moe", "qwen3-moe", "qwen3_5_moe", "qwen3_next", "ring"),
 ]
 LANES = sorted(name for name in CONFIGS if not name.startswith("hybrid"))  # those are no plugin's

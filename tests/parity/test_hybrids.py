@@ -12,7 +12,14 @@ from pairwise import EVERYTHING, in_turn
 from parity.engine_driver import assert_greedy, each_last_logits, generate, last_logits, options
 from parity.oracle import Oracle, shape
 from safetensors.torch import load_file, save_file
-from transformers import KimiLinearConfig, MiniMaxConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import (
+    BailingHybridConfig,
+    KimiLinearConfig,
+    MiniMaxConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 from enginery.engine.engine import Engine
 from enginery.plugin.registry import Registry
@@ -44,6 +51,24 @@ HYBRIDS = {
             linear_num_heads=4,
             layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
             mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        )
+    ),
+    "ling_3": BailingHybridConfig(
+        **shape(
+            num_key_value_heads=4,
+            head_dim=12,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            layer_group_size=4,
+            num_mtp_layers=0,
         )
     ),
     "minimax": MiniMaxConfig(
@@ -118,6 +143,28 @@ def test_kimi_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], re
         del config[key]
     lists = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
     config |= {"linear_attn_config": lists, "first_k_dense_replace": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = oracle.prompts[1]
+    actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
+    torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+
+
+def test_ling_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path) -> None:
+    """Delta attention ends with `o_proj` there; kinds of layers are not listed, and a factor is of more than what is rotated."""
+    oracle = write_oracle("ling_3", HYBRIDS["ling_3"])
+    weights = load_file(oracle.folder / "model.safetensors")
+    delta = ["model.layers.0.attention.", "model.layers.1.attention.", "model.layers.2.attention."]
+    renamed = {f"{at}dense.weight": f"{at}o_proj.weight" for at in delta}
+    weights = {renamed.get(name, name): tensor for name, tensor in weights.items()}
+    save_file(weights | {"model.layers.4.eh_proj.weight": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    stated = json.loads((oracle.folder / "config.json").read_text())
+    ours = ("architectures", "layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    names = {"model_max_length": "max_position_embeddings", "num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob"}
+    names |= {"num_experts_per_token": "num_experts_per_tok"}
+    config = {names.get(key, key): value for key, value in stated.items() if key not in ours}
+    config |= {"architectures": ["BailingMoeV3ForCausalLM"], "head_dim": 12, "partial_rotary_factor": 0.5}
+    config |= {"num_nextn_predict_layers": 1, "moe_shared_expert_intermediate_size": 32, "expert_swiglu_limit_list": [0] * 4}
+    config["rope_parameters"] |= {"partial_rotary_factor": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     prompt = oracle.prompts[1]
     actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)

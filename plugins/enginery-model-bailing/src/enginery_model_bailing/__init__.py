@@ -1,7 +1,7 @@
-"""Ring-2.5."""
+"""Ring-2.5 and Ling-3.0, which both call themselves `bailing_hybrid`."""
 
 from enginery.api import ModelSpec, hookimpl
-from enginery_model_bailing.spec import STACKED, build, describe, ignored_weights
+from enginery_model_bailing.spec import ling, ring
 
 
 @hookimpl
@@ -12,10 +12,20 @@ def register_models() -> list[ModelSpec]:
             name="ring-2.5",
             api=(2, 0),
             architectures=("BailingMoeV2_5ForCausalLM",),
-            describe=describe,
-            build=build,
+            describe=ring.describe,
+            build=ring.build,
             lanes=True,
-            stacked_weights=STACKED,
-            ignored_weights=ignored_weights,
-        )
+            stacked_weights=ring.STACKED,
+            ignored_weights=ring.ignored_weights,
+        ),
+        ModelSpec(
+            name="ling-3",
+            api=(2, 0),
+            architectures=("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM"),
+            describe=ling.describe,
+            build=ling.build,
+            lanes=True,
+            stacked_weights=ling.STACKED,
+            ignored_weights=ring.ignored_weights,
+        ),
     ]

@@ -1,4 +1,4 @@
-"""What config.json says, without torch."""
+"""What config.json of Ring-2.5 says, without torch."""
 
 from __future__ import annotations
 
@@ -119,6 +119,6 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
 
 def build(context: ModelContext) -> Model:
     """Import torch and build."""
-    from enginery_model_bailing.model import build_decoder
+    from enginery_model_bailing.ring import build_decoder
 
     return build_decoder(context)

@@ -100,16 +100,14 @@ def pair_at(when: str, pairs: list[Pair], **options: object) -> Pair:
     return pair
 
 
-TENSOR, LANES = {"tp": 2}, {"tp": 1, "dp_attention": 2}
+TENSOR, LANES, STAGES = {"tp": 2}, {"tp": 1, "dp_attention": 2}, {"tp": 1, "pp": 2}
+TIMES = [("boot", TENSOR), ("prefill", TENSOR), ("decode", STAGES), ("boot", LANES), ("prefill", STAGES), ("decode", LANES)]
+TIMES += [("decode", TENSOR), ("boot", STAGES), ("prefill", LANES)]
 
 
-@pytest.mark.parametrize(
-    ("when", "mesh"),
-    spread([("boot", TENSOR), ("prefill", TENSOR), ("decode", TENSOR), ("boot", LANES), ("decode", LANES), ("prefill", LANES)], 3),
-    ids=str,
-)
+@pytest.mark.parametrize(("when", "mesh"), spread(TIMES, 5), ids=str)
 def test_the_engine_ends_with_a_killed_rank(when: str, mesh: dict[str, int], pairs: list[Pair]) -> None:
-    """Of two lanes the killed one has no request: it runs with the other."""
+    """Of two lanes the killed one has no request: it runs with the other. Of two stages, steps are on their way to both."""
     pair = pair_at(when, pairs, **mesh)
     pair.rank.kill()
     said, _ = pair.end()
@@ -117,10 +115,12 @@ def test_the_engine_ends_with_a_killed_rank(when: str, mesh: dict[str, int], pai
     assert pair.process.returncode == 1
 
 
-@pytest.mark.parametrize("when", spread(["decode", "boot", "prefill"], 1))
-def test_the_engine_ends_when_a_rank_was_stopped(when: str, pairs: list[Pair]) -> None:
+@pytest.mark.parametrize(
+    ("when", "mesh"), spread([("decode", TENSOR), ("boot", TENSOR), ("prefill", STAGES), ("decode", STAGES)], 2), ids=str
+)
+def test_the_engine_ends_when_a_rank_was_stopped(when: str, mesh: dict[str, int], pairs: list[Pair]) -> None:
     deadline_s = DEADLINE_S / 3 if when == "boot" else DEADLINE_S
-    pair = pair_at(when, pairs, step_deadline=deadline_s)
+    pair = pair_at(when, pairs, step_deadline=deadline_s, **mesh)
     pair.rank.send_signal(signal.SIGSTOP)
     began_s = time.monotonic()
     said, _ = pair.end()
@@ -191,12 +191,20 @@ def test_a_server_starts_its_engine_again_when_memory_ran_out_on_the_first_rank(
         assert (last.startswith(f"engine: {why}"), step.startswith("in step ")) == (True, True)
 
 
-def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(pairs: list[Pair], tmp_path: Path) -> None:
-    pairs.append(Pair(path=broken(tmp_path, "import time; time.sleep(1000)")))
-    pairs[-1].until("ready")
-    pairs[-1].begin()
-    said, err = pairs[-1].end()
-    assert f"rank 1 (process {pairs[-1].rank.pid}) hangs: for {DEADLINE_S:g} s it has done nothing in step 2" in said
+@pytest.mark.usefixtures("own_processes")
+@pytest.mark.parametrize(
+    ("when", "mesh"), spread([("decode", TENSOR), ("boot", TENSOR), ("prefill", STAGES), ("decode", LANES)], 3), ids=str
+)
+def test_a_rank_that_hangs_is_named_and_all_stacks_are_told(
+    when: str, mesh: dict[str, int], pairs: list[Pair], tmp_path: Path
+) -> None:
+    """The other waits for it in an exchange, which ends with the engine and not by a deadline of its own. Of stages, a step later
+    is on its way."""
+    step = None if when == "boot" else 20
+    pair = pair_at(when, pairs, path=broken(tmp_path, "import time; time.sleep(1000)", step=step), **mesh)
+    said, err = pair.end()
+    where = "its start, in start: " if step is None else f"step {step + (mesh is STAGES)}, in "
+    assert f"rank 1 (process {pair.rank.pid}) hangs: for {DEADLINE_S:g} s it has done nothing in {where}" in said
     assert "in failing" in err
 
 
@@ -260,19 +268,24 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def broken(folder: Path, code: str, *, rank: int = 1, step: int | None = 2) -> Path:
     """A folder whose `sitecustomize` has a rank do this in that step, or where it makes its KV memory."""
     whose = "enginery.engine.ranks.process" if rank else "rank_engine.py"
-    module, name = ("enginery.worker.runner", "Runner") if rank == 0 else ("enginery.worker.ranks.stages", "Follower")
+    module, names = (
+        ("enginery.worker.runner", ["Runner"]) if rank == 0 else ("enginery.worker.ranks.stages", ["Follower", "EarlyStage"])
+    )
     method, step_of = ("launch" if rank == 0 else "run"), "given[0].number"
     if step is None:
-        module, name, method, step_of = "enginery.kv.pool", "PagedKVPool", "__init__", "None"
+        module, names, method, step_of = "enginery.kv.pool", ["PagedKVPool"], "__init__", "None"
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
         f"if {whose!r} in ' '.join(sys.orig_argv):\n"
-        f"    from {module} import {name} as owner\n"
-        f"    run = owner.{method}\n"
-        "    def failing(self, *given, **named):\n"
-        f"        if {step_of} == {step}:\n"
-        f"            {code}\n"
-        "        return run(self, *given, **named)\n"
-        f"    owner.{method} = failing\n"
+        f"    import {module} as module\n"
+        "    def breaking(run):\n"
+        "        def failing(self, *given, **named):\n"
+        f"            if {step_of} == {step}:\n"
+        f"                {code}\n"
+        "            return run(self, *given, **named)\n"
+        "        return failing\n"
+        f"    for name in {names}:\n"
+        "        owner = getattr(module, name)\n"
+        f"        owner.{method} = breaking(owner.{method})\n"
     )
     return folder

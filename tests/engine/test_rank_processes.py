@@ -86,8 +86,8 @@ def test_ranks_read_their_slices_and_tell_what_transformers_tells(
         engine_driver.assert_greedy(oracle, engine_driver.generate(engine, prompts), prompts)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_whatever_is_asked_is_answered_alike(overlap: bool, registry: Registry, kept: KeptRanks) -> None:
+@pytest.mark.parametrize(("mesh", "overlap"), [("tp", False), ("tp", True), ("pp", False)])
+def test_whatever_is_asked_is_answered_alike(mesh: str, overlap: bool, registry: Registry, kept: KeptRanks) -> None:
     """All kinds of requests in one batch, in chunks; with overlap, tokens that the host does not know are inputs on both ranks."""
     asked = options(max_batch_tokens=24, overlap=overlap)
     requests = [
@@ -95,7 +95,7 @@ def test_whatever_is_asked_is_answered_alike(overlap: bool, registry: Registry, 
     ]
     requests.append(request("embedding", PROMPTS[0], embed=True, max_tokens=1))
     one = on_ranks(asked, registry, kept, requests)
-    two = on_ranks(dataclasses.replace(asked, tp=2), registry, kept, requests)
+    two = on_ranks(dataclasses.replace(asked, **MESHES[mesh]), registry, kept, requests)
     assert len(one["embedding"].embedding) > 0
     assert sum(map(len, (told.prompt for told in one.values()))) == sum(map(len, PROMPTS))
     assert_equal(two, one)

@@ -101,7 +101,8 @@ def tokens_a_verification(drafter: str, length: int, questions: Sequence[str], *
     return num_told / num_verified
 
 
-LENGTHS = [("standalone", 4), ("eagle", 3), *([("standalone", 2), ("eagle", 1), ("eagle", 4)] if EVERYTHING else [])]
+OTHERS = [("standalone", 1), ("standalone", 2), ("standalone", 3), ("eagle", 1), ("eagle", 2), ("eagle", 4)]
+LENGTHS = [("standalone", 4), ("eagle", 3), *(OTHERS if EVERYTHING else [])]
 
 
 @pytest.mark.parametrize(("drafter", "length"), LENGTHS)

@@ -39,6 +39,12 @@ def test_serve_installs_the_core_and_every_plugin_and_no_extras(tmp_path: Path) 
     )
 
 
+def test_what_is_served_drafts_for_itself_unless_asked_otherwise(tmp_path: Path) -> None:
+    """Flags that come later win."""
+    (serve,) = [words for words in would_run(tmp_path, "serve", "ARGS=--drafter off") if "serve" in words]
+    assert serve[-4:] == ["--drafter", "auto", "--drafter", "off"]
+
+
 def test_wheels_of_a_project_that_changed_are_made_and_installed_anew(tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()

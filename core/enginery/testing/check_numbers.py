@@ -383,13 +383,6 @@ def _only_in(subject: Subject, phase: Phase) -> None:
 
 NUMBERS: Final = (
     *(numbers, ragged_lengths, long_tail, empty_batch, padding_only, padded_equals_unpadded),
-    *(
-        chunked_equals_whole,
-        prefix_hit,
-        states_after_verification,
-        states_amid_prompts,
-        mla_strategies,
-        log_sum_exp,
-        batch_invariance,
-    ),
+    *(chunked_equals_whole, prefix_hit, states_after_verification, states_amid_prompts),
+    *(mla_strategies, log_sum_exp, batch_invariance),
 )

@@ -26,6 +26,7 @@ from enginery.worker.paths.host_capture import HostCapture
 _GRAPH_SIZE: Final = 8
 _VERIFIED: Final = 3  # rows of a request that verifies drafts
 _LONGER: Final = 4  # keys of each, as far as the host knows, than there are
+_EXPECTED: Final = ((40, 1), (15, 2), (0, 30), (9, 700), (70, 60))  # keys before a row that decodes, and behind what is true
 
 
 @rule(leaf_cases, "Return a frozen dataclass derived from ForwardPlan, with context.instance in its key.")
@@ -130,6 +131,20 @@ def attend_reads_nothing(subject: Subject, case: AttnCase) -> None:
         inputs, whole = bench.inputs(turns, batch.num_tokens), bench.guarded_out(batch.num_tokens)
         with no_reads(subject.device):
             bench.call(inputs, batch, batch.plan, whole[1:-1])
+
+
+@rule(usual_cases, "Take what a row sees from kv_lens where it is set; a part that lies wholly behind it weighs nothing.")
+def device_lengths(subject: Subject, case: AttnCase) -> None:
+    """Rows that decode see as many keys as the device says, where the host expects more."""
+    if not subject.can.device_lengths or case.facts.recurrent is not None or Phase.DECODE not in subject.can.phases:
+        raise SkippedCheck("capabilities do not claim it, or the layer has no keys")
+    bench = Workbench(subject, case, num_tokens=3000)
+    turns = [turn._replace(new=1) for turn in bench.turns(_EXPECTED)]
+    batch = bench.batch(turns, Phase.DECODE)
+    true, more = batch.kv_lens_cpu.to(bench.device), torch.tensor([new - 1 for _, new in _EXPECTED], dtype=torch.int32)
+    batch = dataclasses.replace(batch, kv_lens=true, kv_lens_cpu=batch.kv_lens_cpu + more)
+    expected, what = [bench.expected(turn) for turn in turns], "decoding rows whose lengths the device alone knows"
+    compare(bench.plan_and_attend(batch, turns), expected, dtype=case.dtype, leeway=case.leeway, what=what)
 
 
 @rule(leaf_cases, "What a captured plan points to stays where it is; refresh_graph_metadata writes new lengths and pages into it.")
@@ -267,4 +282,7 @@ def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-PLANS: Final = (plan_value, plan_a_plan_b_run_a, stale_plans, planning_reads_nothing, attend_reads_nothing, captured_equals_eager)
+PLANS: Final = (
+    *(plan_value, plan_a_plan_b_run_a, stale_plans, planning_reads_nothing, attend_reads_nothing),
+    *(device_lengths, captured_equals_eager),
+)

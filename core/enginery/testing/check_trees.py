@@ -33,7 +33,8 @@ def trees_of_drafts(subject: Subject, case: AttnCase) -> None:
             continue
         bench = Workbench(subject, case)
         first, second = (_turns(bench, phase) for _ in range(2))
-        batches = [bench.relay.plan(_with_trees(bench.batch(turns, phase))) for turns in (first, second)]
+        plain = [bench.batch(turns, phase) for turns in (first, second)]
+        batches = [bench.relay.plan(dataclasses.replace(batch, decode_len=_ROWS, trees=True)) for batch in plain]
         for batch, parents in zip(batches, (_PARENTS, _PARENTS[::-1]), strict=True):
             _write(bench, batch, parents)
         for batch, turns, parents in zip(batches, (first, second), (_PARENTS, _PARENTS[::-1]), strict=True):
@@ -48,10 +49,6 @@ def _turns(bench: Workbench, phase: Phase) -> list[Turn]:
     page = bench.case.page_size
     turns = bench.turns([(cached, _ROWS) for cached in (page - 1, 0, 2 * page + 3, 40)])
     return turns + (bench.turns([(7, _ROWS), (0, 9), (3, 1)]) if phase is Phase.MIXED else [])
-
-
-def _with_trees(batch: ForwardBatch) -> ForwardBatch:
-    return dataclasses.replace(batch, decode_len=_ROWS, trees=True)
 
 
 def _write(bench: Workbench, batch: ForwardBatch, parents: np.ndarray) -> None:

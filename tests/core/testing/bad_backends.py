@@ -328,6 +328,28 @@ class CommitsTwice(GoodBackend):
         return plan not in self.unsettled or super().commit_state(plan, accepted)
 
 
+@breaks("device-lengths")
+class BelievesTheHost(GoodBackend):
+    def as_long_as(self, part, lengths):
+        return part
+
+
+@breaks("device-lengths")
+class SeesOneKeyBehindTheEnd(GoodBackend):
+    def as_long_as(self, part, lengths):
+        return super().as_long_as(part, lengths + 1)
+
+
+@breaks("device-lengths")
+class GivesNumbersToEmptyParts(GoodBackend):
+    """A chunk of 256 keys that lies wholly behind the end, by 0 * NaN."""
+
+    def attend_part(self, q, part, layer, out) -> None:
+        super().attend_part(q, part, layer, out)
+        if len(part.pages) * self.page_size > -(-part.length // 256) * 256:
+            out[part.rows] *= float("nan")
+
+
 @breaks("hooks")
 class ClaimsTreesWithoutMasks(GoodBackend):
     verify_mask = None

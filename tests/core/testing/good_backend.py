@@ -44,6 +44,7 @@ CAPABILITIES = Capabilities(
     recurrences=frozenset({("linear", "head"), ("linear", "constant")}),
     batch_invariant=True,
     lse_base="e",
+    device_lengths=True,
     trees=True,
     prompt_checkpoints=True,
 )
@@ -51,12 +52,13 @@ CAPABILITIES = Capabilities(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """One request: its rows of the batch, its length, its pages [n], those that its state is read from and written to.
+    """One request: its number, its rows of the batch, its length, its pages [n], those that its state is read from and written to.
 
     verifies: whether its state waits for `commit_state`. checkpoint: a page, and after how many rows it is written.
     tree: which of its last keys each of its rows sees, [N, N] bool.
     """
 
+    index: int
     rows: slice
     length: int
     pages: torch.Tensor
@@ -106,7 +108,7 @@ class GoodBackend:
             if q_len:
                 pages = batch.page_table_cpu[index, : self.num_pages(length)].to(self.device, non_blocking=True)
                 tree = None if trees is None or index >= len(trees) else trees[index]
-                part = Part(rows=slice(row, row + q_len), length=length, pages=pages, states=(0, 0), tree=tree)
+                part = Part(index=index, rows=slice(row, row + q_len), length=length, pages=pages, states=(0, 0), tree=tree)
                 parts.append(self.with_states(part, batch, index) if STATE in batch.views else part)
             row += q_len
         return GoodPlan(key=self.key(batch), parts=tuple(parts), trees=trees)
@@ -150,7 +152,10 @@ class GoodBackend:
         out: torch.Tensor,
     ) -> None:
         for part in self.plan_of(plan, batch).parts:
-            self.attend_part(q, part, layer, out)
+            self.attend_part(q, part if batch.kv_lens is None else self.as_long_as(part, batch.kv_lens), layer, out)
+
+    def as_long_as(self, part, lengths):
+        return dataclasses.replace(part, length=int(lengths[part.index]))
 
     def advance(
         self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor

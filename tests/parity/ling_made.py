@@ -18,12 +18,13 @@ from transformers import Glm4MoeConfig, PretrainedConfig, Qwen2MoeConfig
 
 EPS = 1e-3  # so large that another one shows
 HALF_ROTARY = dict(rope_type="default", rope_theta=600000.0, partial_rotary_factor=0.5)
+YARN = HALF_ROTARY | dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
 SECOND = shape(head_dim=16, rope_parameters=HALF_ROTARY, rms_norm_eps=EPS, use_qk_norm=True) | grouped_expert_shape()
 FIRST = shape(num_experts=8, shared_expert_intermediate_size=64, norm_topk_prob=True, rms_norm_eps=EPS) | expert_shape()
 LINGS: dict[str, PretrainedConfig] = {
     "ling": Qwen2MoeConfig(**FIRST, qkv_bias=False),
     "ling-2": Glm4MoeConfig(**SECOND),
-    "ling-2-bias": Glm4MoeConfig(**SECOND | {"attention_bias": True, "tie_word_embeddings": True}),
+    "ling-2-yarn": Glm4MoeConfig(**SECOND | {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN}),
 }
 NAMES = {
     r"\.embed_tokens\.": ".word_embeddings.",
@@ -45,11 +46,12 @@ def hub_config(config: PretrainedConfig) -> dict[str, Any]:
     stated = config.to_dict()
     rope = stated["rope_parameters"]
     both = {key: stated[key] for key in BOTH if key in stated}
+    scaling = {key: rope[key] for key in ("factor", "original_max_position_embeddings") if key in rope}
     both |= {
         "model_type": "bailing_moe",
         "dtype": "float32",
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None,
+        "rope_scaling": {"type": rope["rope_type"], **scaling} if scaling else None,
         "use_bias": False,
     }
     if isinstance(config, Qwen2MoeConfig):

@@ -43,7 +43,7 @@ def test_files_have_the_hubs_names(made: Callable[[str], Oracle]) -> None:
     assert stored["model.layers.1.attention.query_key_value.weight"].shape == ((4 + 2 * 2) * 16, 64)
     assert stored["model.layers.1.mlp.gate.expert_bias"].shape == (16,)
     assert {name.split(".")[1] for name in stored if name.startswith("model.")} == {"word_embeddings", "layers", "norm"}
-    assert "lm_head.weight" not in scan_checkpoint(made("ling-2-bias").folder)
+    assert "lm_head.weight" not in scan_checkpoint(made("ling-2-yarn").folder)
     assert not any("self_attn" in name or "shared_expert." in name for name in [*stored, *scan_checkpoint(made("ling").folder)])
 
 

@@ -19,7 +19,7 @@ from enginery.attention.layer_kinds import LayerKinds
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.policies import POLICIES, Policy, derived
-from enginery.attention.relay import HOOKS, BackendRelay
+from enginery.attention.relay import HOOKS, REFRESH, BackendRelay
 from enginery.contracts.attention import (
     AttnLayerFacts,
     Capabilities,
@@ -223,15 +223,15 @@ def test_graphs_of_a_split_with_a_third_child_are_those_of_both_that_decode() ->
         (Phase.MIXED, [3, 5], ["single", "prefill"]),
     ],
 )
-@pytest.mark.parametrize("capture", [False, True])
 def test_a_third_child_has_what_decodes_in_a_step_if_that_is_one_request(
-    phase: Phase, q_lens: list[int], served: list[str], capture: bool
+    phase: Phase, q_lens: list[int], served: list[str]
 ) -> None:
     nest = split(*map(Child, ("prefill", "decode", "single")))
     length = q_lens[0] if q_lens and phase is not Phase.PREFILL else 1
-    batch = nest.plan(dataclasses.replace(make_batch(q_lens, phase=phase), decode_len=length), capture=capture)
-    assert isinstance(batch.plan, CompositePlan)
-    assert [part.plan.key.backend for part in batch.plan.parts if part.plan is not None] == served
+    for capture in {False, phase in (Phase.DECODE, Phase.VERIFY) and bool(q_lens)}:
+        batch = nest.plan(dataclasses.replace(make_batch(q_lens, phase=phase), decode_len=length), capture=capture)
+        assert isinstance(batch.plan, CompositePlan)
+        assert [part.plan.key.backend for part in batch.plan.parts if part.plan is not None] == served
 
 
 @pytest.mark.parametrize(("count", "served"), [(1, 2), (2, 1)])
@@ -286,17 +286,22 @@ def test_one_backend_may_prefill_and_decode_beside_a_third_child() -> None:
 
 
 def test_hooks_about_a_plan_go_to_the_child_of_each_part_with_its_own_plan_and_batch() -> None:
-    prefill, decode = Child("prefill"), Child("decode")
-    nest = split(prefill, decode)
-    batch = nest.plan(make_batch([1, 1, 3]), capture=True)
+    class Halves(MicroBatches):
+        """Cuts what is captured too."""
+
+        def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
+            return super().cut(batch, capture=False)
+
+    child = Child("child")
+    nest = relay(Halves(relay(child)))
+    batch = nest.plan(make_batch([1, 1, 1], phase=Phase.DECODE), capture=True)
     assert isinstance(batch.plan, CompositePlan)
-    nest.refresh(batch.plan, make_batch([1, 1, 3]))
+    nest.refresh(batch.plan, make_batch([1, 1, 1], phase=Phase.DECODE))
     assert nest.ask("device_prologue", plan=batch.plan) is True
-    for child, num_tokens in ((decode, 2), (prefill, 3)):
-        (_, refreshed), (_, prologue) = child.asked
-        assert refreshed["batch"].num_tokens == num_tokens
-        assert refreshed["plan"] is prologue["plan"]
-        assert refreshed["plan"].key.backend == child.backend_id
+    refreshed, prologues = ([given for hook, given in child.asked if hook == name] for name in (REFRESH, "device_prologue"))
+    plans = [part.plan for part in batch.plan.parts]
+    assert [each["batch"].num_tokens for each in refreshed] == [1, 2]
+    assert [each["plan"] for each in refreshed] == [each["plan"] for each in prologues] == plans
 
 
 NESTS: dict[str, Callable[[object], BackendRelay]] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from enginery.checkpoint.files import with_own_head
 from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json, with_dtype
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
@@ -265,7 +266,7 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         names=served_names(asked, model),
-        config=with_dtype(config, None if random else folder),
+        config=with_dtype(config, None) if random else with_own_head(with_dtype(config, folder), folder),
         eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
         note=offer.spec.note if offer and offer.spec.folder == folder else "",
         random=random,

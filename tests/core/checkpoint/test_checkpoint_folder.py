@@ -228,12 +228,22 @@ def test_a_config_without_a_dtype_gets_that_of_most_weights(tmp_path, config, st
     assert with_dtype({}, None) == {}
 
 
-@pytest.mark.parametrize(("load_format", "expected"), [("auto", "bfloat16"), ("dummy", None)])
-def test_a_checkpoint_is_found_with_the_dtype_of_its_weights(site, tmp_path, load_format: str, expected: str | None) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
+@pytest.mark.parametrize(
+    ("config", "load_format", "expected"),
+    [
+        ({}, "auto", ("bfloat16", "most weights")),
+        ({}, "dummy", (None, "most weights")),
+        ({"torch_dtype": "float16"}, "auto", ("float16", "config.json")),
+        ({"text_config": {"dtype": "float16"}}, "auto", ("float16", "config.json")),
+    ],
+)
+def test_a_checkpoint_is_found_with_its_dtype_and_with_what_says_it(
+    site, tmp_path, config: dict[str, object], load_format: str, expected: tuple[str | None, str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]} | config))
     save_file({"w": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     found = find_checkpoint(EngineOptions(model=str(tmp_path), load_format=load_format), Registry.load())
-    assert found.config.get("dtype") == expected
+    assert (found.config.get("dtype"), found.dtype_from) == expected
 
 
 def _tie(config: dict[str, object], tmp_path: Path, *, same_values: bool, same_file: bool = True) -> Mapping[str, Any]:

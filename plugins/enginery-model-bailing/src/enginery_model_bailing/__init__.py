@@ -1,21 +1,46 @@
-"""Ring-2.5."""
+"""Ling 1, Ling 2.0 and Ring-2.5."""
 
-from enginery.api import ModelSpec, hookimpl
-from enginery_model_bailing.spec import STACKED, build, describe, ignored_weights
+from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
+from enginery_model_bailing.spec import ling, ring
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """Most layers are recurrent, the others have latents."""
+    """Of Ring-2.5 most layers are recurrent, the others have latents. Ling has keys and values in all."""
     return [
+        ModelSpec(
+            name="ling",
+            api=(2, 0),
+            architectures=("BailingMoeForCausalLM",),
+            describe=ling.describe,
+            build=ling.build,
+            lanes=True,
+            stacked_weights=ExpertNames().stacked,
+        ),
+        ModelSpec(
+            name="ling-2",
+            api=(2, 0),
+            architectures=("BailingMoeV2ForCausalLM",),
+            describe=ling.describe,
+            build=ling.build,
+            lanes=True,
+            stacked_weights=ring.STACKED,
+            ignored_weights=ling.ignored_weights,
+        ),
         ModelSpec(
             name="ring-2.5",
             api=(2, 0),
             architectures=("BailingMoeV2_5ForCausalLM",),
-            describe=describe,
-            build=build,
+            describe=ring.describe,
+            build=ring.build,
             lanes=True,
-            stacked_weights=STACKED,
-            ignored_weights=ignored_weights,
-        )
+            stacked_weights=ring.STACKED,
+            ignored_weights=ring.ignored_weights,
+        ),
     ]
+
+
+@hookimpl
+def register_drafters() -> list[DrafterSpec]:
+    """The layer behind the last, in checkpoints of Ling 2.0 that have it."""
+    return [ling.MTP]

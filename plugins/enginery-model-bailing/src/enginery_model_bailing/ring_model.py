@@ -1,4 +1,4 @@
-"""The heavy part: lightning attention with positions, or latents, in each layer.
+"""The heavy part of Ring-2.5: lightning attention with positions, or latents, in each layer.
 
 T tokens, C hidden size, H heads, D dims of a head, G groups of the output's norm.
 """
@@ -28,8 +28,8 @@ from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.nn.moe import layer_mlp
 from enginery.nn.norm import GroupedNorm
 from enginery.nn.recurrent import recurrent_facts
-from enginery_model_bailing.spec import RingShape
-from enginery_model_bailing.spec import shape as read_shape
+from enginery_model_bailing.spec.ring import RingShape
+from enginery_model_bailing.spec.ring import shape as read_shape
 
 LATENT_NORM_EPS: Final = 1e-6  # of the norms inside latent attention
 

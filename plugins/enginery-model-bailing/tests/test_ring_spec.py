@@ -1,4 +1,4 @@
-"""What config.json means. Logits and tokens are compared with the vendor's in tests/parity."""
+"""What config.json of Ring-2.5 means. Logits and tokens are compared with the vendor's in tests/parity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from enginery.api import CheckpointError
 from enginery_model_bailing import register_models
-from enginery_model_bailing.spec import describe, ignored_weights, shape
+from enginery_model_bailing.spec.ring import describe, ignored_weights, shape
 
 RING = dict(
     architectures=["BailingMoeV2_5ForCausalLM"],
@@ -41,8 +41,9 @@ RING = dict(
 )
 
 
-def test_it_is_offered_by_its_architecture() -> None:
-    assert [spec.architectures for spec in register_models()] == [("BailingMoeV2_5ForCausalLM",)]
+def test_each_is_offered_by_its_architecture() -> None:
+    names = ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "BailingMoeV2_5ForCausalLM")
+    assert [spec.architectures for spec in register_models()] == [(name,) for name in names]
 
 
 def test_the_last_layer_of_each_group_and_those_behind_have_latents() -> None:
@@ -69,5 +70,5 @@ def test_layers_that_predict_further_tokens_are_ignored() -> None:
 
 
 def test_the_bias_of_the_router_is_known_by_both_names() -> None:
-    (spec,) = register_models()
-    assert spec.stacked_weights[".mlp.gate.e_score_correction_bias"] == (".mlp.gate.expert_bias",)
+    for spec in register_models()[1:]:
+        assert spec.stacked_weights[".mlp.gate.e_score_correction_bias"] == (".mlp.gate.expert_bias",)

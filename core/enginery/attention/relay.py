@@ -100,8 +100,8 @@ class BackendRelay:
 
         Raises `Unsupported` for a batch that is to be captured and does not decode, or not with as many rows of each request.
         """
-        even = 0 < batch.num_tokens == batch.num_requests * batch.decode_len
-        if capture and not (even and batch.phase in (Phase.DECODE, Phase.VERIFY)):
+        decodes = not capture or batch.phase in (Phase.DECODE, Phase.VERIFY)
+        if not decodes or (capture and not 0 < batch.num_tokens == batch.num_requests * batch.decode_len):
             raise Unsupported(
                 f"steps that decode are captured, with as many rows of each request; {self.backend_id} is to plan one of "
                 f"{batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"

@@ -196,6 +196,28 @@ def test_one_that_says_nothing_is_stuck_though_its_clients_have_hung_up(with_ser
     with_server(scenario, dp=dp)
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_one_that_prepares_for_long_in_an_idle_moment_is_not_stuck(with_server, monkeypatch, tmp_path, dp):
+    monkeypatch.setattr(engine_client, "_SILENCE_S", 0.5)
+    monkeypatch.setenv("FAKE_PREPARES", str(tmp_path / "prepares"))
+    prepares = tmp_path / f"prepares{dp - 1}"
+
+    async def scenario(live):
+        last = live.service.engine.replicas[-1]
+        async with watched(live, 0.7):
+            prepares.touch()
+            await live.until(lambda: last.state == "silent")
+            await asyncio.sleep(1.5)  # it is looked at several times
+            progress = await live.http.get("/health/progress")
+            assert (last.state, progress.status_code, progress.json()["status"]) == ("silent", 200, "idle")
+            prepares.unlink()
+            await live.until(lambda: last.state == "ready")
+            os.kill(last.client.child.pid, signal.SIGSTOP)  # the next silence counts
+            await live.until(lambda: stalled_s(last) > 0.7 or last.state == "dead")
+
+    with_server(scenario, dp=dp)
+
+
 def test_where_all_are_stuck_none_is_ended_and_the_server_says_so(with_server):
     """Watched while all of them are: the first to go on serves, so the others would be ended if they go on a moment later."""
 

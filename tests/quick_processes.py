@@ -64,6 +64,7 @@ FIXED = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "TRITON", "CUDA", "MALLOC_")
 BUT = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTEST_")
 ROOM_FOR_ARGUMENTS = 1 << 14
 _PR_SET_CHILD_SUBREAPER = 36
+_LOCK = threading.Lock()  # of all nurseries: which process gets the children of those that end is set for the whole process
 _HERE = Path(__file__).resolve().parent
 
 
@@ -75,17 +76,17 @@ class Nursery:
         self._kind = kind
         self._ours: socket.socket | None = None
         self._environ: dict[str, str] = {}
-        self._lock = threading.Lock()
 
     def fits(self, environ: Mapping[str, str]) -> bool:
         """Whether a process with that environment would import the same."""
         if not _forked:
-            self._started()
+            with _LOCK:
+                self._started()
         return all(self._environ.get(name) == environ.get(name) for name in {*self._environ, *environ} if _is_fixed(name))
 
     def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
         """The number of a new child of this process."""
-        with self._lock:
+        with _LOCK:
             ours = self._started()
             prctl = ctypes.CDLL(None).prctl
             prctl(_PR_SET_CHILD_SUBREAPER, 1)  # who loses its parent is this process's child, as the nursery is

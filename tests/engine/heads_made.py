@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from parity.ling_made import hub_config, hub_tensors
 from parity.oracle import Oracle
 from safetensors.torch import load_file, save_file
 
@@ -148,7 +149,7 @@ def states_of(model: torch.nn.Module, tokens: Sequence[int]) -> tuple[torch.Tens
 
 
 DEEPSEEK = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-MIMO = ("enorm", "hnorm", "final_layernorm", "eh_proj")
+MIMO = LING = ("enorm", "hnorm", "final_layernorm", "eh_proj")
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
 Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -224,12 +225,13 @@ class Module:
     names: tuple[tuple[str, ...], ...]
     carries_normed: bool
     is_qwen: bool
+    is_ling: bool = False
     window: int | None = None
 
     def features(self, target: torch.nn.Module, tokens: Sequence[int]) -> torch.Tensor:
-        """[T, C]: what goes into the first layer too many; of Qwen behind the target's norm."""
+        """[T, C]: what goes into the first layer too many; of Qwen and Ling behind the target's norm."""
         found = states_of(target, tokens)[target.config.num_hidden_layers - len(self.names)]
-        return target.model.norm(found) if self.is_qwen else found
+        return target.model.norm(found) if self.is_qwen or self.is_ling else found
 
     def steps(self) -> tuple[torch.nn.Module, list[Step]]:
         """The target of float64 behind which they stand, with layers too many, and the modules."""
@@ -271,12 +273,13 @@ def write_module(
     is_qwen: bool = False,
     is_beside_images: bool = False,
     is_mimo: bool = False,
+    is_ling: bool = False,
     count: int = 1,
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
     **config: object,
 ) -> Module:
     """Of a model with `count` layers more: these are behind the last then, in DeepSeek's and GLM's layout, or in `mtp`, as Qwen's
-    and MiMo's, which have no head of their own.
+    and MiMo's, which have no head of their own. Ling's are behind the last and have none either.
 
     is_beside_images: as the hub has Qwen3.5, its config in `text_config`, and longer names.
     """
@@ -286,13 +289,13 @@ def write_module(
     names, beside, again = [], {}, {}
     for index in range(count):
         at = "mtp" if is_qwen else f"model.mtp.layers.{index}" if is_mimo else f"model.layers.{last + index}"
-        own = [f"{at}.{name}.weight" for name in (QWEN if is_qwen else MIMO if is_mimo else DEEPSEEK)]
+        own = [f"{at}.{name}.weight" for name in (QWEN if is_qwen else MIMO if is_mimo else LING if is_ling else DEEPSEEK)]
         beside |= drawn({**dict.fromkeys(own[:3], (SIZE,)), own[3]: (SIZE, 2 * SIZE)}, seed=3 + index)
         names.append(tuple(own))
         if is_qwen or is_mimo:
             to = f"model.mtp.layers.{index}." if is_mimo else f"mtp.layers.{index}."
             tensors = {name.replace(f"model.layers.{last + index}.", to): each for name, each in tensors.items()}
-        else:
+        elif not is_ling:
             again[f"{at}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
             again[f"{at}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     if is_mimo:
@@ -301,6 +304,8 @@ def write_module(
         tensors |= {name.replace("post_attention_layernorm", "pre_mlp_layernorm"): each for name, each in mtp.items()}
     whole = {**tensors, **beside, **again}
     change(whole)
+    if is_ling:
+        whole, stated = hub_tensors(whole), hub_config(oracle.model.config)
     stated |= {"num_hidden_layers": last, "num_nextn_predict_layers": count, **config}
     for key in ("mlp_layer_types", "layer_types"):
         if key in stated and key not in config:
@@ -321,5 +326,6 @@ def write_module(
         names=tuple(names),
         carries_normed=carries_normed,
         is_qwen=is_qwen,
+        is_ling=is_ling,
         window=stated["sliding_window"] if is_mimo else None,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine.heads_made import Module, write_module
+from parity.ling_made import LINGS
 from parity.oracle import EXPERT_FAMILIES, Oracle, expert_shape, shape
 from parity.test_hybrids import DELTA, SOME_EXPERTS
 from transformers import MiMoV2FlashConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3NextConfig
@@ -30,6 +31,7 @@ MODULES: dict[str, tuple[PretrainedConfig, dict[str, bool]]] = {
     "deepseek-v3": (EXPERT_FAMILIES["deepseek-v3"], {"carries_normed": False}),
     "glm4-moe": (EXPERT_FAMILIES["glm4-moe"], {"carries_normed": True}),
     "glm4-moe-lite": (EXPERT_FAMILIES["glm4-moe-lite"], {"carries_normed": True}),
+    "ling-2": (LINGS["ling-2"], {"carries_normed": True, "is_ling": True}),
     "qwen3-next": (QWEN3_NEXT, {"carries_normed": True, "is_qwen": True}),
     "qwen3.5": (Qwen3_5TextConfig(**HYBRID), {"carries_normed": True, "is_qwen": True, "is_beside_images": True}),
     "mimo-v2-flash": (MIMO, {"carries_normed": True, "is_mimo": True}),

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.hybrid_reference import SIZES
 from parity import test_gemma, test_gpt_oss, test_hybrids, test_mamba, test_mimo
+from parity.ling_made import LINGS, hub_config
 from parity.oracle import EXPERT_FAMILIES, FAMILIES
 from transformers import PretrainedConfig
 
@@ -65,22 +66,12 @@ RECURRENT["bamba_one_group"] = RECURRENT["bamba"] | {"mamba_n_groups": 1}
 OTHERS = test_gemma.GEMMAS | {"gpt-oss": test_gpt_oss.CONFIG, "mimo": test_mimo.CONFIG}
 CONFIGS = {name: stated(config) for name, config in (FAMILIES | EXPERT_FAMILIES | HYBRIDS).items()} | RECURRENT
 CONFIGS |= {name: served(config) for name, config in OTHERS.items()} | {"ring": RING}
+CONFIGS |= {name: hub_config(LINGS[name]) for name in ("ling", "ling-2")}
 CONFIGS["llama-odd-vocabulary"] = {**CONFIGS["llama"], "vocab_size": 251}
 CONFIGS["llama-tied-odd"] = {**CONFIGS["llama-tied"], "vocab_size": 251}
 EXPERTS = [  # those with a mixture of experts, of four or more
     *("deepseek-v2-experts", "deepseek-v2-lite-experts", "deepseek-v3", "glm4-moe", "glm4-moe-lite", "gpt-oss", "granite_moe"),
-    *(
-        "jamba",
-        "kimi_linear",
-        "lfm2_moe",
-        "ling_3",
-        "longcat-flash",
-        "mimo",
-        "minimax",
-        "minimax-m2",
-        "mixtral",
-        "nemotron_h_latent",
-    ),
-    *("nemotron_h_moe", "qwen2-moe", "qwen3-moe", "qwen3_5_moe", "qwen3_next", "ring"),
+    *("jamba", "kimi_linear", "lfm2_moe", "ling", "ling-2", "ling_3", "longcat-flash", "mimo", "minimax", "minimax-m2", "mixtral"),
+    *("nemotron_h_latent", "nemotron_h_moe", "qwen2-moe", "qwen3-moe", "qwen3_5_moe", "qwen3_next", "ring"),
 ]
 LANES = sorted(name for name in CONFIGS if not name.startswith("hybrid"))  # those are no plugin's

@@ -57,6 +57,14 @@ def test_the_server_ends_with_a_bench_that_is_killed() -> None:
             time.sleep(0.1)
 
 
+def test_a_server_that_does_not_start_is_told_with_its_words() -> None:
+    done = subprocess.run([*COMMAND, "--num-pages", "0"], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 1
+    why, last = done.stderr.splitlines()[-2:]
+    assert why == "engine: num_pages is 0, but must be at least 1"
+    assert last == "engine: the server ended with exit status 2 while it started; above is why"
+
+
 def test_warm_up_requests_are_of_the_load_and_may_be_none() -> None:
     closed = Load(lengths=((8, 4),) * 40, concurrency=16)
     assert [len(_warm_up(closed, wanted).lengths) for wanted in (None, 3, 100)] == [16, 3, 40]

@@ -219,6 +219,12 @@ def test_who_cannot_be_a_rank_is_told_why_and_others_still_join(key_file: Path) 
         visitor.close()
 
 
+def num_connections(address: str) -> int:
+    """Those of this process that listens there, which it has not closed."""
+    port = int(address.rpartition(":")[2])
+    return sum(each.laddr.port == port and bool(each.raddr) for each in psutil.Process().net_connections("tcp"))
+
+
 def test_who_leaves_before_all_have_come_may_come_again(key_file: Path) -> None:
     """Its launcher starts it anew."""
     key = RankKey.read(str(key_file))
@@ -228,7 +234,11 @@ def test_who_leaves_before_all_have_come_may_come_again(key_file: Path) -> None:
         first.say(rank=1)
         first.hear()
         first.close()
-        time.sleep(0.1)
+        end_s = time.monotonic() + 20
+        while num_connections(port.address) > 2:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        time.sleep(0.1)  # the engine's port hears of it when it looks next
         again.say(rank=1, pid=8)
         assert again.hear() == messages.StillHere(20.0)
         other.say()

@@ -36,7 +36,8 @@ def test_a_module_guesses_as_transformers_layer_does(
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("deepseek-v3", 3), ("glm4-moe", 2), ("glm4-moe", 3), ("qwen3.5", 3), ("mimo-v2-flash", 3)]
+    ("name", "count"),
+    [("deepseek-v3", 3), ("glm4-moe", 2), ("glm4-moe", 3), ("ling-2", 3), ("qwen3.5", 3), ("mimo-v2-flash", 3)],
 )
 def test_a_chain_of_modules_guesses_as_transformers_layers_do(
     chain_of: Callable[..., Module], registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str, count: int

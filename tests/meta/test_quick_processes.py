@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import psutil
@@ -124,3 +125,18 @@ def test_what_renders_templates_is_forked_from_a_process_without_torch(monkeypat
             time.sleep(0.01)
         assert psutil.Process(process.pid).memory_info().vms < 1 << 28, "of the 1 GiB that it may have"
     assert process.returncode == 0
+
+
+def test_what_two_threads_have_forked_at_once_are_children_of_theirs() -> None:
+    """An engine's process and a renderer of templates: the second is made while the first one's nursery is busy."""
+    commands = [[sys.executable, "-c", "import sys; sys.stdin.read()"], [sys.executable, "-P", "-m", *quick_processes.SMALL]]
+    for nursery in (quick_processes.NURSERY, quick_processes.SMALL_NURSERY):
+        nursery.fits(os.environ)  # starts it
+    busy = next(child for child in psutil.Process().children() if child.cmdline()[-1] == "whole")
+    with quick_processes.code_too(), ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as running:
+        busy.suspend()
+        made = [threads.submit(subprocess.Popen, command, stdin=subprocess.PIPE) for command in commands]
+        wait(made[1:], timeout=0.5)
+        busy.resume()
+        processes = [running.enter_context(each.result()) for each in made]
+        assert [psutil.Process(process.pid).ppid() for process in processes] == [os.getpid()] * 2

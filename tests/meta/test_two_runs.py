@@ -38,7 +38,7 @@ def test_a_failure_of_either_run_is_one_of_both_and_no_test_at_all_too(
     (tmp_path / "bin/pytest").chmod(0o755)
     command = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL", f"ALONE={alone}", f"PROCESSES={processes}"]
     command += ["make", f"VENV={tmp_path}", "test", "JOBS=2", "ARGS=-k 'one or two'"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     assert done.stdout.splitlines()[:2] == ["printed by others", "printed by processes"]
     asked = {run: (tmp_path / f"bin/pytest.{run}").read_text() for run in ("others", "processes")}

@@ -1,4 +1,6 @@
-"""Families whose files may hold the head though it is the embedding: it is left out where it is, and missed where it is not."""
+"""Families whose files may hold the head though it is the embedding: it is left out where it is, missed where it is not and taken
+where it has other values.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 
 import pytest
 from parity import test_gemma, test_hybrids, test_mamba
-from parity.engine_driver import options
-from parity.oracle import Oracle
+from parity.engine_driver import drain, greedy, options
+from parity.oracle import NUM_GREEDY, Oracle
 from safetensors.torch import load_file, save_file
 
 from enginery.engine.engine import Engine
@@ -53,3 +55,25 @@ def test_a_head_that_is_the_embedding_is_left_out_and_any_other_is_missed(
     build(tied=False, has_head=True)
     with pytest.raises(CheckpointError, match=r"'lm_head\.weight' .* is missing"):
         build(tied=False, has_head=False)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_stored_head_that_is_not_the_embedding_is_the_head_as_in_transformers(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, name: str
+) -> None:
+    """Whatever config.json says."""
+    oracle = write_oracle(name, FAMILIES[name])
+    config, tensors = json.loads((oracle.folder / "config.json").read_text()), load_file(oracle.folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(written(config, tied=True)))
+    tied = type(oracle.model.config)(**config | dict.fromkeys(TIES, True))
+    reference = Oracle(tmp_path, type(oracle.model).from_pretrained(tmp_path, config=tied).eval())
+    prompt = reference.prompts[1]
+    engine = Engine.build(options(oracle, model=str(tmp_path)), registry)
+    try:
+        engine.submit(greedy("a", prompt))
+        (found,) = drain(engine, {}).values()
+    finally:
+        engine.close()
+    assert found == reference.continue_greedily(prompt, NUM_GREEDY, found)
+    assert found != oracle.continue_greedily(prompt, NUM_GREEDY, found)

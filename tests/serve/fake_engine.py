@@ -3,7 +3,7 @@
 Seeds make it misbehave: BREAK ends the process with a bug, FAIL gives the request up (for its grammar, if it has one), HELD repeats
 the prompt and goes on when the file that FAKE_GO names is there, PLUGIN is refused by a plugin's bug, DRAFTED has three guesses
 verified for each token, of which one is told. Without the file that FAKE_NEEDS names it does not start, and without that of
-FAKE_SLOW_WITHOUT slowly.
+FAKE_SLOW_WITHOUT slowly. While there is a file that FAKE_PREPARES names, before the number of the replica, it is being prepared.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class FakeEngine:
         return cls(options)
 
     def prepare(self) -> bool:
+        while Path(f"{os.environ.get('FAKE_PREPARES', '/nowhere')}{self._options.dp_rank}").exists():
+            time.sleep(0.01)
         return False
 
     @property

@@ -184,8 +184,7 @@ def test_one_that_says_nothing_is_stuck_though_its_clients_have_hung_up(with_ser
         os.kill(last.client.child.pid, signal.SIGSTOP)
         async with watched(live, 0.7):
             if dp > 1:
-                await live.until(lambda: last.state == "dead")
-                assert "it completed no step for" in last.died.result()
+                assert "it completed no step for" in await last.died
             else:
                 await live.until(lambda: stalled_s(last) > 0.7)
             progress = await live.http.get("/health/progress")
@@ -193,6 +192,28 @@ def test_one_that_says_nothing_is_stuck_though_its_clients_have_hung_up(with_ser
             if dp == 1:
                 os.kill(last.client.child.pid, signal.SIGCONT)
                 await live.until(lambda: stalled_s(last) == 0)
+
+    with_server(scenario, dp=dp)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_one_that_prepares_for_long_in_an_idle_moment_is_not_stuck(with_server, monkeypatch, tmp_path, dp):
+    monkeypatch.setattr(engine_client, "_SILENCE_S", 0.5)
+    monkeypatch.setenv("FAKE_PREPARES", str(tmp_path / "prepares"))
+    prepares = tmp_path / f"prepares{dp - 1}"
+
+    async def scenario(live):
+        last = live.service.engine.replicas[-1]
+        async with watched(live, 0.7):
+            prepares.touch()
+            await live.until(lambda: last.state == "silent")
+            await asyncio.sleep(1.5)  # it is looked at several times
+            progress = await live.http.get("/health/progress")
+            assert (last.state, progress.status_code, progress.json()["status"]) == ("silent", 200, "idle")
+            prepares.unlink()
+            await live.until(lambda: last.state == "ready")
+            os.kill(last.client.child.pid, signal.SIGSTOP)  # the next silence counts
+            await live.until(lambda: stalled_s(last) > 0.7 or last.state == "dead")
 
     with_server(scenario, dp=dp)
 

@@ -19,8 +19,9 @@ class BackendHooks:
     def plan_forward_metadata(self, batch: ForwardBatch, capture: bool) -> ForwardPlan | None:
         """Plan one padded batch from its host tensors; once per batch, before the kernels. Absent: not allowed, every leaf plans.
 
-        capture: the plan will be captured in a graph, so what it points to must stay where it is. A plan that was made otherwise is
-        never captured, nor is a captured one attended with after it was refreshed.
+        capture: the plan will be captured in a graph, so what it points to must stay where it is; the batch is then one that only
+        decodes or verifies, with `decode_len` rows of each request. A plan that was made otherwise is never captured, nor is a
+        captured one attended with after it was refreshed.
         """
 
     @hookspec(firstresult=True)

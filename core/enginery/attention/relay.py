@@ -24,7 +24,7 @@ from enginery.attention.hookspecs import BackendHooks
 from enginery.attention.policies import Dispatching
 from enginery.attention.watch import Watch, is_capturing
 from enginery.contracts.attention import AttnBackend
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.latent import ChunkPlan, Denied, KVPiece
 from enginery.contracts.plan import Advances, Attends, ForwardPlan, PlanKey
 from enginery.errors import PluginError, StalePlan, Unsupported
@@ -96,7 +96,16 @@ class BackendRelay:
         return [batch.planned(plan) for batch, plan in zip(batches, plans, strict=False)]
 
     def make_plan(self, batch: ForwardBatch, *, capture: bool) -> ForwardPlan:
-        """The backend's plan for a batch. An eager plan covers no capture, nor the other way round."""
+        """The backend's plan for a batch. An eager plan covers no capture, nor the other way round.
+
+        Raises `Unsupported` for a batch that is to be captured and does not decode, or not with as many rows of each request.
+        """
+        decodes = not capture or batch.phase in (Phase.DECODE, Phase.VERIFY)
+        if not decodes or (capture and not 0 < batch.num_tokens == batch.num_requests * batch.decode_len):
+            raise Unsupported(
+                f"steps that decode are captured, with as many rows of each request; {self.backend_id} is to plan one of "
+                f"{batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
+            )
         return self._checked(self._planning(batch, capture), batch, PLANNING, capture=capture)
 
     def make_step_plans(self, batches: Sequence[ForwardBatch], *, capture: bool) -> list[ForwardPlan]:

@@ -248,8 +248,6 @@ def read_decoder_shape(
     num_heads = whole_number(config, "num_attention_heads")
     hidden_size = whole_number(config, "hidden_size")
     num_kv_heads = whole_number(config, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(f"config.json has {num_heads=} that is no multiple of {num_kv_heads=}")
     head_dim = whole_number(config, "head_dim", hidden_size // num_heads)
     if head_dim < 1:
         raise CheckpointError(f"config.json has {hidden_size=} and {num_heads=}, which leave a head no dims; the file is damaged")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -34,6 +35,10 @@ READABLE: Final = PLAIN | {  # what is not plain is read where a format, or a mo
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_HEAD: Final = "lm_head.weight"
+_TIES: Final = ("tie_word_embeddings", "tie_embedding")  # LFM2 has the other
+_COMPARED_BYTES: Final = 8 << 20
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,40 @@ def dtype_of_most(folder: Path) -> str | None:
     for tensor in scan_checkpoint(folder).values() if any(folder.glob("*.safetensors")) else ():
         counts[tensor.dtype] += math.prod(tensor.shape)
     return next((str(PLAIN[name]).removeprefix("torch.") for name, _ in counts.most_common() if name in PLAIN), None)
+
+
+def with_own_head(config: Mapping[str, object], folder: Path) -> dict[str, object]:
+    """config.json; not tied where the files hold a head of other values than the embedding, as transformers has it."""
+    text = config.get("text_config")
+    within = text if isinstance(text, Mapping) else {}
+    said = [part[key] for part in (config, within) for key in _TIES if part.get(key) is not None]
+    if (said and not any(said)) or (head := _own_head(folder)) is None:
+        return dict(config)
+    if said:
+        why = "is not the embedding, though config.json ties them; it is the head, as tie_word_embeddings: false would say"
+        _log.warning("%s in %s %s", _HEAD, head.file, why)
+    untied = dict.fromkeys(_TIES, False)
+    return {**config, **untied} | ({"text_config": {**within, **untied}} if within else {})
+
+
+def _own_head(folder: Path) -> StoredTensor | None:
+    """The head that the files hold, unless it is the embedding: the only other of its shape, but for copies of either."""
+    stored = dict(scan_checkpoint(folder)) if any(folder.glob("*.safetensors")) else {}
+    head = stored.pop(_HEAD, None)
+    like_it = [] if head is None else [each for each in stored.values() if each.shape == head.shape]
+    return None if head is None or not like_it or any(_equal(head, each) for each in like_it) else head
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two of one shape are the same bytes."""
+    if one.dtype != other.dtype or one.dtype not in READABLE:
+        return False
+    size = math.prod(one.shape) * READABLE[one.dtype].itemsize
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        counts = (min(_COMPARED_BYTES, size - begin) for begin in range(0, size, _COMPARED_BYTES))
+        return all(first.read(count) == second.read(count) for count in counts)
 
 
 def unstack(stored: Mapping[str, StoredTensor], stacked: Mapping[str, tuple[str, ...]]) -> Mapping[str, StoredTensor]:

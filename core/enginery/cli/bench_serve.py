@@ -10,7 +10,7 @@ import json
 import math
 import os
 import random
-import socket
+import re
 import subprocess
 import sys
 import tempfile
@@ -200,32 +200,27 @@ def _measure(client: Client, wanted: Sequence[Load], asked: LoadFlags, *, model:
 
 @contextlib.contextmanager
 def _server(options: EngineOptions) -> Iterator[tuple[str, float]]:
-    """Its address, and the seconds until its /health was 200. What it writes goes to stderr. It ends with this process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{(port := free.getsockname()[1])}"
+    """Its address, and the seconds until it was ready. What it writes until then goes to stderr. It ends with this process."""
     given = {name: value for name, value in vars(options).items() if value != vars(EngineOptions())[name]}
     settings = {f"ENGINERY_{name.upper()}" for name in vars(options)}  # these are in `options` already, and would come first
     environ = {name: value for name, value in os.environ.items() if name not in settings}
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
         config.writelines(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
         config.flush()
-        command = [sys.executable, "-c", _SERVE, "serve", "--config", config.name, "--port", str(port), "--log-level", "warning"]
+        command = [sys.executable, "-c", _SERVE, "serve", "--config", config.name, "--port", "0", "--log-level", "warning"]
         began_s = time.monotonic()
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, env=environ)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
         try:
-            while not asyncio.run(_is_healthy(url)):
-                if (status := process.poll()) is not None:
-                    raise EnginError(f"the server ended with exit status {status} while it started; above is why")
-                time.sleep(0.1)
-            yield url, time.monotonic() - began_s
+            yield _address(process), time.monotonic() - began_s
         finally:
             process.terminate()
             process.communicate()
 
 
-async def _is_healthy(url: str) -> bool:
-    from enginery.bench.serve_load import Client
-
-    with contextlib.suppress(OSError, EOFError), contextlib.closing(Client(url)) as client:
-        return (await client.get("/health"))[0] == 200
-    return False
+def _address(process: subprocess.Popen[str]) -> str:
+    """What the server says once it is ready."""
+    for line in process.stdout or ():
+        print(line, end="", file=sys.stderr, flush=True)
+        if found := re.match(r"ready: .* at (http\S+),", line):
+            return found[1]
+    raise EnginError(f"the server ended with exit status {process.wait()} while it started; above is why")

@@ -63,11 +63,13 @@ class Settings:
     decisions: tuple[Decision, ...]
 
 
-def resolve(asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, config: Mapping[str, object]) -> Settings:
-    """Settle every "auto" and None. Raises `ConfigError` for values that cannot be honoured."""
+def resolve(
+    asked: EngineOptions, device: DeviceFacts, model: ModelFacts, *, config: Mapping[str, object], dtype_from: str = "config.json"
+) -> Settings:
+    """Settle every "auto" and None. dtype_from: what says that of `config`. Raises `ConfigError` for what cannot be honoured."""
     _check(asked)
     _check_layers(asked, model)
-    dtype = _dtype(asked, device, config)
+    dtype = _dtype(asked, device, config, dtype_from)
     length = _max_model_len(asked, model)
     tokens = _batch_tokens(asked, device)
     requests = min(asked.max_batch_requests or DEFAULT_BATCH_REQUESTS[device.kind], int(tokens.value))
@@ -228,7 +230,7 @@ def _check_layers(asked: EngineOptions, model: ModelFacts) -> None:
             raise ConfigError(f"{name} is {value!r}, but the model has no {layers} layers; leave it out")
 
 
-def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, object]) -> Decision:
+def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, object], dtype_from: str) -> Decision:
     slow = {"cpu": ("float16", "bfloat16")[: 2 - device.has_bfloat16]}.get(device.kind, ())
     if asked.dtype != "auto":
         if asked.dtype not in DTYPES:
@@ -237,11 +239,12 @@ def _dtype(asked: EngineOptions, device: DeviceFacts, config: Mapping[str, objec
         return Decision(setting="dtype", value=asked.dtype, reason=reason)
     stated = config.get("dtype") or config.get("torch_dtype")
     if stated not in DTYPES:
-        return Decision(setting="dtype", value="float32", reason=f"the files say {stated or 'no type'}, not {', '.join(DTYPES)}")
-    if stated in slow:
-        reason = f"the checkpoint is in {stated}, in which this CPU is slow; --dtype {stated} takes half the memory"
+        reason = f"that of {dtype_from} is {stated or 'none'}, not {' or '.join(DTYPES)}"
         return Decision(setting="dtype", value="float32", reason=reason)
-    return Decision(setting="dtype", value=stated, reason="that of config.json, or else of most weights")
+    if stated in slow:
+        reason = f"that of {dtype_from} is {stated}, in which this CPU is slow; --dtype {stated} takes half the memory"
+        return Decision(setting="dtype", value="float32", reason=reason)
+    return Decision(setting="dtype", value=stated, reason=f"that of {dtype_from}")
 
 
 def _kv_dtype(asked: EngineOptions, model: ModelFacts, *, dtype: str) -> Decision:

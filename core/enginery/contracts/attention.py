@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from enginery.contracts.batch import FULL, STATE, WINDOW, MemoryKind, Phase
-from enginery.contracts.memory import RecurrentFacts, RecurrentWeights
+from enginery.contracts.memory import RecurrentFacts, RecurrentWeights, check_heads
 from enginery.contracts.parallel import ParallelFacts
 from enginery.contracts.versions import ApiVersion
 
@@ -86,6 +86,9 @@ class AttnLayerFacts:
     recurrent: RecurrentFacts | None = None
     v_head_dim: int | None = None
     decoder_layer: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, "query heads", self.num_kv_heads, "KV heads")
 
     @property
     def value_dim(self) -> int:

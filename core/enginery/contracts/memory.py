@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from enginery.errors import CheckpointError
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,6 +22,13 @@ class State:
     name: str
     dims: tuple[int, ...]
     dtype: str | None = None
+
+
+def check_heads(count: int, what: str, divisor: int, others: str) -> None:
+    """Raises `CheckpointError` unless each of the others serves as many heads."""
+    if count % divisor:
+        heads = f"{count} {what}, which is no multiple of its {divisor} {others}"
+        raise CheckpointError(f"a layer has {heads}, and each of these serves as many; correct config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,9 @@ class RecurrentFacts:
     gate_floor: float | None = None
     ssm: bool = False
     step_limits: tuple[float, float] = (0.0, math.inf)
+
+    def __post_init__(self) -> None:
+        check_heads(self.value_heads, "value heads", self.key_heads, "key heads")
 
     @property
     def mixed_widths(self) -> tuple[int, int, int]:

@@ -148,13 +148,7 @@ class Advances(Protocol):
     """A backend of recurrent layers."""
 
     def advance(
-        self,
-        mixed: torch.Tensor,
-        gates: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        plan: ForwardPlan,
-        out: torch.Tensor,
+        self, mixed: torch.Tensor, gates: torch.Tensor, layer: LayerSpec, batch: ForwardBatch, plan: ForwardPlan, out: torch.Tensor
     ) -> None:
         """Move the states of the batch's requests on by its tokens, and write what each token reads of them to `out`.
 

@@ -55,13 +55,7 @@ class KVCacheManager:
     """
 
     def __init__(
-        self,
-        page_size: int,
-        cache: RadixPrefixCache,
-        allocator: PageAllocator,
-        *,
-        seats: range,
-        finite: FiniteMemory | None = None,
+        self, page_size: int, cache: RadixPrefixCache, allocator: PageAllocator, *, seats: range, finite: FiniteMemory | None = None
     ) -> None:
         self.page_size = page_size
         self.cache = cache

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from enginery.contracts.attention import AttnLayerFacts, LayerSpec
+from enginery.contracts.attention import LayerSpec
 from enginery.contracts.batch import ForwardBatch
 from enginery.contracts.model import ModelContext, WeightSource
 from enginery.contracts.parallel import Cut
 from enginery.contracts.weights import Linear, LinearShape, RowOrder
 from enginery.nn.norm import take_norm
-
-
-def _qkv_shape(of: AttnLayerFacts, hidden: int, *, bias: bool, order: tuple[RowOrder | None, ...] | None) -> LinearShape:
-    units = (of.head_dim, of.head_dim, of.value_dim)
-    heads = (of.num_heads, of.num_kv_heads, of.num_kv_heads)
-    rows = tuple(count * unit for count, unit in zip(heads, units, strict=True))
-    names = ("q_proj", "k_proj", "v_proj")
-    return LinearShape(names=names, rows=rows, columns=hidden, cut=Cut.ROWS, unit=units, bias=bias, order=order)
 
 
 def take_out(weights: WeightSource, name: str, *, hidden: int, heads: int, dim: int, bias: bool = False) -> Linear:
@@ -31,7 +23,14 @@ def take_out(weights: WeightSource, name: str, *, hidden: int, heads: int, dim: 
 
 
 class SelfAttention:
-    """Causal self-attention over the paged KV memory, bound to its backend's `attend` when built."""
+    """Causal self-attention over the paged KV memory, bound to its backend's `attend` when built.
+
+    A family whose files have other names has a subclass with these; one name for queries, keys and values if they are in one piece.
+    """
+
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out_name: str = "o_proj"
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
     def __init__(
         self,
@@ -53,15 +52,19 @@ class SelfAttention:
         dim, value_dim, order = of.head_dim, of.value_dim, RowOrder.split_pairs(of.head_dim, first=0, count=neighbours)
         in_order = (order, order, None) if neighbours else None
         hidden, all_heads = context.facts.hidden_size, of.num_heads
-        self.qkv = weights.linear(_qkv_shape(of, hidden, bias=qkv_bias, order=in_order))
-        self.out = take_out(weights, "o_proj", hidden=hidden, heads=all_heads, dim=value_dim, bias=out_bias)
+        counts, units = (of.num_heads, of.num_kv_heads, of.num_kv_heads), (dim, dim, value_dim)
+        rows = tuple(count * unit for count, unit in zip(counts, units, strict=True))
+        self.qkv = weights.linear(
+            LinearShape(names=self.qkv_names, rows=rows, columns=hidden, cut=Cut.ROWS, unit=units, bias=qkv_bias, order=in_order)
+        )
+        self.out = take_out(weights, self.out_name, hidden=hidden, heads=all_heads, dim=value_dim, bias=out_bias)
         heads, kv_heads = spec.facts.num_heads, spec.facts.num_kv_heads
         self.spec, self.head_dim, self.value_dim = spec, dim, value_dim
         self.num_heads, self.num_rotated = heads, heads + kv_heads
         self.norm_weight: torch.Tensor | None = None
         if qk_norm_eps is not None:
             norms = torch.empty(self.num_rotated, dim, dtype=context.dtype, device=context.device)  # [H + K, D]
-            norms[:heads], norms[heads:] = (take_norm(weights, f"{name}_norm", dim, offset=norm_offset) for name in ("q", "k"))
+            norms[:heads], norms[heads:] = (take_norm(weights, name, dim, offset=norm_offset) for name in self.norm_names)
             self.norm_weight = norms[:, list(order.places)] if neighbours else norms
         self.norm_eps = qk_norm_eps or 0.0
         self.qk_norm_rotary, self.qk_norm_rotary_write = ops.qk_norm_rotary, ops.qk_norm_rotary_write

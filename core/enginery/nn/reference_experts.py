@@ -38,10 +38,7 @@ def route_gated(made: torch.Tensor, bias: torch.Tensor | None, routing: Routing)
 
 
 def bind_experts(
-    gate_up: torch.Tensor | StoredWeight,
-    down: torch.Tensor | StoredWeight,
-    shape: ExpertsShape,
-    biases: ExpertBiases | None = None,
+    gate_up: torch.Tensor | StoredWeight, down: torch.Tensor | StoredWeight, shape: ExpertsShape, biases: ExpertBiases | None = None
 ) -> ExpertsFn:
     """Stored weights are widened when an expert is used. A weight of zero adds nothing, and takes no time.
 

@@ -80,9 +80,7 @@ class LaneScheduler:
         tokens, reuses = prompt_tokens(asked), asked.params.prompt_logprobs is None
         standings = [
             Standing(
-                waiting=lane.table.num_ahead,
-                cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0,
-                num_sent=sent,
+                waiting=lane.table.num_ahead, cached=lane.table.num_cached(tokens, asked.cache_salt) if reuses else 0, num_sent=sent
             )
             for lane, sent in zip(self._lanes, self._num_sent, strict=True)
         ]

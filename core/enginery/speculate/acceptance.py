@@ -25,12 +25,7 @@ class Accepted(NamedTuple):
 
 
 def accept(
-    sampled: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor | None,
-    num_drafts: torch.Tensor,
-    *,
-    depth: int | None = None,
+    sampled: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor | None, num_drafts: torch.Tensor, *, depth: int | None = None
 ) -> Accepted:
     """Walk from each root to the child whose token the row drew, as long as there is one.
 

@@ -28,9 +28,7 @@ def trees_of_drafts(subject: Subject, case: AttnCase) -> None:
     """Rows of drafts that branch see what is before them and what verify_mask is told; chunks beside them stay causal."""
     if not subject.can.trees:
         raise SkippedCheck("capabilities do not claim them")
-    for phase in (Phase.VERIFY, Phase.MIXED):
-        if phase not in subject.can.phases:
-            continue
+    for phase in sorted(subject.can.phases & {Phase.VERIFY, Phase.MIXED}):
         bench = Workbench(subject, case)
         first, second = (_turns(bench, phase) for _ in range(2))
         plain = [bench.batch(turns, phase) for turns in (first, second)]

@@ -191,7 +191,7 @@ class Stage:
                 FULL: View(slots=slots, page_table_cpu=_page_table(turns)),
                 STATE: StateView(reads_cpu=moves[:, 0].contiguous(), writes_cpu=moves[:, 1].contiguous()),
             },
-            decode_len=turns[0].new if turns and phase is Phase.VERIFY else 1,
+            decode_len=_decode_len(turns, phase),
         )
         if self.case.facts.recurrent is None:
             _, k, v = self.inputs(turns, batch.num_tokens)
@@ -233,6 +233,10 @@ def _row_shapes(facts: AttnLayerFacts, query_dim: int) -> list[tuple[int, ...]]:
     if rule is not None:
         return [(rule.mixed_width,), (rule.gates_width,)]
     return [(facts.num_heads, query_dim), (kv_heads, facts.head_dim), (kv_heads, facts.value_dim)]
+
+
+def _decode_len(turns: Sequence[Turn], phase: Phase) -> int:
+    return turns[0].new if turns and phase is Phase.VERIFY else 1
 
 
 def _page_table(turns: Sequence[Turn]) -> torch.Tensor:

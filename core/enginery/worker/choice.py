@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from enginery.checkpoint.files import with_own_head
 from enginery.checkpoint.folder import end_of_sequence, find_folder, find_tokenizer_folder, read_config, read_json, with_dtype
 from enginery.config.resolve import DeviceFacts, Settings, resolve
 from enginery.config.schema import Decision, EngineOptions
@@ -49,12 +50,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Where the model comes from. names: what it is served as. random: it has no weights of its own."""
+    """Where the model comes from. names: what it is served as. dtype_from: what says its dtype. random: it has no own weights."""
 
     folder: Path
     tokenizer_folder: Path
     names: tuple[str, ...]
     config: Mapping[str, Any]
+    dtype_from: str
     eos_token_ids: frozenset[int]
     note: str
     random: bool
@@ -129,7 +131,7 @@ def choose(
     family, family_reason = registry.find_model(checkpoint.config)
     facts = described(family, checkpoint.config, f"the model in {checkpoint.folder}")
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)
-    settings = resolve(asked, device, facts, config=checkpoint.config)
+    settings = resolve(asked, device, facts, config=checkpoint.config, dtype_from=checkpoint.dtype_from)
     op_needs = OpNeeds(device=device.kind, dtype=settings.dtype, compute_capability=device.compute_capability)
     ops = select_ops(op_needs, registry.offers(OpSpec))
     weight_format, format_decisions = _weight_format(checkpoint.config, registry, op_needs, ops)
@@ -265,7 +267,8 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         names=served_names(asked, model),
-        config=with_dtype(config, None if random else folder),
+        config=with_dtype(config, None) if random else with_own_head(with_dtype(config, folder), folder),
+        dtype_from="config.json" if with_dtype(config, None).get("dtype") else "most weights",
         eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
         note=offer.spec.note if offer and offer.spec.folder == folder else "",
         random=random,

@@ -278,7 +278,7 @@ def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
         str(tmp_path / "temp"),
     ]
     environment = {"PATH": "/nowhere", "CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert "building extension" in done.stdout + done.stderr
     assert not list(tmp_path.rglob("*.so"))
@@ -289,7 +289,7 @@ def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
 def test_the_instruction_set_can_be_narrowed(wanted: str, status: int) -> None:
     code = "from enginery_attn_cpu import _kernels; print(_kernels.isa)"
     environment = {**os.environ, "ENGINERY_CPU_ISA": wanted, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == status, done.stderr
     assert wanted in done.stdout + done.stderr
 

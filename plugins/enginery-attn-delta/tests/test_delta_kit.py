@@ -162,7 +162,10 @@ def test_a_kernel_does_not_start_before_weights_that_it_reads_early_are_made(mon
 
 
 @interpreted
-def test_a_prefill_is_not_captured() -> None:
+@pytest.mark.parametrize(("requests", "rows"), [(5, 5), (4, 12)])
+def test_what_is_larger_than_it_was_told_is_not_captured(requests: int, rows: int) -> None:
     bench = bench_of(rule="delta", decay="head")
-    with pytest.raises(Unsupported, match="captures steps that decode, with as many rows of each"):
-        bench.relay.plan(bench.batch(bench.turns([(0, 5)]), Phase.PREFILL), capture=True)
+    bench.relay.ask("init_graph_state", max_batch_size=4, max_num_tokens=8)
+    empty = dataclasses.replace(bench.batch([], Phase.VERIFY), decode_len=rows // requests)
+    with pytest.raises(Unsupported, match="captures steps of up to 4 requests and 8 rows"):
+        bench.relay.plan(bench.pad(empty, requests=requests, tokens=rows), capture=True)

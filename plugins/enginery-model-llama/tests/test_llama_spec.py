@@ -33,6 +33,11 @@ def test_left_out_heads_and_head_dim_follow_from_the_rest() -> None:
     assert describe(CONFIG | {"head_dim": 32, "num_key_value_heads": 2}).layers[0].head_dim == 32
 
 
+def test_heads_that_kv_heads_cannot_serve_evenly_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="4 query heads, which is no multiple of its 3 KV heads"):
+        describe(CONFIG | {"num_key_value_heads": 3})
+
+
 def test_mistral_has_a_window_on_every_layer_unless_it_is_null() -> None:
     mistral = CONFIG | {"architectures": ["MistralForCausalLM"]}
     assert shape(mistral | {"sliding_window": 8}).windows == (8, 8, 8)

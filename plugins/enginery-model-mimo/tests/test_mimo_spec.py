@@ -66,6 +66,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
         {"layer_types": ["full_attention"]},
         {"moe_layer_freq": [1]},
         {"swa_head_dim": 64},
+        {"swa_num_key_value_heads": 3},
         {"n_shared_experts": 1},
         {"scoring_func": "softmax"},
         {"attention_value_scale": "half"},

@@ -102,6 +102,12 @@ HYBRID = QWEN2_MOE | {
 DENSE_35 = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": HYBRID | {"mtp_num_hidden_layers": 1}}
 
 
+@pytest.mark.parametrize("wrong", [{"linear_num_key_heads": 3}, {"linear_num_value_heads": 1}])
+def test_value_heads_that_key_heads_cannot_serve_evenly_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match=r"\d value heads, which is no multiple of its \d key heads, .*; correct config.json"):
+        describe(HYBRID | wrong)
+
+
 @pytest.mark.parametrize("config", [HYBRID, DENSE_35])
 def test_the_module_that_drafts_has_one_layer_of_attention(config: dict[str, object]) -> None:
     """Whatever the model's own layers are."""

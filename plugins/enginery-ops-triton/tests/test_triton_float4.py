@@ -6,123 +6,39 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from gluon_by_interpreter import interpreted
+from float4_layers import (
+    ACTIVATIONS,
+    CLAMPED,
+    DTYPES,
+    GPT_OSS,
+    NEEDS_INTERPRETER,
+    Layer,
+    assert_close,
+    block,
+    chained,
+    float4,
+    make_layer,
+    make_routed,
+    on_devices,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import crossed, in_turn, pairwise
 
-from enginery.api import Activation, ExpertBiases, ExpertNames, ExpertsShape, Routed, Routing, StoredWeight
+from enginery.api import Activation, ExpertBiases, ExpertNames, ExpertsShape, Routed, StoredWeight
 from enginery.nn import reference_experts
 from enginery.nn.stored import widen
-from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, ProductBlock, float4_blocks_for
+from enginery_ops_triton.expert_blocks import ExpertSizes, Float4Blocks, float4_blocks_for
 from enginery_ops_triton.experts import Experts, bind_experts
-from enginery_ops_triton.experts_float4 import Float4Experts, fits_direct, is_aligned
+from enginery_ops_triton.experts_float4 import Float4Experts
 from enginery_ops_triton.float4_groups import Float4Groups
-from enginery_ops_triton.gluon_kernels import gluon_kernels
 from enginery_ops_triton.kernels import experts_float4 as kernels
-from enginery_ops_triton.kernels import experts_float4_few as few
-from enginery_ops_triton.kernels.precision import INTERPRETED
 from enginery_ops_triton.routing import route
 from enginery_ops_triton.spec import FLOAT4_BLOCKS
-
-NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED.value, reason="triton was imported for the compiler in this process")
-on_devices = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=NEEDS_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-CLAMPED = Activation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
-TIGHT = Activation(kind="clamped_swiglu", alpha=1.3, limit=0.4)  # most values are beyond it
-ACTIVATIONS = [Activation(), TIGHT, CLAMPED, Activation(kind="gelu"), Activation(kind="gelu_tanh")]
-GPT_OSS = Routing(top_k=4, renormalise=True)
-
-
-def chained(device: str) -> bool:
-    return device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
-
-
-class Layer(NamedTuple):
-    """Experts with all that binds them."""
-
-    gate_up: torch.Tensor | StoredWeight
-    down: torch.Tensor | StoredWeight
-    shape: ExpertsShape
-    biases: ExpertBiases | None
-
-    def bound(self) -> Experts | Float4Experts:
-        values = self.down.values if isinstance(self.down, StoredWeight) else self.down
-        found = bind_experts(*self, dependent_launch=chained(values.device.type))
-        assert isinstance(found, Experts | Float4Experts)
-        return found
-
-    def exact(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """In float64, from the same numbers."""
-        weights = [widen(each, torch.float64) if isinstance(each, StoredWeight) else each.double() for each in self[:2]]
-        biases = None if self.biases is None else ExpertBiases(*(each.double() for each in self.biases))
-        return reference_experts.bind_experts(*weights, self.shape, biases)(x.double(), routed)
-
-
-def float4(*shape: int, device: str, exponents: tuple[int, int] | None = None) -> StoredWeight:
-    """[E, N, C]: every code is as likely; scales keep the size of what is multiplied, or have exponents in this range."""
-    *rows, columns = shape
-    usual = 126 - round(torch.tensor(float(columns)).log2().item() / 2)
-    low, high = exponents or (usual - 1, usual + 1)
-    values = torch.randint(256, (*rows, columns // 2), dtype=torch.uint8, device=device)
-    scales = torch.randint(low, high, (*rows, -(-columns // 32)), dtype=torch.uint8, device=device)
-    return StoredWeight(scheme=FLOAT4_BLOCKS, values=values, scales=scales.view(torch.float8_e8m0fnu))
-
-
-def make_layer(
-    num_experts: int,
-    columns: int,
-    inner: int,
-    *,
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    packed: bool = True,
-    biased: bool = True,
-    activation: Activation = CLAMPED,
-) -> Layer:
-    """Biases are as large as what they are added to."""
-    shape = ExpertsShape(names=ExpertNames(), count=num_experts, inner=inner, hidden=columns, bias=biased, activation=activation)
-    biases = None
-    if biased:
-        biases = ExpertBiases(*(torch.randn(num_experts, rows).to(device, dtype) for rows in (2 * inner, columns)))
-    if packed:
-        return Layer(
-            float4(num_experts, 2 * inner, columns, device=device),
-            float4(num_experts, columns, inner, device=device),
-            shape,
-            biases,
-        )
-    gate_up = torch.randn(num_experts, 2 * inner, columns, dtype=dtype, device=device).mul_(columns**-0.5)
-    down = torch.randn(num_experts, columns, inner, dtype=dtype, device=device).mul_(inner**-0.5)
-    return Layer(gate_up, down, shape, biases)
-
-
-def make_routed(num_tokens: int, num_experts: int, top_k: int, device: str) -> Routed:
-    """With a liking for a few; the first expert has no tokens."""
-    scores = torch.randn(num_tokens, num_experts) + torch.linspace(3, 0, num_experts)
-    scores[:, 0] = float("-inf")
-    weights, ids = scores.softmax(-1).topk(top_k, dim=-1)
-    return Routed(ids.int().to(device), weights.to(device))
-
-
-def assert_close(actual: torch.Tensor, layer: Layer, x: torch.Tensor, routed: Routed) -> None:
-    expected = layer.exact(x, routed)
-    assert (actual.dtype, actual.shape) == (x.dtype, x.shape)
-    error = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-9)
-    assert error < DTYPES[x.dtype]
-
-
-def block(n: int, stages: int = 2, group: int = 8, split: int = 1) -> ProductBlock:
-    return ProductBlock(n=n, k=128, num_warps=4, stages=stages, group=group, split=split)
-
 
 TILINGS = {
     "alone": Float4Blocks(m=16, gate_up=block(64), down=block(128, stages=3), alone=True),
@@ -155,85 +71,6 @@ def test_experts_in_mxfp4_equal_float64(
     bound = layer.bound()
     assert isinstance(bound, Float4Experts)
     assert_close(bound.of_blocks(x, routed, TILINGS[tiling]), layer, x, routed)
-
-
-def direct(n: int, num_warps: int, stages: int, split: int = 1) -> ProductBlock:
-    return ProductBlock(n=n, k=128, num_warps=num_warps, stages=stages, split=split)
-
-
-DIRECT = {
-    "alone": Float4Blocks(m=8, gate_up=direct(64, 4, 4), down=direct(32, 2, 3), alone=True, direct=True),
-    "split": Float4Blocks(m=8, gate_up=direct(32, 2, 2, split=3), down=direct(64, 4, 3, split=4), alone=True, direct=True),
-    "tiles": Float4Blocks(m=8, gate_up=direct(128, 4, 2), down=direct(64, 2, 2), direct=True),
-    "both sizes": Float4Blocks(m=16, gate_up=direct(64, 4, 3), down=direct(128, 8, 3), few=8, direct=True),
-}
-
-
-def test_only_sizes_and_rows_that_kernels_can_fetch_are_direct_and_only_in_their_triton() -> None:
-    """Two groups of columns for each of four programs, and 16 bytes at a time of x."""
-    assert gluon_kernels("experts_float4_few", "3.6.0") is few
-    assert gluon_kernels("experts_float4_few", "3.7.0") is gluon_kernels("experts_float4_few", "3.60.0") is None
-    assert fits_direct(2880, 2880)
-    assert not any(fits_direct(*sizes) for sizes in ((2880, 512), (512, 2880), (2880, 1028), (1028, 2880)))
-    x = torch.zeros(3, 64, dtype=torch.bfloat16)
-    assert is_aligned(x)
-    assert is_aligned(x[:, 8:40])
-    for other in (x[:, 1:33], torch.zeros(3, 60, dtype=torch.bfloat16), torch.zeros(64, 16, dtype=torch.bfloat16).mT):
-        assert not is_aligned(other)
-
-
-def test_blocks_are_direct_only_where_that_is_there_and_pairs_of_an_expert_are_few() -> None:
-    sizes = ExpertSizes(num_experts=128, columns=2880, inner=2880, dtype=torch.bfloat16, weight_dtype=torch.uint8)
-    able = replace(sizes, has_direct=True)
-    for num_tokens in (1, 2, 8, 32, 128, 256, 341):
-        blocks = float4_blocks_for(4 * num_tokens, 4, able)
-        assert blocks.direct
-        assert blocks.m == (8 if num_tokens <= 170 else 16)
-        for product in (blocks.gate_up, blocks.down):
-            assert product.n % (16 * product.num_warps) == 0
-        assert not float4_blocks_for(4 * num_tokens, 4, sizes).direct
-        assert not float4_blocks_for(4 * num_tokens, 4, replace(able, dtype=torch.float16)).direct
-    assert not float4_blocks_for(4 * 512, 4, able).direct
-
-
-@NEEDS_INTERPRETER
-@pytest.mark.parametrize(
-    ("num_tokens", "top_k", "tiling"), [(1, 1, "alone"), (2, 1, "split"), (9, 1, "tiles"), (12, 1, "both sizes")]
-)
-def test_what_products_of_few_pairs_compute_equals_float64(
-    num_tokens: int, top_k: int, tiling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With Triton in place of Gluon: see gluon_by_interpreter.py."""
-    torch.manual_seed(num_tokens)
-    layer = make_layer(2, 544, 520, device="cpu", dtype=torch.bfloat16)
-    routed, x = make_routed(num_tokens, 2, 1, "cpu"), torch.randn(num_tokens, 544).to(torch.bfloat16)
-    bound = layer.bound()
-    assert isinstance(bound, Float4Experts)
-    assert bound.direct_kernels is None
-    bound.direct_kernels = interpreted(monkeypatch, Path(str(few.__file__)), num_warps=4, tiny=kernels.tiny_float32)
-    assert_close(bound.of_blocks(x, routed, DIRECT[tiling]), layer, x, routed)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", [CLAMPED, ACTIVATIONS[0]], ids=str)
-@pytest.mark.parametrize(("columns", "inner"), [(544, 520), (2880, 1056), (1024, 1440)])
-@pytest.mark.parametrize(
-    ("num_tokens", "top_k", "tiling"), [(1, 3, "alone"), (2, 2, "split"), (23, 2, "tiles"), (40, 2, "both sizes")]
-)
-def test_products_of_few_pairs_equal_float64(
-    num_tokens: int, top_k: int, tiling: str, columns: int, inner: int, activation: Activation
-) -> None:
-    """Columns that end within a group, a part with fewer groups; experts with more pairs than a tile has, and with none."""
-    torch.manual_seed(num_tokens)
-    biased = activation is CLAMPED
-    layer = make_layer(5, columns, inner, device="cuda", dtype=torch.bfloat16, biased=biased, activation=activation)
-    routed = make_routed(num_tokens, 5, top_k, "cuda")
-    x = torch.randn(num_tokens, columns + 16).to("cuda", torch.bfloat16)[:, 8:-8]
-    bound = layer.bound()
-    assert isinstance(bound, Float4Experts)
-    assert bound.direct_kernels
-    for _ in range(2):  # counters of the first run are cleared
-        assert_close(bound.of_blocks(x, routed, DIRECT[tiling]), layer, x, routed)
 
 
 @on_devices

@@ -37,6 +37,12 @@ def say(page, text: str = "Hi") -> None:
     finished(page)
 
 
+def begin_anew(page) -> None:
+    """A new chat, once the page has turned to it: the browser tells it of a new address a moment later."""
+    page.click("#clear")
+    until(page, "document.querySelectorAll('#log article').length === 0")
+
+
 def last(page) -> str:
     return page.locator("#log article").last.inner_text()
 

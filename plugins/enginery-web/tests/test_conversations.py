@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from chat_page import MARKDOWN, ask, contents, finished, last, opened, say, until
+from chat_page import MARKDOWN, ask, begin_anew, contents, finished, last, opened, say, until
 
 # Copy, stop, regenerate, edit
 
@@ -110,8 +110,7 @@ def test_a_question_is_edited_and_sent_again(page, fake) -> None:
 
 def test_conversations_are_kept_and_opened_again(page, fake) -> None:
     say(page, "first conversation")
-    page.click("#clear")
-    until(page, "document.querySelectorAll('#log article').length === 0")
+    begin_anew(page)
     say(page, "second conversation")
     assert contents(fake) == ["second conversation"]
     assert page.locator("#conversations a").all_inner_texts() == ["second conversation", "first conversation"]
@@ -125,6 +124,17 @@ def test_conversations_are_kept_and_opened_again(page, fake) -> None:
     assert contents(fake) == ["first conversation", "Hello world", "more"]
     page.go_back()
     page.wait_for_selector("article.user >> text=second conversation")
+
+
+def test_what_is_said_at_once_in_a_new_chat_begins_it(page, fake) -> None:
+    """Before the browser has told the page of the new address."""
+    say(page, "first conversation")
+    enter = "dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', cancelable: true}))"
+    page.evaluate(f"document.getElementById('clear').click(), say.value = 'second', say.{enter}")
+    page.wait_for_selector("#conversations >> text=second")
+    finished(page)
+    assert contents(fake) == ["second"]
+    assert page.locator("#conversations a").all_inner_texts() == ["second", "first conversation"]
 
 
 def test_a_new_chat_in_the_middle_of_an_answer_keeps_its_part(page, fake) -> None:
@@ -161,7 +171,7 @@ def test_a_page_that_is_left_in_the_middle_of_an_answer_keeps_its_part(page, fak
 def test_conversations_are_exported(page, fake) -> None:
     fake.deltas = [{"reasoning_content": "hm"}, {"content": "Hello"}]
     say(page, "one")
-    page.click("#clear")
+    begin_anew(page)
     say(page, "two")
     with page.expect_download() as downloading:
         page.click("#export-all")
@@ -180,7 +190,7 @@ def test_conversations_are_exported(page, fake) -> None:
 
 def test_conversations_are_deleted_after_a_question(page, fake) -> None:
     for text in ("one", "two", "three"):
-        page.click("#clear")
+        begin_anew(page)
         say(page, text)
     page.hover("#conversations li:first-child")
     page.get_by_label("Delete: three").click()

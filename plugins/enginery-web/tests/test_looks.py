@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from chat_page import begin_anew, say
 
 SIZES = {"wide": (1280, 800), "narrow": (390, 844)}
 MARKDOWN = """### First
@@ -36,13 +37,6 @@ def sized(request, tab, fake):
     tab.goto(fake.url)
     tab.wait_for_selector("#state.good")
     return tab
-
-
-def say(page, text: str) -> None:
-    page.fill("#say", text)
-    page.keyboard.press("Enter")
-    page.wait_for_selector("article.assistant")
-    page.wait_for_selector("#log[aria-busy=false]")
 
 
 def talk(page, fake) -> None:
@@ -138,7 +132,7 @@ def test_panels_of_a_narrow_window_lie_over_the_chat_and_close(tab, fake) -> Non
     tab.keyboard.press("Escape")
     assert not tab.is_visible("#server")
     assert tab.evaluate("document.activeElement.id") == "open-server"
-    tab.click("#clear")
+    begin_anew(tab)
     tab.click("#open-history")
     tab.click("#conversations a")
     tab.wait_for_selector("article.user >> text=Hi")

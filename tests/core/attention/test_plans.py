@@ -15,7 +15,7 @@ from enginery.attention.watch import Watch
 from enginery.contracts.attention import AttnLayerFacts, GlobalLayerId, LayerSpec, LocalLayerId
 from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.plan import ForwardPlan, PlanKey, covering_plan
-from enginery.errors import PluginError, StalePlan
+from enginery.errors import PluginError, StalePlan, Unsupported
 from enginery.plugin.hookspecs import hookimpl
 
 LAYER = LayerSpec(
@@ -169,9 +169,21 @@ def test_a_backend_that_ignores_capture_is_refused() -> None:
             return ForwardPlan(key=PlanKey.of(batch, self.backend_id))
 
     relay = BackendRelay(Ignores(), "a test")
-    relay.plan(make_batch([1]))
+    relay.plan(make_batch([1], phase=Phase.DECODE))
     with pytest.raises(PluginError, match="capture=True"):
-        relay.plan(make_batch([1]), capture=True)
+        relay.plan(make_batch([1], phase=Phase.DECODE), capture=True)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "phase"), [([1, 1], Phase.PREFILL), ([1, 2], Phase.MIXED), ([1, 2], Phase.VERIFY), ([], Phase.DECODE)]
+)
+def test_what_does_not_decode_as_many_rows_of_each_request_is_not_captured(q_lens: list[int], phase: Phase) -> None:
+    planner = Planner()
+    with pytest.raises(
+        Unsupported, match=rf"as many rows of each request; planner#0 is to plan one of {len(q_lens)} requests and "
+    ):
+        BackendRelay(planner, "a test").plan(make_batch(q_lens, phase=phase), capture=True)
+    assert planner.num_plans == 0
 
 
 def test_a_captured_plan_is_refreshed_for_batches_that_agree_with_it_and_runs_in_its_graph_alone() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from core.attention.batches import Planner, make_batch
+from core.attention.nested_children import SOFTMAX, Child, hybrid, relay, split
 
 from enginery.attention.composite import Composite, CompositePlan, Part
 from enginery.attention.hookspecs import BackendHooks
@@ -19,7 +20,7 @@ from enginery.attention.layer_kinds import LayerKinds
 from enginery.attention.micro_batches import MicroBatches
 from enginery.attention.phase_split import PhaseSplit
 from enginery.attention.policies import POLICIES, Policy, derived
-from enginery.attention.relay import HOOKS, BackendRelay
+from enginery.attention.relay import HOOKS, REFRESH, BackendRelay
 from enginery.contracts.attention import (
     AttnLayerFacts,
     Capabilities,
@@ -33,80 +34,15 @@ from enginery.contracts.batch import FULL, ForwardBatch, Phase
 from enginery.contracts.latent import ChunkPlan, Denied, PrefillStrategy
 from enginery.contracts.plan import (
     Accepted,
-    ForwardPlan,
-    IndexerPart,
     IndexerPlan,
-    MaskPart,
     PlanKey,
     VerifyMask,
-    covering_plan,
 )
 from enginery.errors import StalePlan, Unsupported
 from enginery.kv.pool import PagedKVPool
 from enginery.plugin.hookspecs import hookimpl, hookspec
 
 COMPOSITES = (LatentAttention, LayerKinds, MicroBatches, PhaseSplit)
-SOFTMAX = AttnLayerFacts(num_heads=2, num_kv_heads=2, head_dim=8)
-
-
-class Child(Planner):
-    """Answers every optional hook and remembers what it was asked with. A plan that is not its own for that batch is refused."""
-
-    def __init__(self, backend_id: str) -> None:
-        super().__init__(backend_id)
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-
-    def _answer(self, hook: str, **arguments: Any) -> Any:
-        self.asked.append((hook, arguments))
-        return (self.backend_id, hook)
-
-    @hookimpl
-    def init_mha_chunk_metadata(self, batch: ForwardBatch, chunks: tuple[object, ...], disable_ragged: bool) -> Any:
-        return self._answer("init_mha_chunk_metadata", batch=batch, chunks=chunks, disable_ragged=disable_ragged)
-
-    @hookimpl
-    def init_graph_state(self, max_batch_size: int, max_num_tokens: int) -> bool:
-        return bool(self._answer("init_graph_state", max_batch_size=max_batch_size, max_num_tokens=max_num_tokens))
-
-    @hookimpl
-    def refresh_graph_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> bool:
-        return bool(self._answer("refresh_graph_metadata", plan=plan, batch=batch))
-
-    @hookimpl
-    def device_prologue(self, plan: ForwardPlan) -> bool:
-        assert plan.key.backend == self.backend_id
-        return bool(self._answer("device_prologue", plan=plan))
-
-    @hookimpl
-    def verify_mask(self, plan: ForwardPlan) -> VerifyMask:
-        assert plan.key.backend == self.backend_id
-        self._answer("verify_mask", plan=plan)
-        return VerifyMask(parts=(MaskPart(slice(0, plan.key.num_requests), torch.zeros(plan.key.num_requests, 1, 1)),))
-
-    @hookimpl
-    def commit_state(self, plan: ForwardPlan, accepted: Accepted) -> bool:
-        assert plan.key.num_requests == len(accepted.counts)
-        return bool(self._answer("commit_state", plan=plan, accepted=accepted))
-
-    @hookimpl
-    def indexer_metadata(self, plan: ForwardPlan, batch: ForwardBatch) -> IndexerPlan:
-        covering_plan(plan, batch, ForwardPlan, backend=self.backend_id)
-        self._answer("indexer_metadata", plan=plan, batch=batch)
-        rows = torch.zeros(batch.num_tokens, dtype=torch.int32)
-        return IndexerPlan(parts=(IndexerPart(slice(0, batch.num_tokens), batch.page_table_cpu, rows, rows),))
-
-
-def relay(backend: object) -> BackendRelay:
-    return BackendRelay(backend, "a test")
-
-
-def split(prefill: object, decode: object, single: object | None = None) -> BackendRelay:
-    third = None if single is None else relay(single)
-    return relay(PhaseSplit(prefill=relay(prefill), decode=relay(decode), single=third))
-
-
-def hybrid(softmax: object, recurrent: object) -> BackendRelay:
-    return relay(LayerKinds(full=relay(softmax), state=relay(recurrent)))
 
 
 def test_a_spec_without_a_policy_fails_at_import() -> None:
@@ -190,113 +126,23 @@ def test_all_of_needs_every_child() -> None:
     assert hybrid(Child("a"), Planner("b")).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is None
 
 
-def test_graphs_of_a_split_are_those_of_the_child_that_decodes() -> None:
-    prefill, decode = Child("a"), Child("b")
-    assert split(prefill, decode).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is True
-    assert not prefill.asked
-    assert split(Planner("a"), Child("b")).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is True
-    assert split(Child("a"), Planner("b")).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is None
-
-
-def test_graphs_of_a_split_with_a_third_child_are_those_of_both_that_decode() -> None:
-    prefill, decode, single = Child("a"), Child("b"), Child("c")
-    assert split(prefill, decode, single).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is True
-    assert not prefill.asked
-    assert decode.asked == [("init_graph_state", dict(max_batch_size=4, max_num_tokens=8))]
-    assert single.asked == [("init_graph_state", dict(max_batch_size=1, max_num_tokens=8))]
-    for lacking in ((Child("a"), Planner("b"), Child("c")), (Child("a"), Child("b"), Planner("c"))):
-        assert split(*lacking).ask("init_graph_state", max_batch_size=4, max_num_tokens=8) is None
-
-
-@pytest.mark.parametrize(
-    ("phase", "q_lens", "served"),
-    [
-        (Phase.DECODE, [1], ["single"]),
-        (Phase.DECODE, [1, 1], ["decode"]),
-        (Phase.DECODE, [], ["decode"]),
-        (Phase.VERIFY, [3], ["single"]),
-        (Phase.VERIFY, [3, 3], ["decode"]),
-        (Phase.PREFILL, [5], ["prefill"]),
-        (Phase.PREFILL, [5, 4], ["prefill"]),
-        (Phase.MIXED, [1, 5], ["single", "prefill"]),
-        (Phase.MIXED, [1, 1, 5], ["decode", "prefill"]),
-        (Phase.MIXED, [3, 5], ["single", "prefill"]),
-    ],
-)
-@pytest.mark.parametrize("capture", [False, True])
-def test_a_third_child_has_what_decodes_in_a_step_if_that_is_one_request(
-    phase: Phase, q_lens: list[int], served: list[str], capture: bool
-) -> None:
-    nest = split(*map(Child, ("prefill", "decode", "single")))
-    length = q_lens[0] if q_lens and phase is not Phase.PREFILL else 1
-    batch = nest.plan(dataclasses.replace(make_batch(q_lens, phase=phase), decode_len=length), capture=capture)
-    assert isinstance(batch.plan, CompositePlan)
-    assert [part.plan.key.backend for part in batch.plan.parts if part.plan is not None] == served
-
-
-@pytest.mark.parametrize(("count", "served"), [(1, 2), (2, 1)])
-def test_a_captured_step_is_refreshed_by_the_child_that_planned_it(count: int, served: int) -> None:
-    """Padded to its size; no other size replays it."""
-    children = [Child(name) for name in ("prefill", "decode", "single")]
-    nest = split(*children)
-    batch = nest.plan(make_batch([1] * count, phase=Phase.DECODE), capture=True)
-    assert batch.plan is not None
-    later = make_batch([1] * count, phase=Phase.DECODE)
-    nest.refresh(batch.plan, later)
-    assert nest.ask("device_prologue", plan=batch.plan) is True
-    asked = [[hook for hook, _ in child.asked] for child in children]
-    assert asked == [["refresh_graph_metadata", "device_prologue"] if place == served else [] for place in range(3)]
-    (_, refreshed), _ = children[served].asked
-    assert refreshed["batch"].identity == later.identity
-    with pytest.raises(StalePlan, match="all but the batch's identity must agree"):
-        nest.refresh(batch.plan, make_batch([1] * (3 - count), phase=Phase.DECODE))
-
-
-def test_halves_of_one_request_each_are_two_plans_of_the_third_child() -> None:
-    nest = relay(MicroBatches(split(*map(Child, ("prefill", "decode", "single")))))
-    for q_lens, served in (([1, 1], ["single", "single"]), ([1, 1, 1], ["single", "decode"])):
-        plan = nest.plan(make_batch(q_lens, phase=Phase.DECODE)).plan
-        assert isinstance(plan, CompositePlan)
-        halves = [part.plan for part in plan.parts]
-        assert [half.parts[0].plan.key.backend for half in halves] == served
-        assert len({half.parts[0].plan.key.batch for half in halves}) == 2
-
-
-def test_draft_steps_of_one_request_are_planned_by_the_third_child() -> None:
-    nest = split(*map(Child, ("prefill", "decode", "single")))
-    for count, served in ((1, "single"), (2, "decode")):
-        for step in nest.plan_steps([make_batch([1] * count, phase=Phase.DECODE) for _ in range(2)]):
-            assert isinstance(step.plan, CompositePlan)
-            assert [part.plan.key.backend for part in step.plan.parts if part.plan is not None] == [served]
-
-
-def test_one_backend_may_prefill_and_decode_beside_a_third_child() -> None:
-    both, single = Child("both"), Child("single")
-    shared = relay(both)
-    nest = relay(PhaseSplit(prefill=shared, decode=shared, single=relay(single)))
-    assert nest.backend_id == "split(both, both, single)"
-    batch = nest.plan(make_batch([1, 1, 4]))
-    assert isinstance(batch.plan, CompositePlan)
-    assert [(part.plan.key.backend, part.plan.key.num_tokens) for part in batch.plan.parts if part.plan] == [
-        ("both", 2),
-        ("both", 4),
-    ]
-    assert nest.ask("init_graph_state", max_batch_size=4, max_num_tokens=4) is True
-    assert [len(child.asked) for child in (both, single)] == [1, 1]
-
-
 def test_hooks_about_a_plan_go_to_the_child_of_each_part_with_its_own_plan_and_batch() -> None:
-    prefill, decode = Child("prefill"), Child("decode")
-    nest = split(prefill, decode)
-    batch = nest.plan(make_batch([1, 1, 3]), capture=True)
+    class Halves(MicroBatches):
+        """Cuts what is captured too."""
+
+        def cut(self, batch: ForwardBatch, *, capture: bool) -> Iterator[Part]:
+            return super().cut(batch, capture=False)
+
+    child = Child("child")
+    nest = relay(Halves(relay(child)))
+    batch = nest.plan(make_batch([1, 1, 1], phase=Phase.DECODE), capture=True)
     assert isinstance(batch.plan, CompositePlan)
-    nest.refresh(batch.plan, make_batch([1, 1, 3]))
+    nest.refresh(batch.plan, make_batch([1, 1, 1], phase=Phase.DECODE))
     assert nest.ask("device_prologue", plan=batch.plan) is True
-    for child, num_tokens in ((decode, 2), (prefill, 3)):
-        (_, refreshed), (_, prologue) = child.asked
-        assert refreshed["batch"].num_tokens == num_tokens
-        assert refreshed["plan"] is prologue["plan"]
-        assert refreshed["plan"].key.backend == child.backend_id
+    refreshed, prologues = ([given for hook, given in child.asked if hook == name] for name in (REFRESH, "device_prologue"))
+    plans = [part.plan for part in batch.plan.parts]
+    assert [each["batch"].num_tokens for each in refreshed] == [1, 2]
+    assert [each["plan"] for each in refreshed] == [each["plan"] for each in prologues] == plans
 
 
 NESTS: dict[str, Callable[[object], BackendRelay]] = {

@@ -189,13 +189,6 @@ def test_a_backend_without_the_hook_denies_with_a_reason(caplog: pytest.LogCaptu
     assert "plain#0 denies MLA prefill chunked: it has no init_mha_chunk_metadata" in caplog.text
 
 
-def test_what_is_captured_is_absorbed() -> None:
-    leaf = Ragged()
-    batch = latent(leaf, ONE_SHOT).plan(make_batch([4], phase=Phase.PREFILL), capture=True)
-    assert strategies(batch) == ["absorbed"]
-    assert leaf.asked == []
-
-
 def test_a_batch_without_requests_is_absorbed() -> None:
     leaf = Ragged()
     batch = latent(leaf, CHUNKED).plan(make_batch([], phase=Phase.PREFILL))

@@ -10,7 +10,7 @@ from enginery.attention.relay import BackendRelay
 from enginery.attention.socket import LayerSocket
 from enginery.attention.watch import Watch
 from enginery.contracts.attention import AttnLayerFacts, GlobalLayerId, LayerSpec, LocalLayerId
-from enginery.contracts.batch import ForwardBatch
+from enginery.contracts.batch import ForwardBatch, Phase
 from enginery.contracts.plan import ForwardPlan, PlanKey
 from enginery.errors import PluginError, StalePlan, Unsupported
 from enginery.plugin.hookspecs import hookimpl
@@ -31,7 +31,7 @@ def test_hook_plan_forward_metadata_gets_the_arguments_it_names() -> None:
             return super().plan_forward_metadata(batch, capture)
 
     for backend in (Planner(), Both()):
-        batch = BackendRelay(backend, "a test").plan(make_batch([2]), capture=True)
+        batch = BackendRelay(backend, "a test").plan(make_batch([1], phase=Phase.DECODE), capture=True)
         assert batch.plan is not None
 
 

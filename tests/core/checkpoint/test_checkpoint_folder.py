@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,9 +228,69 @@ def test_a_config_without_a_dtype_gets_that_of_most_weights(tmp_path, config, st
     assert with_dtype({}, None) == {}
 
 
-@pytest.mark.parametrize(("load_format", "expected"), [("auto", "bfloat16"), ("dummy", None)])
-def test_a_checkpoint_is_found_with_the_dtype_of_its_weights(site, tmp_path, load_format: str, expected: str | None) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
+@pytest.mark.parametrize(
+    ("config", "load_format", "expected"),
+    [
+        ({}, "auto", ("bfloat16", "most weights")),
+        ({}, "dummy", (None, "most weights")),
+        ({"torch_dtype": "float16"}, "auto", ("float16", "config.json")),
+        ({"text_config": {"dtype": "float16"}}, "auto", ("float16", "config.json")),
+    ],
+)
+def test_a_checkpoint_is_found_with_its_dtype_and_with_what_says_it(
+    site, tmp_path, config: dict[str, object], load_format: str, expected: tuple[str | None, str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]} | config))
     save_file({"w": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     found = find_checkpoint(EngineOptions(model=str(tmp_path), load_format=load_format), Registry.load())
-    assert found.config.get("dtype") == expected
+    assert (found.config.get("dtype"), found.dtype_from) == expected
+
+
+def _tie(config: dict[str, object], tmp_path: Path, *, same_values: bool, same_file: bool = True) -> Mapping[str, Any]:
+    """Of a checkpoint with an embedding and a head."""
+    embedding = torch.arange(4 << 20).view(-1, 2)  # more than is compared at once
+    head = embedding.clone()
+    head[-1, -1] += not same_values
+    files = [{"model.embed_tokens.weight": embedding, "model.norm.weight": torch.ones(2)}, {"lm_head.weight": head}]
+    if same_file:
+        save_file(files[0] | files[1], tmp_path / "model.safetensors")
+    else:
+        for place, tensors in enumerate(files):
+            save_file(tensors, tmp_path / f"{place}.safetensors")
+        weight_map = {name: f"{place}.safetensors" for place, tensors in enumerate(files) for name in tensors}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]} | config))
+    return find_checkpoint(EngineOptions(model=str(tmp_path)), Registry.load(no_plugins=True)).config
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("same_file", [True, False])
+def test_a_stored_head_that_is_not_the_embedding_is_the_head_though_config_json_ties_them(
+    site, tmp_path, caplog, same_file
+) -> None:
+    """As in transformers, which warns and ties nothing."""
+    assert _tie(TIED, tmp_path, same_values=False, same_file=same_file)["tie_word_embeddings"] is False
+    (told,) = caplog.messages
+    assert re.fullmatch(
+        r"lm_head\.weight in .*\.safetensors is not the embedding, though config.json ties them; it is the head, .*", told
+    )
+
+
+@pytest.mark.parametrize("config", [{"text_config": TIED}, {"text_config": TIED, "tie_word_embeddings": False}])
+def test_so_it_is_where_the_text_alone_is_tied(site, tmp_path, config: dict[str, object]) -> None:
+    found = _tie(config, tmp_path, same_values=False)
+    assert (found["tie_word_embeddings"], found["text_config"]["tie_word_embeddings"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "same_values", "expected"),
+    [(TIED, True, True), ({}, True, None), ({}, False, False), ({"tie_word_embeddings": False}, True, False)],
+)
+def test_a_stored_head_is_not_told_of_where_nothing_is_wrong(
+    site, tmp_path, caplog, config: dict[str, object], same_values: bool, expected: bool | None
+) -> None:
+    """Families that say nothing in config.json are tied or not, each by its default; a head of its own is the head anyhow."""
+    assert _tie(config, tmp_path, same_values=same_values).get("tie_word_embeddings") is expected
+    assert caplog.messages == []

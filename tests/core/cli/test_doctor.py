@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -157,7 +158,7 @@ def test_a_plugin_that_every_command_waits_for_is_named(plugins, monkeypatch) ->
     told = {check.name: check for check in checks if check.name.startswith("import of ")}
     assert told.keys() == {"import of lazy", "import of heavy"}
     assert {check.status for check in told.values()} == {"warn"}
-    assert "importing it takes 1." in told["import of lazy"].detail
+    assert float(re.match(r"importing it takes (\S+) s,", told["import of lazy"].detail)[1]) >= 1.2
     assert " s and brings torch, and every command of engine imports it" in told["import of heavy"].detail
 
 

@@ -49,3 +49,12 @@ def test_the_start_says_where_the_dtype_asked_for_is_the_slower_one(kind: str, h
     settings = resolve(EngineOptions(dtype="bfloat16"), device, MODEL, config={})
     (decision,) = [each for each in settings.decisions if each.setting == "dtype"]
     assert ("float32 is faster on this CPU" in decision.reason) is told
+
+
+@pytest.mark.parametrize("dtype_from", ["config.json", "most weights"])
+@pytest.mark.parametrize("stated", ["float32", "bfloat16", "float64"])
+def test_the_start_says_what_said_it(stated: str, dtype_from: str) -> None:
+    device = DeviceFacts(kind="cpu", name="a fake", available_bytes=1, num_threads=1)
+    settings = resolve(EngineOptions(), device, MODEL, config={"dtype": stated}, dtype_from=dtype_from)
+    (decision,) = [each for each in settings.decisions if each.setting == "dtype"]
+    assert decision.reason.startswith(f"that of {dtype_from}")

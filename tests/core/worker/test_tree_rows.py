@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from core.worker.test_layout import item, new_pages, step_of
+from core.worker.step_values import item, new_pages, step_of
 
 from enginery.contracts.attention import AttnLayerFacts, KVGeometry, LocalLayerId
 from enginery.contracts.batch import FULL, WINDOW, Phase

@@ -47,11 +47,7 @@ class RankProcesses:
         self._groups: RankGroups | None = None
         layers = tuple(map(int, asked.pp_layers.split(","))) if asked.pp_layers else ()
         mesh = ParallelFacts(
-            tensor_size=asked.tp,
-            num_lanes=asked.dp_attention,
-            num_stages=asked.pp,
-            layers_by_stage=layers,
-            cuts_experts=asked.ep,
+            tensor_size=asked.tp, num_lanes=asked.dp_attention, num_stages=asked.pp, layers_by_stage=layers, cuts_experts=asked.ep
         )
         self._parallel = mesh.of_rank(0)
         self._links: list[zmq.Socket[bytes]] = []

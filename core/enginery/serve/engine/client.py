@@ -59,7 +59,7 @@ class EngineClient:
 
     is_stopping: set it, and no more requests are taken; those that run go on. groups: of open requests, by their ids. stats: as
     last reported, several times a second. was_ready: its start has succeeded, and it told its facts. restarted_for: why the one
-    before ended, in whose place this one is. heard_s: when it last said something, by the monotonic clock.
+    before ended, in whose place this one is. heard_s: when it last said something, monotonic. prepares: it said so last.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EngineClient:
         self.is_stopping = False
         self._failed: messages.Failed | None = None
         self.meter = meter
-        self.stats = EngineStats()
+        self.stats, self.prepares = EngineStats(), False
         self.progress = Progress()
         self.loading = BuildProgress(phase="process")
         self.heard_s = time.monotonic()
@@ -222,9 +222,9 @@ class EngineClient:
             case messages.Outputs(outputs):
                 self.progress.moved()
                 _hand_out(outputs, self.groups, self.heard_s, self.meter)
-            case messages.Heartbeat(stats):
-                self.stats = stats
-                self.progress.completed(stats.num_steps)
+            case messages.Heartbeat():
+                self.stats, self.prepares = message.stats, message.prepares
+                self.progress.completed(self.stats.num_steps)
             case messages.Accepted(request_id=request_id) | messages.Rejected(request_id=request_id):
                 if group := self.groups.get(request_id):
                     group.answer(message)

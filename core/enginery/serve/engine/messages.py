@@ -94,9 +94,10 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Sent several times a second: the engine's loop runs, and these are its counters."""
+    """Sent several times a second: the engine's loop runs, and these are its counters. prepares: from now on, however long."""
 
     stats: EngineStats
+    prepares: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

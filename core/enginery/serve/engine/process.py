@@ -48,7 +48,9 @@ class EngineLoop:
         is_ready = False
         while self._take_messages(0 if self._engine.has_work or not is_ready else int(_HEARTBEAT_S * 1000)):
             if not self._engine.has_work:
+                self._tell(messages.Heartbeat(self._engine.meter.stats(), prepares=True))
                 was_ready, is_ready = is_ready, not self._engine.prepare()
+                self._heartbeat_s = 0.0  # it is told at once that this is over
                 if is_ready and not was_ready:
                     _keep_all_objects()
             else:

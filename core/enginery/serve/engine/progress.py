@@ -46,9 +46,9 @@ async def watch(replicas: Sequence[Replica], limit_s: float) -> None:
 
 
 def stalled_s(replica: Replica) -> float:
-    """Seconds for which it had work, and nothing came of it; or said nothing, though all whose work it has may have hung up."""
+    """Seconds for which it had work, and nothing came of it; or prepared nothing and said nothing, though all have hung up."""
     client = replica.client
-    silent_s = time.monotonic() - client.heard_s if client.state == "silent" else 0.0
+    silent_s = time.monotonic() - client.heard_s if client.state == "silent" and not client.prepares else 0.0
     return max(client.progress.stalled_s(has_work=bool(client.open_requests)), silent_s)
 
 
@@ -74,13 +74,8 @@ def _write_down(replica: Replica, seconds: float) -> None:
     engine, requests = replica.client, replica.client.open_requests
     _log.error("no step has completed for %.0f s; the last report was %s", seconds, engine.stats)
     for times in requests[:_MAX_SHOWN]:
-        _log.error(
-            "in the engine: %s, %d prompt tokens, %d generated, for %.1f s",
-            times.request_id,
-            times.num_prompt,
-            times.num_output,
-            time.monotonic() - times.began_s,
-        )
+        told = times.request_id, times.num_prompt, times.num_output, time.monotonic() - times.began_s
+        _log.error("in the engine: %s, %d prompt tokens, %d generated, for %.1f s", *told)
     if len(requests) > _MAX_SHOWN:
         _log.error("and %d more", len(requests) - _MAX_SHOWN)
     engine.child.relay(_stacks())

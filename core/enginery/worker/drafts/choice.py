@@ -39,12 +39,7 @@ class ChosenDrafter(NamedTuple):
 
 
 def choose_drafter(
-    asked: EngineOptions,
-    registry: Registry,
-    *,
-    shipped: Mapping[str, Path],
-    config: Mapping[str, object],
-    folder: Path,
+    asked: EngineOptions, registry: Registry, *, shipped: Mapping[str, Path], config: Mapping[str, object], folder: Path
 ) -> ChosenDrafter:
     """What guesses next tokens, and how many of a request in one step.
 

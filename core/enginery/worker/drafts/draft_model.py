@@ -212,13 +212,7 @@ class DraftModel:
         return self.relay.plan_steps(batches)
 
     def steps(
-        self,
-        batches: Sequence[ForwardBatch],
-        ids: torch.Tensor,
-        state: torch.Tensor | None,
-        *,
-        first: torch.Tensor,
-        choose: Choose,
+        self, batches: Sequence[ForwardBatch], ids: torch.Tensor, state: torch.Tensor | None, *, first: torch.Tensor, choose: Choose
     ) -> list[torch.Tensor]:
         """One row for each request in each step, with the token that the one before guessed: of each step [S, 1 + n].
 

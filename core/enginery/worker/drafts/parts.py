@@ -222,11 +222,7 @@ def find_draft_needs(asked: EngineOptions, registry: Registry, target: Choice) -
     except Unsupported as error:
         raise Unsupported(f"--drafter {asked.drafter} cannot run beside {target.checkpoint.name}: {error}") from error
     return DraftNeeds(
-        choice=choice,
-        needed=needed,
-        most=target.draft_length,
-        taps=_taps(target, choice),
-        target_width=target.facts.hidden_size,
+        choice=choice, needed=needed, most=target.draft_length, taps=_taps(target, choice), target_width=target.facts.hidden_size
     )
 
 

@@ -109,11 +109,7 @@ class Tails:
         for place, index in enumerate(which.tolist()):
             first = int(first_ends[index])
             self._by_seat[int(items.seat[index])] = _Kept(
-                (first, first + int(items.num_drafts[index])),
-                int(spares[index]),
-                int(wanted[index]),
-                ids[place],
-                features[place],
+                (first, first + int(items.num_drafts[index])), int(spares[index]), int(wanted[index]), ids[place], features[place]
             )
 
     def forget(self, step: StepInput) -> None:

@@ -131,13 +131,7 @@ def _draft_graphs(
 
 
 def _decode_graphs(
-    kind: type[DecodeGraphs],
-    choice: Choice,
-    parts: StepParts,
-    capture: Capture,
-    *,
-    keeps_hidden: bool,
-    most_positions: int = 0,
+    kind: type[DecodeGraphs], choice: Choice, parts: StepParts, capture: Capture, *, keeps_hidden: bool, most_positions: int = 0
 ) -> DecodeGraphs | None:
     empty = functools.partial(torch.empty, choice.settings.max_graph_requests, dtype=choice.dtype, device=choice.device)
     width = parts.model.width if isinstance(parts.model, JoinedHead) else parts.results.vocab_size

@@ -40,13 +40,7 @@ class RankGroups(Met):
     """
 
     def __init__(
-        self,
-        store: MeetingStore,
-        parallel: ParallelFacts,
-        *,
-        host: str,
-        standing: Standing,
-        device: torch.device = Group.device,
+        self, store: MeetingStore, parallel: ParallelFacts, *, host: str, standing: Standing, device: torch.device = Group.device
     ) -> None:
         """store: through which they find each other. host: address of the first rank. device: of this rank's tensors."""
         self._graphs: Iterable[torch.cuda.CUDAGraph] = ()

@@ -16,7 +16,6 @@ from enginery.api import (
     ForwardPlan,
     LayerSpec,
     LocalLayerId,
-    Phase,
     PlanKey,
     RecurrentFacts,
     RecurrentWeights,
@@ -86,14 +85,12 @@ class DeltaAttention:
         return dataclasses.replace(planned, decode=dataclasses.replace(planned.decode, arrived=arrived))
 
     def _check_capture(self, batch: ForwardBatch) -> None:
-        """Raises `Unsupported` for a batch that cannot be captured."""
-        graphs, length = self.graphs, batch.decode_len
-        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * length > 0
-        if not decodes or batch.num_requests > graphs.most_requests or batch.num_tokens > graphs.most_rows:
+        """Raises `Unsupported` for a batch that is larger than `init_graph_state` was told."""
+        graphs = self.graphs
+        if batch.num_requests > graphs.most_requests or batch.num_tokens > graphs.most_rows:
             raise Unsupported(
-                f"{self.backend_id} captures steps that decode, with as many rows of each request, for up to "
-                f"{graphs.most_requests} requests and {graphs.most_rows} rows; this is a batch of {batch.num_requests} requests "
-                f"and {batch.num_tokens} tokens in phase {batch.phase}"
+                f"{self.backend_id} captures steps of up to {graphs.most_requests} requests and {graphs.most_rows} rows, as "
+                f"init_graph_state was told; this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens"
             )
 
     @hookimpl

@@ -14,7 +14,6 @@ from enginery.api import (
     ForwardPlan,
     KVPiece,
     LayerSpec,
-    Phase,
     PlanKey,
     StalePlan,
     Unsupported,
@@ -89,13 +88,11 @@ class FlashInferMla:
 
     def _graphs_of(self, batch: ForwardBatch) -> CapturedSteps:
         """Raises `Unsupported` for a batch that cannot be captured."""
-        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * batch.decode_len
         graphs = self.graphs
-        if graphs is None or not decodes or batch.num_requests > graphs.max_batch_size or batch.num_tokens > graphs.max_rows:
+        if graphs is None or batch.num_requests > graphs.max_batch_size or batch.num_tokens > graphs.max_rows:
             raise Unsupported(
-                f"{self.backend_id} captures steps that decode, with as many rows of each request, after init_graph_state and no "
-                f"larger than it was told; this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in "
-                f"phase {batch.phase}"
+                f"{self.backend_id} captures steps after init_graph_state and no larger than it was told; this is a batch of "
+                f"{batch.num_requests} requests and {batch.num_tokens} tokens"
             )
         return graphs
 

@@ -10,7 +10,6 @@ from enginery.api import (
     ForwardPlan,
     LayerKV,
     LayerSpec,
-    Phase,
     PlanKey,
     StalePlan,
     Unsupported,
@@ -65,12 +64,8 @@ class FlashInferAttention:
         key = PlanKey.of(batch, self.backend_id, epoch=self.epoch, capture=capture)
         if not capture:
             return self.planner.plan(batch, key, self._workspace())
-        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * batch.decode_len
-        if self.graphs is None or not decodes:
-            raise Unsupported(
-                f"{self.backend_id} captures steps that decode, with as many rows of each request, after init_graph_state; "
-                f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
-            )
+        if self.graphs is None:
+            raise Unsupported(f"{self.backend_id} captures steps after init_graph_state, which was not called")
         fronts = self.graphs.fronts(batch.num_requests, batch.decode_len, self._captured_workspace(batch))
         self.graphs.refresh(decoding_rows(batch), batch.decode_len)
         cuts = {cut: CutPlan(front=front, prefill=None) for cut, front in fronts.items()}

@@ -13,7 +13,6 @@ from enginery.api import (
     KVPiece,
     LayerSpec,
     MaskPart,
-    Phase,
     PlanKey,
     StalePlan,
     Unsupported,
@@ -55,12 +54,8 @@ class TritonAttention:
         parts = self.arena.take("attention of split requests", workspace_bytes, may_move=True)
         if not capture:
             return TritonPlan(key=key, tables=self.planner.tables(batch), parts=parts, trees=self._room_for_trees(batch))
-        decodes = batch.phase in (Phase.DECODE, Phase.VERIFY) and batch.num_tokens == batch.num_requests * batch.decode_len
-        if self.graphs is None or not decodes:
-            raise Unsupported(
-                f"{self.backend_id} captures steps that decode, with as many rows of each request, after init_graph_state; "
-                f"this is a batch of {batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
-            )
+        if self.graphs is None:
+            raise Unsupported(f"{self.backend_id} captures steps after init_graph_state, which was not called")
         tables = self.graphs.tables(batch.num_requests, length=batch.decode_len, shares=batch.kv_lens is None)
         self.graphs.refresh(batch, page_size=self.geometry.page_size)
         return TritonPlan(key=key, tables=tables, parts=parts, trees=self._room_for_trees(batch))

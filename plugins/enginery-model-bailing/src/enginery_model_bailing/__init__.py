@@ -1,13 +1,32 @@
-"""Ring-2.5 and Ling-3.0, which both call themselves `bailing_hybrid`."""
+"""Ling 1, Ling 2.0, Ring-2.5 and Ling-3.0."""
 
-from enginery.api import ModelSpec, hookimpl
-from enginery_model_bailing.spec import ling, ring
+from enginery.api import DrafterSpec, ExpertNames, ModelSpec, hookimpl
+from enginery_model_bailing.spec import ling, ling3, ring
 
 
 @hookimpl
 def register_models() -> list[ModelSpec]:
-    """Most layers are recurrent, the others have latents."""
+    """Of Ring-2.5 and Ling-3.0 most layers are recurrent, the others have latents. Earlier Lings have keys and values in all."""
     return [
+        ModelSpec(
+            name="ling",
+            api=(2, 0),
+            architectures=("BailingMoeForCausalLM",),
+            describe=ling.describe,
+            build=ling.build,
+            lanes=True,
+            stacked_weights=ExpertNames().stacked,
+        ),
+        ModelSpec(
+            name="ling-2",
+            api=(2, 0),
+            architectures=("BailingMoeV2ForCausalLM",),
+            describe=ling.describe,
+            build=ling.build,
+            lanes=True,
+            stacked_weights=ring.STACKED,
+            ignored_weights=ling.ignored_weights,
+        ),
         ModelSpec(
             name="ring-2.5",
             api=(2, 0),
@@ -22,10 +41,16 @@ def register_models() -> list[ModelSpec]:
             name="ling-3",
             api=(2, 0),
             architectures=("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM"),
-            describe=ling.describe,
-            build=ling.build,
+            describe=ling3.describe,
+            build=ling3.build,
             lanes=True,
-            stacked_weights=ling.STACKED,
+            stacked_weights=ling3.STACKED,
             ignored_weights=ring.ignored_weights,
         ),
     ]
+
+
+@hookimpl
+def register_drafters() -> list[DrafterSpec]:
+    """The layer behind the last, in checkpoints of Ling 2.0 that have it."""
+    return [ling.MTP]

@@ -1,1 +1,1 @@
-"""A module for each family: what its config.json says."""
+"""What config.json says, of each family, without torch."""

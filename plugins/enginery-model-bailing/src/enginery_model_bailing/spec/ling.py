@@ -1,155 +1,96 @@
-"""What config.json of Ling-3.0 says, without torch."""
+"""What config.json of Ling 2.0 and of Ling 1 says, without torch. They differ in how a token's experts are chosen."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from enginery.api import (
-    AttnLayerFacts,
     CheckpointError,
     DecoderShape,
-    LatentFacts,
+    DrafterSpec,
+    Feature,
     MixtureShape,
     Model,
     ModelContext,
     ModelFacts,
-    RecurrentFacts,
+    ModelSpec,
+    RopeShape,
+    Routing,
     read_decoder_shape,
     read_grouped_experts,
-    read_latents,
+    required,
     whole_number,
 )
-from enginery_model_bailing.spec import ring
+from enginery_model_bailing.spec.ring import NAMES, STACKED, check_served
 
-# transformers stores the last product of either attention as `dense`; the hub's files have `o_proj` in recurrent layers.
-STACKED: Final = ring.STACKED | {".attention.dense.weight": (".attention.o_proj.weight",)}
-
-# What other families call otherwise, as transformers writes it, and as the hub's files have it.
-ALIASES: Final = {
-    "max_position_embeddings": "model_max_length",
-    "n_group": "num_expert_group",
-    "n_routed_experts": "num_experts",
-    "n_shared_experts": "num_shared_experts",
-    "norm_topk_prob": "moe_renormalize",
-    "num_experts_per_tok": "num_experts_per_token",
-}
 SERVED: Final[dict[str, Any]] = {
-    "attention_bias": False,
-    "gated_attention_proj_granularity_type": "head_wise",
-    "moe_router_enable_expert_bias": True,
-    "no_kda_lora": True,
-    "rope_interleave": True,
-    "score_function": "sigmoid",
+    "norm_head": False,
+    "norm_softmax": False,
+    "norm_topk_prob": True,
     "use_bias": False,
-    "use_kda_lora": False,
-    "use_mla_nope": False,
-    "use_qkv_bias": False,
-    "value_norm": False,
+    "use_rmsnorm": True,
+    "use_sliding_window": False,
 }
-LIMITS: Final = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
-LINEAR, FULL, DENSE, SPARSE = "linear_attention", "full_attention", "dense", "sparse"
+SOFTMAX: Final = SERVED | {
+    "moe_router_enable_expert_bias": False,
+    "n_group": 1,
+    "routed_scaling_factor": 1.0,
+    "score_function": "softmax",
+    "use_qk_norm": False,
+}
+SIGMOID: Final = SERVED | {"moe_router_enable_expert_bias": True, "score_function": "sigmoid", "use_qk_norm": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LingShape:
-    """decoder: what is not attention. linear: by layer, whether it is recurrent. q_rank: None for queries of full rank."""
+def shape(config: Mapping[str, Any]) -> DecoderShape:
+    """Ling's shape. Raises `CheckpointError` for what is not served."""
+    is_second = "BailingMoeV2ForCausalLM" in config["architectures"]
+    check_served(config, SIGMOID if is_second else SOFTMAX)
+    plain = read_decoder_shape(
+        config,
+        qkv_bias=bool(config.get("use_qkv_bias")),
+        qk_norm=is_second,
+        experts=_chosen_by_sigmoid(config) if is_second else _chosen_by_softmax(config),
+    )
+    return dataclasses.replace(plain, embedding="word_embeddings", rope=_rope(config, plain))
 
-    decoder: DecoderShape
-    linear: tuple[bool, ...]
-    rule: RecurrentFacts
-    latent: LatentFacts
-    q_rank: int | None
 
-    def facts(self) -> ModelFacts:
-        """The part that the core needs."""
-        decoder, latent, rule, heads = self.decoder, self.latent, self.rule, self.decoder.num_heads
-        row, absorbed = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
-        full = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
-        linear = AttnLayerFacts(num_heads=heads, num_kv_heads=heads, head_dim=rule.key_dim, recurrent=rule)
-        recurrent = 6 * (rule.mixed_width + rule.gates_width)
-        return ModelFacts(
-            vocab_size=decoder.vocab_size,
-            hidden_size=decoder.hidden_size,
-            max_positions=decoder.max_positions,
-            activation_width=3 * decoder.hidden_size + max(absorbed, recurrent, decoder.mlp_width),
-            layers=tuple(
-                dataclasses.replace(linear if is_linear else full, decoder_layer=index)
-                for index, is_linear in enumerate(self.linear)
-            ),
-            boundary=decoder.boundary,
+def _rope(config: Mapping[str, Any], plain: DecoderShape) -> RopeShape:
+    """Ling-1T states how many dims of a head are rotated in place of which part of them; some files state both."""
+    if not config.get("rotary_dim"):
+        return plain.rope
+    rotary, by_factor = whole_number(config, "rotary_dim"), plain.rope.rotary_dim
+    if rotary > plain.head_dim or by_factor not in (rotary, plain.head_dim):
+        raise CheckpointError(
+            f"config.json has rotary_dim {rotary}, and partial_rotary_factor for {by_factor} of a head's {plain.head_dim} dims; "
+            "the two must say the same"
         )
+    return dataclasses.replace(plain.rope, rotary_dim=rotary)
 
 
-def shape(config: Mapping[str, Any]) -> LingShape:
-    """Ling-3.0's shape. Raises `CheckpointError` for what is not served."""
-    for key, value in SERVED.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
-    for key in LIMITS:
-        if any(config.get(key) or ()):
-            raise CheckpointError(f"config.json has {key}, and experts with limits are not served for this architecture")
-    config = {**config, **{name: config[other] for name, other in ALIASES.items() if other in config}}
-    latent, dim = read_latents(config), whole_number(config, "linear_head_dim", whole_number(config, "head_dim"))
-    plain = read_decoder_shape({**config, "head_dim": latent.rope_dim})
-    heads, count = plain.num_heads, len(plain.windows)
-    if plain.num_kv_heads != heads:
-        raise CheckpointError("config.json has num_key_value_heads that differ from num_attention_heads; latents serve every head")
-    floor = float(config.get("kda_lower_bound", -5.0)) if config.get("kda_safe_gate", True) else None
-    return LingShape(
-        decoder=dataclasses.replace(
-            plain,
-            embedding="word_embeddings",
-            experts=_experts(config, count),
-            # `partial_rotary_factor` is of a whole head; the rotated part of latents is stated by its own name
-            rope=dataclasses.replace(plain.rope, rotary_dim=latent.rope_dim),
-        ),
-        linear=_linear(config, count),
-        rule=RecurrentFacts(
-            rule="delta",
-            decay="channel",
-            key_heads=heads,
-            value_heads=heads,
-            key_dim=dim,
-            value_dim=dim,
-            conv_kernel=whole_number(config, "short_conv_kernel_size", 4),
-            gate_floor=floor,
-        ),
-        latent=latent,
-        q_rank=whole_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
+def _shared_size(config: Mapping[str, Any]) -> int:
+    own = whole_number(config, "moe_shared_expert_intermediate_size", whole_number(config, "moe_intermediate_size"))
+    return own * whole_number(config, "num_shared_experts", 0)
+
+
+def _chosen_by_sigmoid(config: Mapping[str, Any]) -> MixtureShape | None:
+    """As DeepSeek-V3's."""
+    for key in ("n_group", "topk_group", "routed_scaling_factor"):  # programs that read files without them differ
+        required(config, key)
+    experts = read_grouped_experts({**config, "n_routed_experts": config.get("num_experts")}, scoring="sigmoid")
+    return experts and dataclasses.replace(experts, names=NAMES, shared_size=_shared_size(config))
+
+
+def _chosen_by_softmax(config: Mapping[str, Any]) -> MixtureShape:
+    first, count = whole_number(config, "first_k_dense_replace", 0), whole_number(config, "num_hidden_layers")
+    return MixtureShape(
+        layers=frozenset(range(first, count)),
+        num_experts=whole_number(config, "num_experts"),
+        inner_size=whole_number(config, "moe_intermediate_size"),
+        routing=Routing(top_k=whole_number(config, "num_experts_per_tok"), renormalise=True),
+        shared_size=_shared_size(config),
     )
-
-
-def _experts(config: Mapping[str, Any], count: int) -> MixtureShape | None:
-    experts = read_grouped_experts(config, scoring="sigmoid")
-    if experts is None:
-        return None
-    sparse = _stated(config, "mlp_layer_types", SPARSE, DENSE, count)
-    inner = config.get("moe_shared_expert_intermediate_size") or experts.inner_size
-    return dataclasses.replace(
-        experts,
-        names=ring.NAMES,
-        layers=experts.layers if sparse is None else frozenset(index for index in range(count) if sparse[index]),
-        shared_size=inner * whole_number(config, "n_shared_experts", 0),
-    )
-
-
-def _linear(config: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """By `layer_types`, or all but the last of each group, and but those behind the last whole group."""
-    every, stated = whole_number(config, "layer_group_size"), _stated(config, "layer_types", LINEAR, FULL, count)
-    return stated or tuple((index + 1) % every > 0 and index < count // every * every for index in range(count))
-
-
-def _stated(config: Mapping[str, Any], key: str, one: str, other: str, count: int) -> tuple[bool, ...] | None:
-    """By layer, whether it is stated to be `one`. None: config.json does not say."""
-    kinds = config.get(key)
-    if kinds is None:
-        return None
-    if len(kinds) != count or set(kinds) - {one, other}:
-        raise CheckpointError(f"config.json has {key} {kinds!r}; it needs {one!r} or {other!r} for each of {count} layers")
-    return tuple(kind == one for kind in kinds)
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:
@@ -159,6 +100,55 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
 
 def build(context: ModelContext) -> Model:
     """Import torch and build."""
-    from enginery_model_bailing.ling import build_decoder
+    from enginery_model_bailing.ling_model import build_decoder
 
     return build_decoder(context)
+
+
+def num_modules(config: Mapping[str, Any]) -> int:
+    """Layers behind the last, each of which predicts one token more: base models have one."""
+    return whole_number(config, "num_nextn_predict_layers")
+
+
+def ignored_weights(config: Mapping[str, Any]) -> list[str]:
+    """Of the layers behind the last, which only a drafter asks for."""
+    first = whole_number(config, "num_hidden_layers")
+    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
+
+
+def module_shape(config: Mapping[str, Any]) -> DecoderShape:
+    """Of the layers behind the last."""
+    return shape(config).one_more(num_modules(config))
+
+
+def describe_modules(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of the layers behind the last."""
+    return module_shape(config).facts()
+
+
+def build_modules(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_bailing.ling_model import build_modules
+
+    return build_modules(context)
+
+
+MTP: Final = DrafterSpec(
+    name="mtp",
+    api=(2, 0),
+    summary="the layer behind the model's last, which was trained to predict one token more",
+    most=8,
+    takes_features=True,
+    features=lambda config, target: (Feature(target.num_decoder_layers, "final"),),
+    modules=num_modules,
+    suits=lambda config: bool(config.get("num_nextn_predict_layers")),
+    model=ModelSpec(
+        name="mtp",
+        api=(2, 0),
+        architectures=("BailingMoeV2ForCausalLM",),
+        describe=describe_modules,
+        build=build_modules,
+        ignored_weights=("*",),  # the model's own
+        stacked_weights=STACKED,
+    ),
+)

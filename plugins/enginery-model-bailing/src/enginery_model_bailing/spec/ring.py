@@ -72,11 +72,16 @@ class RingShape:
         return tuple(-(2.0 ** (-8 * (head + 1) / heads)) * factor for head in range(heads))
 
 
-def shape(config: Mapping[str, Any]) -> RingShape:
-    """Ring-2.5's shape. Raises `CheckpointError` for what is not served."""
-    for key, value in SERVED.items():
+def check_served(config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for a key that has another value."""
+    for key, value in served.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
+
+
+def shape(config: Mapping[str, Any]) -> RingShape:
+    """Ring-2.5's shape. Raises `CheckpointError` for what is not served."""
+    check_served(config, SERVED)
     latent = read_latents(config)
     renamed = {"n_routed_experts": config.get("num_experts"), "n_shared_experts": config.get("num_shared_experts")}
     experts = read_grouped_experts({**config, **renamed}, scoring="sigmoid")
@@ -119,6 +124,6 @@ def describe(config: Mapping[str, Any]) -> ModelFacts:
 
 def build(context: ModelContext) -> Model:
     """Import torch and build."""
-    from enginery_model_bailing.ring import build_decoder
+    from enginery_model_bailing.ring_model import build_decoder
 
     return build_decoder(context)

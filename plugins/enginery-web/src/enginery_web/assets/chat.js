@@ -17,6 +17,7 @@ let running = null;  // the answer that comes: {answer, of, abort, wasKept}
 const act = { edit, regenerate };
 
 export async function send() {
+  open();  // the browser tells of another address a moment later
   const field = find("say"), said = field.value.trim(), of = conversation;
   if (running || !said) return;
   field.value = "";

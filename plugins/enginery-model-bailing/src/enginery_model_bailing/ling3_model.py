@@ -14,9 +14,9 @@ from enginery.nn.channel_delta import KimiDeltaAttention
 from enginery.nn.decoder import AttentionBlock, Decoder, DecoderLayer
 from enginery.nn.latent_attention import LatentSelfAttention
 from enginery.nn.moe import layer_mlp
-from enginery_model_bailing.ring import LATENT_NORM_EPS
-from enginery_model_bailing.spec.ling import LingShape
-from enginery_model_bailing.spec.ling import shape as read_shape
+from enginery_model_bailing.ring_model import LATENT_NORM_EPS
+from enginery_model_bailing.spec.ling3 import LingShape
+from enginery_model_bailing.spec.ling3 import shape as read_shape
 
 
 def build_decoder(context: ModelContext) -> Model:

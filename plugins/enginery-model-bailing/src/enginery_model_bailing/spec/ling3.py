@@ -1,0 +1,164 @@
+"""What config.json of Ling-3.0 says, without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from enginery.api import (
+    AttnLayerFacts,
+    CheckpointError,
+    DecoderShape,
+    LatentFacts,
+    MixtureShape,
+    Model,
+    ModelContext,
+    ModelFacts,
+    RecurrentFacts,
+    read_decoder_shape,
+    read_grouped_experts,
+    read_latents,
+    whole_number,
+)
+from enginery_model_bailing.spec import ring
+
+# transformers stores the last product of either attention as `dense`; the hub's files have `o_proj` in recurrent layers.
+STACKED: Final = ring.STACKED | {".attention.dense.weight": (".attention.o_proj.weight",)}
+
+# What other families call otherwise, as transformers writes it, and as the hub's files have it.
+ALIASES: Final = {
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
+SERVED: Final[dict[str, Any]] = {
+    "attention_bias": False,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "moe_router_enable_expert_bias": True,
+    "no_kda_lora": True,
+    "rope_interleave": True,
+    "score_function": "sigmoid",
+    "use_bias": False,
+    "use_kda_lora": False,
+    "use_mla_nope": False,
+    "use_qkv_bias": False,
+    "value_norm": False,
+}
+LIMITS: Final = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+LINEAR, FULL, DENSE, SPARSE = "linear_attention", "full_attention", "dense", "sparse"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LingShape:
+    """decoder: what is not attention. linear: by layer, whether it is recurrent. q_rank: None for queries of full rank."""
+
+    decoder: DecoderShape
+    linear: tuple[bool, ...]
+    rule: RecurrentFacts
+    latent: LatentFacts
+    q_rank: int | None
+
+    def facts(self) -> ModelFacts:
+        """The part that the core needs."""
+        decoder, latent, rule, heads = self.decoder, self.latent, self.rule, self.decoder.num_heads
+        row, absorbed = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
+        full = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
+        linear = AttnLayerFacts(num_heads=heads, num_kv_heads=heads, head_dim=rule.key_dim, recurrent=rule)
+        recurrent = 6 * (rule.mixed_width + rule.gates_width)
+        return ModelFacts(
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            max_positions=decoder.max_positions,
+            activation_width=3 * decoder.hidden_size + max(absorbed, recurrent, decoder.mlp_width),
+            layers=tuple(
+                dataclasses.replace(linear if is_linear else full, decoder_layer=index)
+                for index, is_linear in enumerate(self.linear)
+            ),
+            boundary=decoder.boundary,
+        )
+
+
+def shape(config: Mapping[str, Any]) -> LingShape:
+    """Ling-3.0's shape. Raises `CheckpointError` for what is not served."""
+    for key, value in SERVED.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
+    for key in LIMITS:
+        if any(config.get(key) or ()):
+            raise CheckpointError(f"config.json has {key}, and experts with limits are not served for this architecture")
+    config = {**config, **{name: config[other] for name, other in ALIASES.items() if other in config}}
+    latent, dim = read_latents(config), whole_number(config, "linear_head_dim", whole_number(config, "head_dim"))
+    plain = read_decoder_shape({**config, "head_dim": latent.rope_dim})
+    heads, count = plain.num_heads, len(plain.windows)
+    if plain.num_kv_heads != heads:
+        raise CheckpointError("config.json has num_key_value_heads that differ from num_attention_heads; latents serve every head")
+    floor = float(config.get("kda_lower_bound", -5.0)) if config.get("kda_safe_gate", True) else None
+    return LingShape(
+        decoder=dataclasses.replace(
+            plain,
+            embedding="word_embeddings",
+            experts=_experts(config, count),
+            # `partial_rotary_factor` is of a whole head; the rotated part of latents is stated by its own name
+            rope=dataclasses.replace(plain.rope, rotary_dim=latent.rope_dim),
+        ),
+        linear=_linear(config, count),
+        rule=RecurrentFacts(
+            rule="delta",
+            decay="channel",
+            key_heads=heads,
+            value_heads=heads,
+            key_dim=dim,
+            value_dim=dim,
+            conv_kernel=whole_number(config, "short_conv_kernel_size", 4),
+            gate_floor=floor,
+        ),
+        latent=latent,
+        q_rank=whole_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
+    )
+
+
+def _experts(config: Mapping[str, Any], count: int) -> MixtureShape | None:
+    experts = read_grouped_experts(config, scoring="sigmoid")
+    if experts is None:
+        return None
+    sparse = _stated(config, "mlp_layer_types", SPARSE, DENSE, count)
+    inner = config.get("moe_shared_expert_intermediate_size") or experts.inner_size
+    return dataclasses.replace(
+        experts,
+        names=ring.NAMES,
+        layers=experts.layers if sparse is None else frozenset(index for index in range(count) if sparse[index]),
+        shared_size=inner * whole_number(config, "n_shared_experts", 0),
+    )
+
+
+def _linear(config: Mapping[str, Any], count: int) -> tuple[bool, ...]:
+    """By `layer_types`, or all but the last of each group, and but those behind the last whole group."""
+    every, stated = whole_number(config, "layer_group_size"), _stated(config, "layer_types", LINEAR, FULL, count)
+    return stated or tuple((index + 1) % every > 0 and index < count // every * every for index in range(count))
+
+
+def _stated(config: Mapping[str, Any], key: str, one: str, other: str, count: int) -> tuple[bool, ...] | None:
+    """By layer, whether it is stated to be `one`. None: config.json does not say."""
+    kinds = config.get(key)
+    if kinds is None:
+        return None
+    if len(kinds) != count or set(kinds) - {one, other}:
+        raise CheckpointError(f"config.json has {key} {kinds!r}; it needs {one!r} or {other!r} for each of {count} layers")
+    return tuple(kind == one for kind in kinds)
+
+
+def describe(config: Mapping[str, Any]) -> ModelFacts:
+    """The facts that the core plans with."""
+    return shape(config).facts()
+
+
+def build(context: ModelContext) -> Model:
+    """Import torch and build."""
+    from enginery_model_bailing.ling3_model import build_decoder
+
+    return build_decoder(context)

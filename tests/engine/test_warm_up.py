@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from engine.test_graphs import AgainAndAgain
-from pairwise import EVERYTHING
+from pairwise import EVERYTHING, spread
 from parity.engine_driver import options
 from parity.oracle import EXPERT_FAMILIES, FAMILIES, Oracle
+from parity.test_hybrids import HYBRIDS
+from parity.test_mamba import FAMILIES as MAMBA
+from transformers import KimiLinearConfig
 
 from enginery.contracts.attention import LocalLayerId
 from enginery.contracts.batch import ForwardBatch, Phase
@@ -92,7 +95,11 @@ class Launches:
 
     def run(self, kernel: Any, *args: Any, grid: object, warmup: bool, **settings: Any) -> None:
         """A variant is a kernel, its settings, and of each argument what the compiler specialises on."""
-        facts = (*sorted(settings.items()), *(_specialised(each, by_value=kernel.__name__ not in OF_ANY_COUNT) for each in args))
+        anywhere = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
+        facts = [*sorted(settings.items())]
+        for name, each in zip(kernel.arg_names, args, strict=False):
+            found = _specialised(each, by_value=kernel.__name__ not in OF_ANY_COUNT)
+            facts.append(found[:1] if name in anywhere else found)
         self.variants.add((kernel.__name__, *map(str, facts)))
         if kernel.__name__ in ("best_of_blocks", "sample_rows"):  # what they choose is an index later
             for each in args:
@@ -100,11 +107,11 @@ class Launches:
                     each.zero_()
 
 
-def _specialised(argument: object, *, by_value: bool) -> object:
+def _specialised(argument: object, *, by_value: bool) -> tuple[object, ...]:
     """by_value: not of kernels of which one variant serves every number."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
-    return (type(argument), argument == 1, argument % 16 == 0) if isinstance(argument, int) and by_value else type(argument)
+    return (type(argument), argument == 1, argument % 16 == 0) if isinstance(argument, int) and by_value else (type(argument),)
 
 
 @pytest.fixture
@@ -122,7 +129,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def typical_batches(parts: BuiltParts, *, most: int, longest: int) -> Iterator[ForwardBatch]:
     """Prefills, decoding and mixed steps at random, some of whose requests begin alike, at any place in memory."""
-    chance, geometry = random.Random(0), parts.step.relay.backend.pool.geometry
+    chance, geometry = random.Random(0), parts.geometry
     for _ in range(150 if EVERYTHING else 60):
         phase = chance.choice([Phase.PREFILL, Phase.DECODE, Phase.MIXED])
         num_decode = 0 if phase is Phase.PREFILL else chance.choice([1, 2, 3, 17, 63, 64, most - 3])
@@ -137,14 +144,20 @@ def typical_batches(parts: BuiltParts, *, most: int, longest: int) -> Iterator[F
         yield batch
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek-v2", "mixtral"])
+KIMI = KimiLinearConfig(**{**HYBRIDS["kimi_linear"].to_dict(), "mlp_layer_types": ["dense"] * 4})
+RECURRENT = {"kimi_dense": KIMI, "qwen3_5": HYBRIDS["qwen3_5"], "minimax": HYBRIDS["minimax"]}
+RECURRENT |= {name: MAMBA[name] for name in ("jamba", "lfm2", "bamba")}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek-v2", "mixtral", *spread(RECURRENT, 3)])
 def test_after_it_no_kernel_that_a_batch_needs_is_new(family: str, launches: Launches, write_oracle: Callable[..., Oracle]) -> None:
     most, longest = 100, 512
     asked = options(
-        write_oracle(family, (FAMILIES | EXPERT_FAMILIES)[family]),
+        write_oracle(family, (FAMILIES | EXPERT_FAMILIES | RECURRENT)[family]),
         dtype="bfloat16",
         attention_backend="triton",
         max_batch_requests=most,
+        linear_attention_backend="delta" if family in RECURRENT else None,
     )
     parts = build_parts(asked, Registry.load())
     warm(parts, longest=longest)

@@ -79,8 +79,7 @@ class LatentAttention(Composite):
     def plan_part(self, part: Part, *, capture: bool) -> Part:
         """A prefilling part by the first strategy that the backend does not deny; else from the latents in their pages."""
         prefills = part.batch.phase is Phase.PREFILL and part.batch.num_requests > 0
-        ragged = self._plan_ragged(part) if prefills else None
-        return ragged or super().plan_part(part, capture=capture)
+        return (self._plan_ragged(part) if prefills else None) or super().plan_part(part, capture=capture)
 
     def _plan_ragged(self, part: Part) -> RaggedPart | None:
         """Plan a prefill by the first strategy that the backend takes. None: it runs absorbed, from the latents."""

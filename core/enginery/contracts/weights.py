@@ -170,8 +170,7 @@ class ExpertNames:
         """`ModelSpec.stacked_weights`: how transformers 5 has experts in memory, and stores them where it is told to."""
         stem = f".{self.block}.experts.{{}}."
         of_router = () if self.block == "mlp" else (f"{self.router}.weight", self.correction)
-        renamed = {f".mlp.{name}": (f".{self.block}.{name}",) for name in of_router}
-        return renamed | {
+        return {f".mlp.{name}": (f".{self.block}.{name}",) for name in of_router} | {
             ".mlp.experts.gate_up_proj": (f"{stem}{self.gate}.weight", f"{stem}{self.up}.weight"),
             ".mlp.experts.down_proj": (f"{stem}{self.down}.weight",),
         }

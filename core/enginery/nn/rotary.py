@@ -83,8 +83,7 @@ def _yarn(rope: RopeShape, num_positions: int) -> Frequencies:
     if rope.parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    span = high - low or 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
     extrapolated = _plain(theta, dim)
     inv_freq = extrapolated / factor * ramp + extrapolated * (1 - ramp)
     return inv_freq, _yarn_attention_factor(rope, factor)

@@ -152,8 +152,7 @@ class StepBuilder:
     @property
     def phase(self) -> Phase:
         if self.num_decode == len(self.requests):
-            plain = Phase.DECODE if self.decode_len == 1 else Phase.VERIFY
-            return plain if self.requests else Phase.IDLE
+            return (Phase.DECODE if self.decode_len == 1 else Phase.VERIFY) if self.requests else Phase.IDLE
         return Phase.MIXED if self.num_decode else Phase.PREFILL
 
 

@@ -134,8 +134,7 @@ class _Pieces:
         return self._advance_in_part(text) if num_pending >= _HELD_TOKENS else ""
 
     def rest(self) -> str:
-        text = self._decode(self._ids)
-        return self._advance(text, len(self._ids))
+        return self._advance(self._decode(self._ids), len(self._ids))
 
     def _advance_in_part(self, text: str) -> str:
         """Let go of a token boundary that what follows does not change. A character has four bytes at the most."""

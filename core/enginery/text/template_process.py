@@ -136,8 +136,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 @lru_cache(maxsize=8)
 def _variables_of(source: str) -> frozenset[str]:
-    environment = _environment()
-    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def _raise_exception(message: str) -> None:
@@ -220,8 +219,7 @@ def _until_mark(text: str, content: object, mark: str) -> Rendered:
     if place < 0 or str(content).strip() not in text:
         told = "rewrites or leaves out the final message, so that it cannot be continued"
         return Rendered(error=told, param="continue_final_message")
-    is_trimmed = not text.startswith(mark, place)
-    return Rendered(text=text[:place].rstrip() if is_trimmed else text[:place])
+    return Rendered(text=text[:place] if text.startswith(mark, place) else text[:place].rstrip())
 
 
 def main() -> None:

@@ -231,8 +231,7 @@ def _weight_format(
     offer, why = choose_format(stated, registry.offers(WeightFormatSpec), format_needs)
     stays = [f"{scheme} for {name}" for name, schemes in kept_schemes(ops).items() for scheme in schemes]
     reason = f"{why}, from {offer.source}; in memory stays {', '.join(stays) or 'nothing'} of it, the rest becomes {needs.dtype}"
-    decision = Decision(setting="weight format", value=offer.name, reason=reason, source=offer.source)
-    return offer, (decision,)
+    return offer, (Decision(setting="weight format", value=offer.name, reason=reason, source=offer.source),)
 
 
 def op_decisions(offers: Sequence[Offer[OpSpec]]) -> list[Decision]:

@@ -1,13 +1,19 @@
 """What processes exchange through gloo, here among threads, against sums in float64."""
 
+import datetime
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from enginery.worker.ranks.gloo import Group, Standing, open_store
+from enginery.worker.ranks import gloo
+from enginery.worker.ranks.gloo import Group, LostRank, Standing, open_store
 
 
 def on_ranks(tmp_path: Path, size: int, work: Callable[[Group], object]) -> list[object]:
@@ -33,6 +39,85 @@ def test_each_rank_gets_its_rows_of_the_sum(size: int, dtype: torch.dtype, tmp_p
         assert own.shape == (5, 8)
         torch.testing.assert_close(own, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(parts, given)
+
+
+def two_groups(tmp_path: Path, standing: Standing) -> list[Group]:
+    """The first with this standing."""
+
+    def meet(rank: int) -> Group:
+        own = Standing() if rank else standing
+        return Group(open_store(str(tmp_path / "meeting"), 2), "all", rank=rank, size=2, standing=own)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(meet, range(2)))
+
+
+def waiting(exchange: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
+    """What it gives, by a thread that the process does not wait for."""
+    found = Future[torch.Tensor]()
+
+    def run() -> None:
+        try:
+            found.set_result(exchange())
+        except LostRank as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
+
+
+def test_who_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "_LOOK", datetime.timedelta(milliseconds=20))
+    first, second = two_groups(tmp_path, Standing())
+    sums = [waiting(lambda: first.sum(torch.full((3,), 1.0)))]
+    with pytest.raises(TimeoutError):
+        sums[0].result(timeout=0.3)
+    sums.append(waiting(lambda: second.sum(torch.full((3,), 2.0))))
+    assert [found.result(timeout=50).tolist() for found in sums] == [[3.0] * 3] * 2
+
+
+EXCHANGES: dict[str, Callable[[Group], torch.Tensor]] = {
+    "sum": lambda group: group.sum(torch.ones(3)),
+    "receive from rank 1": lambda group: group.receive((3,), torch.float32, 1),
+}
+
+
+@pytest.mark.parametrize("what", EXCHANGES)
+def test_an_exchange_with_a_rank_that_goes_says_so(what: str, tmp_path: Path) -> None:
+    standing = Standing()
+    groups = two_groups(tmp_path, standing)
+    found = waiting(lambda: EXCHANGES[what](groups[0]))
+    while standing.waits != what:
+        time.sleep(0.01)
+    del groups[1]
+    with pytest.raises(LostRank, match=f"'{what}' with other ranks failed: .*[Cc]onnection"):
+        found.result(timeout=50)
+
+
+LOST = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from enginery.worker.ranks.gloo import Group, LostRank, Standing, open_store
+
+standing = Standing()
+meet = lambda rank: Group(open_store(sys.argv[1], 2), "all", rank=rank, size=2, standing=standing)
+with ThreadPoolExecutor(2) as threads:
+    groups = list(threads.map(meet, range(2)))
+standing.connections.clear()  # as if gloo had heard of their end, and forgotten what it was to send
+threading.Timer(0.2, standing.sever).start()
+try:
+    groups[0].sum(torch.ones(3))
+except LostRank as error:
+    print(error)
+del groups[0]  # while the other's connections are open
+"""
+
+
+def test_an_exchange_that_gloo_has_forgotten_ends_and_the_process_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOST, str(tmp_path / "meeting")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert (done.returncode, done.stdout) == (0, "the exchange 'sum' with other ranks failed: it was ended\n"), done.stderr
 
 
 def test_a_rank_that_is_alone_exchanges_nothing(tmp_path: Path) -> None:

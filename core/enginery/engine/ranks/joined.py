@@ -87,9 +87,8 @@ class Listening:
 
     def __init__(self, door: Door, key: str, *, count: int, deadline_s: float) -> None:
         self.address, self.key = door.address, key
-        self.given_up = threading.Event()
+        self.given_up, self._still_here = threading.Event(), messages.StillHere(deadline_s)
         self._door, self._count, self._allowed_s = door, count, FURTHER * deadline_s
-        self._still_here = messages.StillHere(deadline_s)
         self._joined: list[Joined] = []
 
     def wait(self, look: Callable[[], None] = lambda: None) -> JoinedRanks:

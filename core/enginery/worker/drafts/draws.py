@@ -124,8 +124,7 @@ def beside(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tens
     """`chosen`, [S], and of each row of [S, V] the `count` likeliest others: [S, 1 + count] int64. Device work only."""
     if not count:
         return chosen[:, None]
-    others = logits.scatter(1, chosen[:, None], -math.inf).topk(count).indices
-    return torch.cat((chosen[:, None], others), 1)
+    return torch.cat((chosen[:, None], logits.scatter(1, chosen[:, None], -math.inf).topk(count).indices), 1)
 
 
 def verified_order(guesses: Sequence[torch.Tensor]) -> torch.Tensor:

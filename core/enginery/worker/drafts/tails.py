@@ -84,8 +84,7 @@ class Tails:
         tails = [_NOTHING if one is None else one.before(start) for one, start in zip(found, items.start.tolist(), strict=True)]
         if any(len(tail.ids) for tail in tails):
             return _joined(step, tails, batch, features, tables)
-        own = renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None)
-        return FollowedRows(own, features, None)
+        return FollowedRows(renewed(batch, views={FULL: batch.views[FULL]}, logits_rows=None), features, None)
 
     def keep(self, step: StepInput, rows: FollowedRows, told: torch.Tensor) -> None:
         """For the next step of each request. told: [S], of items that sample, the last told one of the rows that were followed,

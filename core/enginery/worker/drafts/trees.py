@@ -91,8 +91,7 @@ def write_seen(own: np.ndarray, batch: ForwardBatch, relay: BackendRelay) -> Non
 def standing_first(path: torch.Tensor, num_rows: int) -> torch.Tensor:
     """The rows that are sampled, [num_rows] int64, in the order in which they are told. path: [n, N], of the requests in front."""
     order = torch.arange(num_rows, device=path.device)
-    own = order[: path.numel()].view_as(path)
-    return torch.cat((own.gather(1, path).flatten(), order[path.numel() :]))
+    return torch.cat((order[: path.numel()].view_as(path).gather(1, path).flatten(), order[path.numel() :]))
 
 
 def move_standing(batch: ForwardBatch, path: torch.Tensor, right: torch.Tensor, pool: PagedKVPool) -> None:

@@ -71,8 +71,7 @@ class HeadColumns:
         found = self.group.of_all(torch.stack((values.double(), (columns + first).double())))  # exact: there are fewer than 2^53
         values, columns = torch.stack(found, dim=1)  # [R, N] each
         values, winner = values.max(dim=0)
-        best = columns.gather(0, winner[None])[0].long()
-        return torch.where(values.isnan(), NAN_TOKEN, best)
+        return torch.where(values.isnan(), NAN_TOKEN, columns.gather(0, winner[None])[0].long())
 
 
 @dataclass(frozen=True, eq=False)

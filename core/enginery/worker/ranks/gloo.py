@@ -8,6 +8,7 @@ who it talks to. N rows, C columns, R ranks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
 import socket
@@ -29,6 +30,7 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 _TCP: Final = "tcp://"
 _MEETING_S: Final = 60.0
 FOR_EVER: Final = datetime.timedelta(days=365)  # whether an exchange hangs is decided by those that watch the processes
+_LOOK: Final = datetime.timedelta(seconds=1)  # after so long who waits looks whether exchanges have been ended
 FIRST: Final = 0
 TAG: Final = 0
 
@@ -40,13 +42,12 @@ class LostRank(EnginError):
 class Standing:
     """What a process does, for its heartbeat. waits: the exchange that it is in; empty: it is at work of its own.
 
-    phase: of its start, or idle, or step. number: of the last step that it has finished.
+    phase: of its start, or idle, or step. number: of the last step that it has finished. is_severed: exchanges were ended.
     """
 
     def __init__(self) -> None:
-        self.waits = ""
-        self.phase = "start"
-        self.number = -1
+        self.waits, self.is_severed = "", False
+        self.phase, self.number = "start", -1
         self.connections: set[tuple[int, str]] = set()  # of groups, see `_sockets`
         self._enders: list[Callable[[], None]] = []
 
@@ -56,6 +57,7 @@ class Standing:
 
     def sever(self) -> None:
         """End exchanges, from another thread: who waits in one with a rank that is gone would wait for ever."""
+        self.is_severed = True
         for end in self._enders:
             threading.Thread(target=end, name="sever", daemon=True).start()
         for descriptor, _ in self.connections & _sockets():
@@ -146,7 +148,7 @@ class Group:
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         """The next that this rank sent."""
         x = torch.empty(*shape, dtype=dtype)
-        self._wait(self._group.recv([x], rank, TAG), f"receive from rank {rank}")
+        self._wait(self._group.recv([x], rank, TAG), f"receive from rank {rank}", FOR_EVER)  # a shorter wait would end it
         return x
 
     def texts(self, text: str) -> list[str]:
@@ -163,13 +165,29 @@ class Group:
         else:
             self._told.append((lambda: self._wait(begin(), what), ()))
 
-    def _wait(self, work: Work, what: str) -> None:
+    def _wait(self, work: Work, what: str, look: datetime.timedelta = _LOOK) -> None:
         self._standing.waits = what
+        try:
+            work.wait(look)
+        except RuntimeError:  # it failed, or it takes longer
+            self._wait_longer(work)
+        self._standing.waits = ""
+
+    def _wait_longer(self, work: Work) -> None:
+        """Gloo forgets a send that fails at the moment at which a rank that dies asks for it, and its thread waits for ever."""
+        while not work.is_completed():
+            if self._standing.is_severed:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # to take it apart would wait for that thread
+                raise self._lost("it was ended")
+            with contextlib.suppress(RuntimeError):
+                work.wait(_LOOK)
         try:
             work.wait()
         except RuntimeError as error:
-            raise LostRank(f"the exchange {what!r} with other ranks failed: {error}") from error
-        self._standing.waits = ""
+            raise self._lost(error) from error
+
+    def _lost(self, why: object) -> LostRank:
+        return LostRank(f"the exchange {self._standing.waits!r} with other ranks failed: {why}")
 
 
 def open_store(address: str, num_ranks: int) -> Store:

@@ -110,7 +110,7 @@ def with_own_head(config: Mapping[str, object], folder: Path) -> dict[str, objec
     """config.json; not tied where the files hold a head of other values than the embedding, as transformers has it."""
     text = config.get("text_config")
     within = text if isinstance(text, Mapping) else {}
-    said = [part[key] for part in (config, within) for key in _TIES if part.get(key) is not None]
+    said = [value for key in _TIES if (value := {**config, **within}.get(key)) is not None]
     if (said and not any(said)) or (head := _own_head(folder)) is None:
         return dict(config)
     if said:
@@ -121,10 +121,10 @@ def with_own_head(config: Mapping[str, object], folder: Path) -> dict[str, objec
 
 
 def _own_head(folder: Path) -> StoredTensor | None:
-    """The head that the files hold, unless it is the embedding: the only other of its shape, but for copies of either."""
+    """The head that the files hold; None where it is the embedding, which is what else has its shape and is no head."""
     stored = dict(scan_checkpoint(folder)) if any(folder.glob("*.safetensors")) else {}
     head = stored.pop(_HEAD, None)
-    like_it = [] if head is None else [each for each in stored.values() if each.shape == head.shape]
+    like_it = [each for name, each in stored.items() if head and each.shape == head.shape and "head" not in name]
     return None if head is None or not like_it or any(_equal(head, each) for each in like_it) else head
 
 

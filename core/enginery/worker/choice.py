@@ -267,7 +267,7 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
         tokenizer_folder=tokenizer_folder,
         names=served_names(asked, model),
         config=with_dtype(config, None) if random else with_own_head(with_dtype(config, folder), folder),
-        dtype_from="config.json" if with_dtype(config, None).get("dtype") else "most weights",
+        dtype_from="config.json" if random or with_dtype(config, None).get("dtype") else "most weights",
         eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
         note=offer.spec.note if offer and offer.spec.folder == folder else "",
         random=random,

@@ -232,7 +232,7 @@ def test_a_config_without_a_dtype_gets_that_of_most_weights(tmp_path, config, st
     ("config", "load_format", "expected"),
     [
         ({}, "auto", ("bfloat16", "most weights")),
-        ({}, "dummy", (None, "most weights")),
+        ({}, "dummy", (None, "config.json")),
         ({"torch_dtype": "float16"}, "auto", ("float16", "config.json")),
         ({"text_config": {"dtype": "float16"}}, "auto", ("float16", "config.json")),
     ],
@@ -246,12 +246,15 @@ def test_a_checkpoint_is_found_with_its_dtype_and_with_what_says_it(
     assert (found.config.get("dtype"), found.dtype_from) == expected
 
 
-def _tie(config: dict[str, object], tmp_path: Path, *, same_values: bool, same_file: bool = True) -> Mapping[str, Any]:
-    """Of a checkpoint with an embedding and a head."""
+def _tie(
+    config: dict[str, object], tmp_path: Path, *, same_values: bool, same_file: bool = True, copy: str | None = None
+) -> Mapping[str, Any]:
+    """Of a checkpoint with an embedding and a head. copy: the name of another of the head."""
     embedding = torch.arange(4 << 20).view(-1, 2)  # more than is compared at once
     head = embedding.clone()
     head[-1, -1] += not same_values
     files = [{"model.embed_tokens.weight": embedding, "model.norm.weight": torch.ones(2)}, {"lm_head.weight": head}]
+    files[1] |= {} if copy is None else {copy: head.clone()}
     if same_file:
         save_file(files[0] | files[1], tmp_path / "model.safetensors")
     else:
@@ -284,9 +287,21 @@ def test_so_it_is_where_the_text_alone_is_tied(site, tmp_path, config: dict[str,
     assert (found["tie_word_embeddings"], found["text_config"]["tie_word_embeddings"]) == (False, False)
 
 
+def test_a_copy_of_the_head_is_not_the_embedding(site, tmp_path) -> None:
+    """Layers behind the last, which predict further tokens, are stored with one."""
+    copy = "model.layers.2.shared_head.head.weight"
+    assert _tie(TIED, tmp_path, same_values=False, copy=copy)["tie_word_embeddings"] is False
+
+
 @pytest.mark.parametrize(
     ("config", "same_values", "expected"),
-    [(TIED, True, True), ({}, True, None), ({}, False, False), ({"tie_word_embeddings": False}, True, False)],
+    [
+        (TIED, True, True),
+        ({}, True, None),
+        ({}, False, False),
+        ({"tie_word_embeddings": False}, True, False),
+        (TIED | {"text_config": {"tie_word_embeddings": False}}, False, True),  # what is said of the text counts
+    ],
 )
 def test_a_stored_head_is_not_told_of_where_nothing_is_wrong(
     site, tmp_path, caplog, config: dict[str, object], same_values: bool, expected: bool | None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pairwise import EVERYTHING, in_turn
 from parity.engine_driver import assert_greedy, each_last_logits, generate, last_logits, options
-from parity.oracle import Oracle, shape
+from parity.oracle import LATENT_YARN, Oracle, shape
 from safetensors.torch import load_file, save_file
 from transformers import (
     BailingHybridConfig,
@@ -34,6 +34,22 @@ DELTA = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 )
 SOME_EXPERTS = dict(moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+LING_3 = shape(
+    num_key_value_heads=4,
+    head_dim=12,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=32,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    layer_group_size=4,
+    num_mtp_layers=0,
+)
 HYBRIDS = {
     "qwen3_5": Qwen3_5TextConfig(**shape(**DELTA)),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**shape(**DELTA, **SOME_EXPERTS)),
@@ -53,24 +69,7 @@ HYBRIDS = {
             mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         )
     ),
-    "ling_3": BailingHybridConfig(
-        **shape(
-            num_key_value_heads=4,
-            head_dim=12,
-            kv_lora_rank=32,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=10,
-            n_group=4,
-            topk_group=2,
-            moe_intermediate_size=32,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            layer_group_size=4,
-            num_mtp_layers=0,
-        )
-    ),
+    "ling_3": BailingHybridConfig(**LING_3),
     "minimax": MiniMaxConfig(
         **shape(
             head_dim=16,
@@ -169,6 +168,12 @@ def test_ling_is_read_in_the_hubs_layout(write_oracle: Callable[..., Oracle], re
     prompt = oracle.prompts[1]
     actual = last_logits(registry, options(oracle, model=str(tmp_path)), prompt)
     torch.testing.assert_close(actual, oracle.logits(prompt)[-1], atol=1e-4, rtol=0)
+
+
+def test_latents_of_ling_are_scaled_with_yarn(write_oracle: Callable[..., Oracle], registry: Registry) -> None:
+    oracle = write_oracle("ling_3_yarn", BailingHybridConfig(**LING_3 | {"rope_parameters": LATENT_YARN}))
+    prompt = oracle.prompts[1]
+    torch.testing.assert_close(last_logits(registry, options(oracle), prompt), oracle.logits(prompt)[-1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("is_text_alone", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from enginery.api import CheckpointError
@@ -49,6 +51,13 @@ def test_each_is_offered_by_its_architecture() -> None:
 
 def test_the_last_layer_of_each_group_and_those_behind_have_latents() -> None:
     assert [layer.latent is not None for layer in describe(RING | {"num_hidden_layers": 6}).layers] == [False] * 3 + [True] * 3
+
+
+def test_latents_are_scaled_with_yarn() -> None:
+    """As the vendor's code has it, and DeepSeek's."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0}
+    plain, scaled = shape(RING).scale, shape(RING | {"rope_scaling": yarn}).scale
+    assert scaled / plain == pytest.approx((0.1 * math.log(4.0) + 1.0) ** 2)
 
 
 def test_slopes_are_the_vendors() -> None:

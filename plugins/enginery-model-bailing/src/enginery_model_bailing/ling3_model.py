@@ -37,7 +37,7 @@ def _layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape,
             decay_shape=(ling.rule.value_heads,),
         )
     else:
-        spec = context.stage.spec(index, scale=(ling.latent.nope_dim + ling.latent.rope_dim) ** -0.5)
+        spec = context.stage.spec(index, scale=ling.scale)
         attention = GatedLatentAttention(context, weights.scope("attention"), spec=spec, q_rank=ling.q_rank)
     mlp = layer_mlp(context, weights, shape=shape, index=index)
     return DecoderLayer(context, weights, shape=shape, attention=attention, mlp=mlp)

@@ -49,7 +49,7 @@ def _layer(context: ModelContext, weights: WeightSource, *, shape: DecoderShape,
         attention = LatentSelfAttention(
             context,
             weights.scope("attention"),
-            spec=context.stage.spec(index, scale=(ring.latent.nope_dim + ring.latent.rope_dim) ** -0.5),
+            spec=context.stage.spec(index, scale=ring.scale),
             q_rank=ring.q_rank,
             bias=False,
             norm_eps=LATENT_NORM_EPS,

@@ -17,6 +17,7 @@ from enginery.api import (
     ModelContext,
     ModelFacts,
     RecurrentFacts,
+    latent_softmax_scale,
     read_decoder_shape,
     read_grouped_experts,
     read_latents,
@@ -55,12 +56,16 @@ LINEAR, FULL, DENSE, SPARSE = "linear_attention", "full_attention", "dense", "sp
 
 @dataclass(frozen=True, kw_only=True)
 class LingShape:
-    """decoder: what is not attention. linear: by layer, whether it is recurrent. q_rank: None for queries of full rank."""
+    """decoder: what is not attention. linear: by layer, whether it is recurrent. scale: of q . k in latent attention.
+
+    q_rank: None for queries of full rank.
+    """
 
     decoder: DecoderShape
     linear: tuple[bool, ...]
     rule: RecurrentFacts
     latent: LatentFacts
+    scale: float
     q_rank: int | None
 
     def facts(self) -> ModelFacts:
@@ -85,9 +90,7 @@ class LingShape:
 
 def shape(config: Mapping[str, Any]) -> LingShape:
     """Ling-3.0's shape. Raises `CheckpointError` for what is not served."""
-    for key, value in SERVED.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"config.json has {key} {config[key]!r}; this architecture is served with {value!r} only")
+    ring.check_served(config, SERVED)
     for key in LIMITS:
         if any(config.get(key) or ()):
             raise CheckpointError(f"config.json has {key}, and experts with limits are not served for this architecture")
@@ -118,6 +121,7 @@ def shape(config: Mapping[str, Any]) -> LingShape:
             gate_floor=floor,
         ),
         latent=latent,
+        scale=latent_softmax_scale(latent.nope_dim + latent.rope_dim, plain.rope),
         q_rank=whole_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
     )
 

@@ -17,6 +17,7 @@ from enginery.api import (
     ModelContext,
     ModelFacts,
     RecurrentFacts,
+    latent_softmax_scale,
     read_decoder_shape,
     read_grouped_experts,
     read_latents,
@@ -38,12 +39,16 @@ SERVED: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RingShape:
-    """decoder: what is not attention. linear: by layer, whether it is recurrent. num_groups: of the norm of its output."""
+    """decoder: what is not attention. linear: by layer, whether it is recurrent. num_groups: of the norm of its output.
+
+    scale: of q . k in latent attention.
+    """
 
     decoder: DecoderShape
     linear: tuple[bool, ...]
     rule: RecurrentFacts
     latent: LatentFacts
+    scale: float
     q_rank: int | None
     num_groups: int
 
@@ -105,6 +110,7 @@ def shape(config: Mapping[str, Any]) -> RingShape:
         linear=tuple((index + 1) % every > 0 and index < count // every * every for index in range(count)),
         rule=RecurrentFacts(rule="linear", decay="constant", key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim),
         latent=latent,
+        scale=latent_softmax_scale(latent.nope_dim + latent.rope_dim, plain.rope),
         q_rank=whole_number(config, "q_lora_rank") if config.get("q_lora_rank") else None,
         num_groups=num_groups,
     )

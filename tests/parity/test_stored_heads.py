@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from parity import test_gemma, test_hybrids, test_mamba
 from parity.engine_driver import drain, greedy, options
+from parity.oracle import FAMILIES as EVERY_FAMILY
 from parity.oracle import NUM_GREEDY, Oracle
 from safetensors.torch import load_file, save_file
 
+from enginery.contracts.parallel import ParallelFacts
 from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
+from enginery.worker.choice import choose
 
 FAMILIES = {
     "gemma2": test_gemma.GEMMAS["gemma2"],
@@ -77,3 +80,16 @@ def test_a_stored_head_that_is_not_the_embedding_is_the_head_as_in_transformers(
         engine.close()
     assert found == reference.continue_greedily(prompt, NUM_GREEDY, found)
     assert found != oracle.continue_greedily(prompt, NUM_GREEDY, found)
+
+
+def test_one_rank_says_for_all_that_the_head_is_not_tied(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle = write_oracle("llama", EVERY_FAMILY["llama"])
+    config = json.loads((oracle.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    (tmp_path / "model.safetensors").symlink_to(oracle.folder / "model.safetensors")
+    for rank in range(2):
+        choice = choose(options(oracle, model=str(tmp_path)), registry, parallel=ParallelFacts(tensor_size=2).of_rank(rank))
+        assert choice.checkpoint.config["tie_word_embeddings"] is False
+    assert ["is not the embedding" in told for told in caplog.messages].count(True) == 1

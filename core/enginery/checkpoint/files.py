@@ -106,14 +106,14 @@ def dtype_of_most(folder: Path) -> str | None:
     return next((str(PLAIN[name]).removeprefix("torch.") for name, _ in counts.most_common() if name in PLAIN), None)
 
 
-def with_own_head(config: Mapping[str, object], folder: Path) -> dict[str, object]:
-    """config.json; not tied where the files hold a head of other values than the embedding, as transformers has it."""
+def with_own_head(config: Mapping[str, object], folder: Path, *, warns: bool) -> dict[str, object]:
+    """config.json; not tied where the files hold a head of other values than the embedding, as in transformers. warns: says so."""
     text = config.get("text_config")
     within = text if isinstance(text, Mapping) else {}
     said = [value for key in _TIES if (value := {**config, **within}.get(key)) is not None]
     if (said and not any(said)) or (head := _own_head(folder)) is None:
         return dict(config)
-    if said:
+    if said and warns:
         why = "is not the embedding, though config.json ties them; it is the head, as tie_word_embeddings: false would say"
         _log.warning("%s in %s %s", _HEAD, head.file, why)
     untied = dict.fromkeys(_TIES, False)

@@ -127,7 +127,7 @@ def choose(
     found: Checkpoint | None = None,
 ) -> Choice:
     """All that can be decided, and refused, from facts alone, for a rank's own layers. device, found: those asked for if None."""
-    checkpoint = found or find_checkpoint(asked, registry)
+    checkpoint = found or find_checkpoint(asked, registry, warns=parallel.rank == 0)
     family, family_reason = registry.find_model(checkpoint.config)
     facts = described(family, checkpoint.config, f"the model in {checkpoint.folder}")
     device = of_one_rank(device or device_facts(asked.device, asked.num_threads), parallel, is_shared=asked.listen is None)
@@ -256,8 +256,8 @@ def policy_decision(asked: EngineOptions, registry: Registry) -> Decision:
     return Decision(setting="schedule policy", value=offer.name, reason=f"{why}, from {offer.source}")
 
 
-def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
-    """The checkpoint asked for, or the best that is installed."""
+def find_checkpoint(asked: EngineOptions, registry: Registry, *, warns: bool = True) -> Checkpoint:
+    """The checkpoint asked for, or the best that is installed. warns: of a head that is not tied, which one rank says for all."""
     model = registry.default_checkpoint().name if asked.model is None else asked.model
     folder = find_folder(model, registry, revision=asked.revision)
     offer, config, random = registry.checkpoint(model), read_config(folder), asked.load_format == "dummy"
@@ -266,7 +266,7 @@ def find_checkpoint(asked: EngineOptions, registry: Registry) -> Checkpoint:
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         names=served_names(asked, model),
-        config=with_dtype(config, None) if random else with_own_head(with_dtype(config, folder), folder),
+        config=with_dtype(config, None) if random else with_own_head(with_dtype(config, folder), folder, warns=warns),
         dtype_from="config.json" if random or with_dtype(config, None).get("dtype") else "most weights",
         eos_token_ids=_eos_token_ids(folder, config) | end_of_sequence(tokenizer_folder),
         note=offer.spec.note if offer and offer.spec.folder == folder else "",

@@ -21,6 +21,7 @@ from enginery.engine.engine import Engine
 from enginery.errors import CheckpointError
 from enginery.plugin.registry import Registry
 from enginery.worker.choice import choose
+from enginery.worker.drafts.parts import choose_draft_model
 
 FAMILIES = {
     "gemma2": test_gemma.GEMMAS["gemma2"],
@@ -82,14 +83,32 @@ def test_a_stored_head_that_is_not_the_embedding_is_the_head_as_in_transformers(
     assert found != oracle.continue_greedily(prompt, NUM_GREEDY, found)
 
 
+def write_untied(oracle: Oracle, folder: Path) -> str:
+    """Where its files are beside a config.json that ties its head."""
+    config = json.loads((oracle.folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    (folder / "model.safetensors").symlink_to(oracle.folder / "model.safetensors")
+    return str(folder)
+
+
 def test_one_rank_says_for_all_that_the_head_is_not_tied(
     write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     oracle = write_oracle("llama", EVERY_FAMILY["llama"])
-    config = json.loads((oracle.folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    (tmp_path / "model.safetensors").symlink_to(oracle.folder / "model.safetensors")
+    asked = options(oracle, model=write_untied(oracle, tmp_path))
     for rank in range(2):
-        choice = choose(options(oracle, model=str(tmp_path)), registry, parallel=ParallelFacts(tensor_size=2).of_rank(rank))
+        choice = choose(asked, registry, parallel=ParallelFacts(tensor_size=2).of_rank(rank))
         assert choice.checkpoint.config["tie_word_embeddings"] is False
     assert ["is not the embedding" in told for told in caplog.messages].count(True) == 1
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_model_that_drafts_has_its_own_head_too(
+    write_oracle: Callable[..., Oracle], registry: Registry, tmp_path: Path, load_format: str
+) -> None:
+    oracle = write_oracle("llama", EVERY_FAMILY["llama"])
+    draft = write_untied(oracle, tmp_path)
+    asked = options(oracle, drafter="standalone", draft_model=draft, load_format=load_format)
+    drafts = choose_draft_model(asked, registry, choose(asked, registry))
+    assert drafts is not None
+    assert drafts.checkpoint.config["tie_word_embeddings"] is (load_format == "dummy")

@@ -108,14 +108,12 @@ def dtype_of_most(folder: Path) -> str | None:
 
 def with_own_head(config: Mapping[str, object], folder: Path, *, warns: bool) -> dict[str, object]:
     """config.json; not tied where the files hold a head of other values than the embedding, as in transformers. warns: says so."""
-    text = config.get("text_config")
-    within = text if isinstance(text, Mapping) else {}
+    within = text if isinstance(text := config.get("text_config"), Mapping) else {}
     said = [value for key in _TIES if (value := {**config, **within}.get(key)) is not None]
     if (said and not any(said)) or (head := _own_head(folder)) is None:
         return dict(config)
     if said and warns:
-        why = "is not the embedding, though config.json ties them; it is the head, as tie_word_embeddings: false would say"
-        _log.warning("%s in %s %s", _HEAD, head.file, why)
+        _log.warning("%s in %s is not the embedding, though config.json ties them; it is the head", _HEAD, head.file)
     untied = dict.fromkeys(_TIES, False)
     return {**config, **untied} | ({"text_config": {**within, **untied}} if within else {})
 
@@ -124,8 +122,8 @@ def _own_head(folder: Path) -> StoredTensor | None:
     """The head that the files hold; None where it is the embedding, which is what else has its shape and is no head."""
     stored = dict(scan_checkpoint(folder)) if any(folder.glob("*.safetensors")) else {}
     head = stored.pop(_HEAD, None)
-    like_it = [each for name, each in stored.items() if head and each.shape == head.shape and "head" not in name]
-    return None if head is None or not like_it or any(_equal(head, each) for each in like_it) else head
+    equal = [_equal(head, each) for name, each in stored.items() if head and each.shape == head.shape and "head" not in name]
+    return head if equal and not any(equal) else None
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:

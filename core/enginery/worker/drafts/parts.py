@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from enginery.attention.socket import LayerSocket
+from enginery.checkpoint.files import with_own_head
 from enginery.checkpoint.folder import find_folder, read_config
 from enginery.config.schema import EngineOptions
 from enginery.contracts.attention import KVGeometry
@@ -43,8 +44,9 @@ def choose_draft_model(asked: EngineOptions, registry: Registry, target: Choice)
     offer = target.drafter
     if offer is None or (folder := find_draft_folder(asked, registry, target)) is None:
         return None
-    config = read_config(folder)
-    stands_alone = offer.spec.stands_alone
+    config, stands_alone = read_config(folder), offer.spec.stands_alone
+    if stands_alone and not target.checkpoint.random:
+        config = with_own_head(config, folder, warns=target.parallel.rank == 0)
     family = registry.find_model(config)[0] if stands_alone else _own_family(offer, config["architectures"], folder)
     facts = described(family, config, f"the draft model in {folder}")
     _refuse_misfits(facts, offer, config, target=target, folder=folder)

@@ -6,6 +6,8 @@ tokens a verification; see `enginery.bench.forced`. Of each load the first pass 
 With --auto: what `--drafter auto` makes of it, which chooses how much to guess, where guesses are as seldom right as those of a
 random head are, and where each is right three times of four. Then the embedded model, in text.
 
+With --lookup: what n-grams cost where they find nothing, as in what random weights say.
+
 With --combs: what a round takes with chains of four guesses, and with one sibling beside each, which are as seldom right.
 """
 
@@ -145,6 +147,10 @@ def rows_of(loads: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]
         comb = dataclasses.replace(chain, plugin_options=siblings)
         yield from measured({"chain of four": Case(chain), "one beside each": Case(comb)}, loads)
         return
+    if loads.lookup:
+        looking = dataclasses.replace(without.options, drafter="lookup")
+        yield from measured({"plain": without, "lookup": Case(looking)}, loads)
+        return
     if not loads.auto:
         yield from measured({"forced": Case(drafting, RATES)} | ({"plain": without} if loads.plain else {}), loads)
         return
@@ -163,6 +169,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--lookup", action="store_true", help="n-grams beside plain decoding")
     parser.add_argument("--combs", action="store_true", help="rounds of chains, and of combs")
     parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True, help="without --auto: plain decoding too")
     parser.add_argument("--right", action=argparse.BooleanOptionalAction, default=True, help="with --auto: right guesses too")

@@ -103,8 +103,8 @@ class BackendRelay:
         decodes = not capture or batch.phase in (Phase.DECODE, Phase.VERIFY)
         if not decodes or (capture and not 0 < batch.num_tokens == batch.num_requests * batch.decode_len):
             raise Unsupported(
-                f"steps that decode are captured, with as many rows of each request; {self.backend_id} is to plan one of "
-                f"{batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase}"
+                f"only steps that decode as many rows of each request are captured; {self.backend_id} was asked to plan a batch of "
+                f"{batch.num_requests} requests and {batch.num_tokens} tokens in phase {batch.phase} for a capture"
             )
         return self._checked(self._planning(batch, capture), batch, PLANNING, capture=capture)
 

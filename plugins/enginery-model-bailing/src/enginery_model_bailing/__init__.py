@@ -25,7 +25,7 @@ def register_models() -> list[ModelSpec]:
             build=ling.build,
             lanes=True,
             stacked_weights=ring.STACKED,
-            ignored_weights=ling.ignored_weights,
+            ignored_weights=ring.layers_behind,
         ),
         ModelSpec(
             name="ring-2.5",

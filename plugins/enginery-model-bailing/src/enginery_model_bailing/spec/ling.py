@@ -110,12 +110,6 @@ def num_modules(config: Mapping[str, Any]) -> int:
     return whole_number(config, "num_nextn_predict_layers")
 
 
-def ignored_weights(config: Mapping[str, Any]) -> list[str]:
-    """Of the layers behind the last, which only a drafter asks for."""
-    first = whole_number(config, "num_hidden_layers")
-    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
-
-
 def module_shape(config: Mapping[str, Any]) -> DecoderShape:
     """Of the layers behind the last."""
     return shape(config).one_more(num_modules(config))

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from enginery.api import (
-    AttnLayerFacts,
     CheckpointError,
-    DecoderShape,
-    LatentFacts,
     MixtureShape,
     Model,
     ModelContext,
@@ -54,38 +50,13 @@ LIMITS: Final = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 LINEAR, FULL, DENSE, SPARSE = "linear_attention", "full_attention", "dense", "sparse"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LingShape:
-    """decoder: what is not attention. linear: by layer, whether it is recurrent. scale: of q . k in latent attention.
+class LingShape(ring.HybridShape):
+    """Ling-3.0's."""
 
-    q_rank: None for queries of full rank.
-    """
-
-    decoder: DecoderShape
-    linear: tuple[bool, ...]
-    rule: RecurrentFacts
-    latent: LatentFacts
-    scale: float
-    q_rank: int | None
-
-    def facts(self) -> ModelFacts:
-        """The part that the core needs."""
-        decoder, latent, rule, heads = self.decoder, self.latent, self.rule, self.decoder.num_heads
-        row, absorbed = latent.rank + latent.rope_dim, latent.activation_width(heads, self.q_rank)
-        full = AttnLayerFacts(num_heads=heads, num_kv_heads=1, head_dim=row, latent=latent)
-        linear = AttnLayerFacts(num_heads=heads, num_kv_heads=heads, head_dim=rule.key_dim, recurrent=rule)
-        recurrent = 6 * (rule.mixed_width + rule.gates_width)
-        return ModelFacts(
-            vocab_size=decoder.vocab_size,
-            hidden_size=decoder.hidden_size,
-            max_positions=decoder.max_positions,
-            activation_width=3 * decoder.hidden_size + max(absorbed, recurrent, decoder.mlp_width),
-            layers=tuple(
-                dataclasses.replace(linear if is_linear else full, decoder_layer=index)
-                for index, is_linear in enumerate(self.linear)
-            ),
-            boundary=decoder.boundary,
-        )
+    @property
+    def recurrent_width(self) -> int:
+        """Queries, keys, values and gates count, and what is made of them."""
+        return 6 * (self.rule.mixed_width + self.rule.gates_width)
 
 
 def shape(config: Mapping[str, Any]) -> LingShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,10 +39,10 @@ SERVED: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingShape:
-    """decoder: what is not attention. linear: by layer, whether it is recurrent. num_groups: of the norm of its output.
+class HybridShape(ABC):
+    """decoder: what is not attention. linear: by layer, whether it is recurrent; the others have latents.
 
-    scale: of q . k in latent attention.
+    scale: of q . k in latent attention. q_rank: None for queries of full rank.
     """
 
     decoder: DecoderShape
@@ -50,7 +51,11 @@ class RingShape:
     latent: LatentFacts
     scale: float
     q_rank: int | None
-    num_groups: int
+
+    @property
+    @abstractmethod
+    def recurrent_width(self) -> int:
+        """How many numbers of a token are there at once in a recurrent layer."""
 
     def facts(self) -> ModelFacts:
         """The part that the core needs."""
@@ -62,13 +67,25 @@ class RingShape:
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
             max_positions=decoder.max_positions,
-            activation_width=3 * decoder.hidden_size + max(absorbed, 4 * rule.mixed_width, decoder.mlp_width),
+            activation_width=3 * decoder.hidden_size + max(absorbed, self.recurrent_width, decoder.mlp_width),
             layers=tuple(
                 dataclasses.replace(linear if is_linear else full, decoder_layer=index)
                 for index, is_linear in enumerate(self.linear)
             ),
             boundary=decoder.boundary,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingShape(HybridShape):
+    """num_groups: of the norm of a recurrent layer's output."""
+
+    num_groups: int
+
+    @property
+    def recurrent_width(self) -> int:
+        """Queries, keys and values count, and as much again for what is made of them."""
+        return 4 * self.rule.mixed_width
 
     def log_decay(self, layer: int) -> tuple[float, ...]:
         """Of each head: minus its slope as in ALiBi (arXiv:2108.12409), less steep in later layers; the first is counted as -1."""
@@ -116,11 +133,15 @@ def shape(config: Mapping[str, Any]) -> RingShape:
     )
 
 
+def layers_behind(config: Mapping[str, Any]) -> list[str]:
+    """Tensors of the layers behind the last, which predict further tokens."""
+    first = whole_number(config, "num_hidden_layers")
+    return [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
+
+
 def ignored_weights(config: Mapping[str, Any]) -> list[str]:
     """Of layers that predict further tokens, which files have behind the last or apart."""
-    first = whole_number(config, "num_hidden_layers")
-    behind = [f"model.layers.{first + index}.*" for index in range(int(config.get("num_nextn_predict_layers") or 0))]
-    return ["model.mtp.*", *behind]
+    return ["model.mtp.*", *layers_behind(config)]
 
 
 def describe(config: Mapping[str, Any]) -> ModelFacts:

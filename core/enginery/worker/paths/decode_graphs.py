@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from enginery.attention.axes import pad, renewed, token_fields, with_token_fields
 from enginery.attention.relay import BackendRelay
@@ -112,8 +113,8 @@ class GraphBuffers(NamedTuple):
     siblings: of combs, whose rows are moved where they stand; 0: drafts that branch are verified eagerly. most_positions: of a
     request, where verifications may begin where the device finds, see `captured_step`; 0: their lengths are known at the launch."""
 
-    logits: torch.Tensor
-    hidden: torch.Tensor | None = None
+    logits: Tensor
+    hidden: Tensor | None = None
     forced: ForcedAcceptance | None = None
     siblings: int = 0
     most_positions: int = 0
@@ -122,9 +123,9 @@ class GraphBuffers(NamedTuple):
 class HeadResults(NamedTuple):
     """Of hidden states. best: tokens, [rows] int64; None: none is chosen. logits, and marked, its best: of `CapturedStep`."""
 
-    best: torch.Tensor | None
-    logits: torch.Tensor
-    marked: torch.Tensor
+    best: Tensor | None
+    logits: Tensor
+    marked: Tensor
 
 
 class DecodeGraphs:
@@ -257,7 +258,7 @@ class DecodeGraphs:
             padded=padded,
         )
 
-    def _run_head(self, hidden: torch.Tensor) -> HeadResults:
+    def _run_head(self, hidden: Tensor) -> HeadResults:
         """hidden: [rows, C]. What is made of it stays until the next replay; of several ranks each keeps its columns of logits."""
         kept = self.buffers.logits[: len(hidden)]
         if isinstance(self.model, JoinedHead):
@@ -268,7 +269,7 @@ class DecodeGraphs:
         best = self.ops.greedy(logits)
         return HeadResults(best, logits, self.best[: len(best)].copy_(mark_nan(logits, best)))
 
-    def _fill(self, batch: ForwardBatch, sources: torch.Tensor) -> None:
+    def _fill(self, batch: ForwardBatch, sources: Tensor) -> None:
         """Fill pending ids in, where the graph reads them."""
         self.feed.fill(batch.input_ids, sources, out=batch.input_ids)
 
@@ -282,7 +283,7 @@ class DecodeGraphs:
     def _update(self, captured: CapturedStep, step: StepInput, batch: ForwardBatch) -> ForwardBatch:
         """Copy the batch's token fields over those of the graph, and let the backend bring its plan up to date: it is padded."""
         size, num_rows = captured.batch.num_requests, len(captured.best)
-        batch, beside = self.feed.named.with_inputs(batch, step.inputs), list[torch.Tensor]()
+        batch, beside = self.feed.named.with_inputs(batch, step.inputs), list[Tensor]()
         if captured.accepted is not None:
             beside = [later := torch.zeros(num_rows, dtype=torch.int64), num_drafts(step, size=num_rows)]
             if step.behind:
@@ -310,7 +311,7 @@ def finds_starts(graphs: DecodeGraphs | None, step: StepInput) -> bool:
     return graphs is not None and graphs.buffers.most_positions > 0 and step.run.way is Way.GRAPH and graphs.ready(step)
 
 
-def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: torch.Tensor, moved: torch.Tensor | None) -> None:
+def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: Tensor, moved: Tensor | None) -> None:
     """Bring the rows of a captured batch to where they begin, if they do not lie there. packed, moved: see `CapturedStep`."""
     if moved is None:
         return
@@ -320,13 +321,7 @@ def _begin(graphs: DecodeGraphs, batch: ForwardBatch, packed: torch.Tensor, move
 
 
 def _keep(
-    graphs: DecodeGraphs,
-    found: HeadResults,
-    batch: ForwardBatch,
-    packed: torch.Tensor,
-    *,
-    out: torch.Tensor | None,
-    standing: Standing | None,
+    graphs: DecodeGraphs, found: HeadResults, batch: ForwardBatch, packed: Tensor, *, out: Tensor | None, standing: Standing | None
 ) -> None:
     """For the next step, what the requests of a captured batch go on with. out: how many drafts of each are right; None: of a batch
     without drafts."""
@@ -351,7 +346,7 @@ def _keep(
     graphs.feed.wrong.index_copy_(0, seats, num_drafts - out)
 
 
-def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, torch.Tensor]:
+def _padding_alone(feed: TokenFeed, geometry: KVGeometry, key: GraphKey) -> tuple[ForwardBatch, Tensor]:
     """A batch of so many requests that nobody made, and its token fields with what is beside them, see `CapturedStep`."""
     num_rows = key.size * key.length
     batch = feed.named.with_inputs(no_requests(geometry, key.length, trees=key.depth > 0))

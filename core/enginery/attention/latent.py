@@ -65,10 +65,8 @@ class LatentAttention(Composite):
         self, child: BackendRelay, *, capabilities: Capabilities, geometry: KVGeometry, pool: KVPool, settings: LatentSettings
     ) -> None:
         super().__init__(child)
-        self.capabilities = capabilities
+        self.capabilities, self.pool, self.settings = capabilities, pool, settings
         self.page_size = geometry.page_size
-        self.pool = pool
-        self.settings = settings
         self.facts = next(layer.latent for layer in geometry.layers if layer.latent is not None)
         self._said: set[str] = set()
 
@@ -84,19 +82,13 @@ class LatentAttention(Composite):
 
     def _plan_ragged(self, part: Part) -> RaggedPart | None:
         """Plan a prefill by the first strategy that the backend takes. None: it runs absorbed, from the latents."""
-        batch = part.batch
-        order = strategies_to_try(
-            self.facts,
-            self.capabilities,
-            asked=self.settings.strategy,
-            chunk_tokens=self.settings.chunk_tokens,
-            q_lens=batch.q_lens_cpu,
-            kv_lens=batch.kv_lens_cpu,
-        )
+        batch, asked, most = part.batch, self.settings.strategy, self.settings.chunk_tokens
+        q_lens, kv_lens = batch.q_lens_cpu, batch.kv_lens_cpu
+        order = strategies_to_try(self.facts, self.capabilities, asked=asked, chunk_tokens=most, q_lens=q_lens, kv_lens=kv_lens)
         for strategy in order:
             if strategy is PrefillStrategy.ABSORBED:
                 return None
-            chunks, own = cut_pieces(batch.q_lens_cpu, batch.kv_lens_cpu, strategy, chunk_tokens=self.settings.chunk_tokens)
+            chunks, own = cut_pieces(q_lens, kv_lens, strategy, chunk_tokens=most)
             answer = self.children[0].make_chunk_plan(batch, chunks, disable_ragged=own is None)
             if isinstance(answer, ChunkPlan):
                 pieces = chunks if own is None else (own, *chunks)

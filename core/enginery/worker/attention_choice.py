@@ -146,12 +146,8 @@ def choose_first(
     A backend that was asked for by name is waited for too, and all are where that was asked for.
     """
     late = {wish.backend for wish in to_compile}
-    named = {
-        asked.attention_backend,
-        asked.prefill_attention_backend,
-        asked.decode_attention_backend,
-        asked.linear_attention_backend,
-    }
+    named: set[str | None] = {asked.attention_backend, asked.linear_attention_backend}
+    named |= {asked.prefill_attention_backend, asked.decode_attention_backend}
     while late and not (asked.wait_for_kernels or late & named):
         try:
             chosen, _ = choose_attention(asked, registry, needs, leave_out=late)

@@ -233,7 +233,7 @@ def test_linear_equals_the_reference(dtype: torch.dtype, bias: bool, rows: int, 
 
 
 @pytest.mark.parametrize(("block_n", "block_k"), [(1, 256), (2, 128), (8, 64), (2, 512)])
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
 def test_a_matrix_vector_product_equals_the_reference_whatever_its_blocks(
     block_n: int, block_k: int, rows: int, device: str
 ) -> None:

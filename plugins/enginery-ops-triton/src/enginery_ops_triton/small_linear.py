@@ -157,16 +157,21 @@ def bind_small_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, depend
 
 
 def bind_router(weight: torch.Tensor, *, dependent_launch: bool) -> LinearFn:
-    """Logits in float32. weight [E, C] keeps its layout, and must not change while kernels run."""
+    """Logits in float32. weight [E, C] keeps its layout, and must not change while kernels run.
+
+    Of several rows, the weight is read once where a program has all columns in registers: up to 4096.
+    """
     plain = reference_ops.bind_router(weight)
     columns = weight.shape[1]
     able = weight.dtype in (torch.float32, torch.bfloat16, torch.float16) and not weight.is_meta and weight.stride(1) == 1
     if not able or not LEAST_COLUMNS <= columns <= MOST_COLUMNS:
         return plain
-    of_one = Matvec(weight, None, matvec_shape(columns), dtype=torch.float32, dependent_launch=dependent_launch)
+    shape = matvec_shape(columns)
+    few = Matvec(weight, None, shape, dtype=torch.float32, dependent_launch=dependent_launch)
+    most = DIRECT_ROWS if shape.ahead * shape.block_k >= columns else MATVEC_ROWS
 
     def bound(x: torch.Tensor) -> torch.Tensor:
-        return of_one(x) if x.shape[0] == MATVEC_ROWS and x.stride(1) == 1 else plain(x)
+        return few(x) if 0 < x.shape[0] <= most and x.stride(1) == 1 else plain(x)
 
     return bound
 
@@ -201,7 +206,7 @@ class Product:
 
 
 class Matvec:
-    """For one row; for a few if a program takes all columns at once."""
+    """For one row; for a few if a program takes all columns at once. A variant is compiled for each power of two of rows."""
 
     def __init__(
         self,
@@ -223,17 +228,19 @@ class Matvec:
         """[N, in] -> [N, out]."""
         weight, shape = self.weight, self.shape
         outputs, columns = weight.shape
-        out = torch.empty((x.shape[0], outputs), dtype=self.dtype or x.dtype, device=x.device)
+        num_rows = x.shape[0]
+        out = torch.empty((num_rows, outputs), dtype=self.dtype or x.dtype, device=x.device)
         linear.matvec[(-(-outputs // shape.block_n),)](
             x,
             weight,
             weight if self.bias is None else self.bias,
             out,
+            num_rows,
             x.stride(0),
             weight.stride(0),
             outputs,
             COLUMNS=columns,
-            ROWS=x.shape[0],
+            ROWS=next_power_of_2(num_rows),
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
             AHEAD=shape.ahead,

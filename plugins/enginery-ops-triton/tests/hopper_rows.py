@@ -74,7 +74,7 @@ def main() -> None:
         assert "bar.sync" not in before_sums, "x goes from memory to the threads that multiply it"
         check_few_by_matvec(columns)
     check_few_by_matvec(2880)
-    for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048)):
+    for outputs, columns in ((2048, 4096), (2304, 4096), (4096, 4096), (4096, 14336), (12288, 2048), (21888, 2048)):
         check_direct(outputs, columns, biased=False)
     check_direct(5120, 2880, biased=True)
     for sizes, top_k in ((QWEN3_NEXT, 11), (KIMI_LINEAR, 9)):

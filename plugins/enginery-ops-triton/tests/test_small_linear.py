@@ -61,6 +61,10 @@ def test_all_programs_of_a_product_run_at_once(
         (4096, 14336, 1, None),
         (4096, 14336, 8, (16, 16, 4)),
         (28672, 4096, 8, None),  # cuBLAS
+        (21888, 2048, 2, (32, 8, 2)),
+        (21888, 2048, 1, None),  # as matvec
+        (32784, 2048, 8, None),
+        (21888, 2304, 8, None),
         (1056, 2880, 8, (16, 16, 3)),
         (128, 2880, 8, None),
         (4096, 1024, 8, None),
@@ -79,6 +83,7 @@ def test_direct_products_where_they_are_fastest(
         (28672, 4096, ["Matvec", "partial", "Shares", "Shares", "Shares"]),  # of 2 to 8 rows by torch, not in shares
         (4096, 4096, ["DirectRows", "DirectRows", "Shares", "Shares", "FewRows"]),
         (6144, 4096, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
+        (21888, 2048, ["Matvec", "DirectRows", "Shares", "Shares", "partial"]),
         (1024, 2048, ["Matvec", "FewRows", "FewRows", "partial", "partial"]),
     ],
 )

@@ -40,6 +40,11 @@ class AttentionChoice:
     def name(self) -> str:
         return "+".join(dict.fromkeys(offer.spec.name for offer in self.by_role.values()))
 
+    def plans_late(self, *, one: bool) -> bool:
+        """Whether what verifies drafts, of any steps or those of one request, has to know lengths when it plans."""
+        others = {"prefill", *(("softmax", "decode") if one and "single" in self.by_role else ())}
+        return any(not offer.spec.capabilities.verify_lengths for role, offer in self.by_role.items() if role not in others)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelWish:

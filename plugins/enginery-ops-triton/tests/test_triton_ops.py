@@ -233,7 +233,7 @@ def test_linear_equals_the_reference(dtype: torch.dtype, bias: bool, rows: int, 
 
 
 @pytest.mark.parametrize(("block_n", "block_k"), [(1, 256), (2, 128), (8, 64), (2, 512)])
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
 def test_a_matrix_vector_product_equals_the_reference_whatever_its_blocks(
     block_n: int, block_k: int, rows: int, device: str
 ) -> None:
@@ -290,6 +290,20 @@ def test_a_product_of_one_row_norms_the_row(columns: int, outputs: int, bias: bo
     made = product(normed)
     close(made, product(given.new_tensor(normed.tolist())))
     assert product(normed) is not made, "it is handed out once"
+
+
+def test_a_router_norms_the_row(device: str) -> None:
+    weight = random(12, 320, dtype=torch.bfloat16, device=device, scale=0.1)
+    router = ops(device).bind_router(weight)
+    assert isinstance(router, NormingLinear)
+    delta, residual, scale = (random(*size, 320, dtype=torch.bfloat16, device=device) for size in ((1,), (1,), ()))
+    given = residual.clone()
+    normed = router.add_rms_norm(delta, residual, scale, 1e-5)
+    assert normed is not None
+    close(normed, reference_ops.add_rms_norm(delta, given, scale, 1e-5))
+    logits = router(normed)
+    assert logits.dtype == torch.float32
+    close(logits, reference_ops.bind_router(weight)(normed), scale=2e3)  # whose row was rounded
 
 
 def test_what_a_product_made_of_a_norm_is_of_that_norm_alone(device: str) -> None:

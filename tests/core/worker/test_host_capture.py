@@ -125,6 +125,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "dropout": (lambda x: torch.nn.functional.dropout(x, 0.5), "draws random numbers"),
     "in place random": (lambda x: x.exponential_(), "draws random numbers"),
     "resized": (lambda x: torch.mul(x, 2, out=torch.empty(0)), "another shape or other memory"),
+    "moved": (lambda x: (x + 1).set_(x * 2), "another shape or other memory"),
     "constant": (lambda x: torch.tensor([1.0, 2.0]).add_(x[0, :2]), "made of Python's numbers"),
     "address": (lambda x: x.data_ptr(), "an address was taken for a call that nobody told"),
     "meta": (lambda x: x.to("meta"), "no tensor of the host"),
